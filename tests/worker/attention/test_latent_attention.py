@@ -69,7 +69,7 @@ def new_tokens(count: int) -> tuple[mx.array, mx.array]:
 def attend(length: int, count: int, way: bool) -> mx.array:
     """Returns attention of `count` tokens after `length` others."""
     q, line = new_tokens(count)
-    step = RowBatch([RowSpan(row_of(length), count)], logits=False)
+    step = RowBatch([RowSpan(row_of(length), count)], None)
     return step.attend_latent(0, q, line, SCALE, heads(way))
 
 
@@ -102,11 +102,11 @@ def test_both_forms_of_latent_attention_equal_the_definition(
 def test_each_row_of_a_step_attends_to_its_own_tokens(way: bool) -> None:
     rows = [(12, 1), (40, 6), (0, 3)]
     q, line = new_tokens(10)
-    step = RowBatch([RowSpan(row_of(length), count) for length, count in rows], logits=False)
+    step = RowBatch([RowSpan(row_of(length), count) for length, count in rows], None)
     together = step.attend_latent(0, q, line, SCALE, heads(way))
     start = 0
     for length, count in rows:
-        alone = RowBatch([RowSpan(row_of(length), count)], logits=False)
+        alone = RowBatch([RowSpan(row_of(length), count)], None)
         end = start + count
         one = alone.attend_latent(0, q[start:end], line[start:end], SCALE, heads(way))
         assert mx.allclose(together[start:end], one, atol=1e-5).item()
@@ -165,6 +165,6 @@ def peak(length: int, count: int, way: bool) -> int:
     mx.synchronize()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    step = RowBatch([RowSpan(row, count)], logits=False)
+    step = RowBatch([RowSpan(row, count)], None)
     mx.eval(step.attend_latent(0, q, line, SCALE, both))
     return int(mx.get_peak_memory() - before)

@@ -125,7 +125,7 @@ def test_recurrent_rows_compute_alone_and_together(counts: Sequence[Sequence[int
     rows = [row_of(RecurrentSpec(((2,),))) for _ in range(2)]
     for each in counts:
         spans = [RowSpan(row, count) for row, count in zip(rows, each, strict=True) if count]
-        step = RowBatch(spans, logits=False)
+        step = RowBatch(spans, None)
         x = mx.concatenate(
             [mx.full((span.count, 2), 1.0 + rows.index(span.row)) for span in spans]  # type: ignore[arg-type]
         )

@@ -182,7 +182,7 @@ def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
 
 
 def alone(model: Callable[..., Any], row: RowCache, token: Any) -> Any:
-    step = RowBatch([RowSpan(row, 1)], logits=True)
+    step = RowBatch([RowSpan(row, 1)], [0])
     out = model(token, step)
     step.done()
     return out

@@ -191,7 +191,7 @@ def in_a_batch(checked: Checked) -> None:
     spans = [
         RowSpan(row, len(answer.prompt)) for row, answer in zip(rows, checked.answers, strict=True)
     ]
-    step = RowBatch(spans, logits=True)
+    step = RowBatch(spans, range(len(spans)))
     ids = [token for answer in checked.answers for token in answer.prompt]
     logits = np.array(checked.loaded.model(mx.array(ids), step))
     for row_logits, answer in zip(logits, checked.answers, strict=True):
@@ -281,7 +281,7 @@ def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> 
     chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
     rows = []
     for ids in [*chunks, *([token] for token in answer.ids[: steps - 1])]:
-        step = RowBatch([RowSpan(row, len(ids))], logits=True)
+        step = RowBatch([RowSpan(row, len(ids))], [0])
         rows.append(np.array(checked.loaded.model(mx.array(ids), step)[0]))
         step.done()
     ours = np.stack(rows[-steps:])

@@ -108,7 +108,7 @@ def test_the_formula_equals_the_allocated_bytes(model_type: str, tmp_path: Path)
 
 
 def prefill(loaded: LoadedModel, row: RowCache) -> None:
-    step = RowBatch([RowSpan(row, CHUNK)], logits=False)
+    step = RowBatch([RowSpan(row, CHUNK)], ())
     out = loaded.model(mx.arange(CHUNK), step)
     step.done()
     mx.eval(out, *row.arrays())

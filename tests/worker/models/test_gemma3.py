@@ -116,7 +116,7 @@ def logits_of(path: Path, *, deterministic: bool = False, size: int = 300) -> np
     loaded = load(inspect(path), deterministic=deterministic)
     plan = loaded.folder.plan
     step = RowBatch(
-        [RowSpan(RowCache(RowShape(plan.caches, loaded.dtype, plan.context)), size)], logits=True
+        [RowSpan(RowCache(RowShape(plan.caches, loaded.dtype, plan.context)), size)], [0]
     )
     return np.array(loaded.model(mx.array(prompt_of(size)), step)[0])
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import apply_softcap
-from mlxpool.worker.attention.row_batch import CacheRow, RowBatch
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.linear import TILE_ROWS, padded_rows
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
@@ -20,34 +19,34 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 
 
-class DeterministicBatch(RowBatch):
-    """A RowBatch whose `attend` gives the same bits whatever is computed at once."""
+def exact_attention(
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
+) -> mx.array:
+    """As dot_product.causal_attention; gives the same bits whatever is computed at once."""
+    if scores.sinks is not None or window:
+        raise NotImplementedError("no model with sinks or windows is deterministic")
+    count, heads, size = q.shape
+    pairs, length = keys.shape[1], keys.shape[2]
+    each = heads // pairs
+    tiled = padded_rows(q * scores.scale, TILE_ROWS).reshape(-1, TILE_ROWS, pairs, each, size)
+    asked = tiled.transpose(0, 2, 1, 3, 4).reshape(-1, pairs, 1, TILE_ROWS * each, size)
+    tiles = asked.shape[0]
+    mask = _mask(length - count, tiles, each, length)
+    out = _attend_blocks(asked, _blocks(keys), _blocks(values), mask, scores.softcap)
+    out = out.reshape(tiles, pairs, TILE_ROWS, each, size).transpose(0, 2, 1, 3, 4)
+    return out.reshape(-1, heads, size)[:count]
 
-    def attend_row(
-        self, row: CacheRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
-    ) -> mx.array:
-        """See RowBatch.attend_row."""
-        count, heads, size = q.shape
-        pairs = k.shape[1]
-        each = heads // pairs
-        keys, values = row.write(layer, k.transpose(1, 0, 2)[None], v.transpose(1, 0, 2)[None])
-        tiled = padded_rows(q * scores.scale, TILE_ROWS).reshape(-1, TILE_ROWS, pairs, each, size)
-        asked = tiled.transpose(0, 2, 1, 3, 4).reshape(-1, pairs, 1, TILE_ROWS * each, size)
-        tiles = asked.shape[0]
-        if scores.sinks is not None:
-            raise NotImplementedError("no known model has sinks and no windows")
-        mask = self._mask(row, tiles, each, keys)
-        out = _attend_blocks(asked, _blocks(keys), _blocks(values), mask, scores.softcap)
-        out = out.reshape(tiles, pairs, TILE_ROWS, each, size).transpose(0, 2, 1, 3, 4)
-        return out.reshape(-1, heads, size)[:count]
 
-    def _mask(self, row: CacheRow, tiles: int, each: int, keys: mx.array) -> mx.array:
-        """[tiles, 1, B, TILE_ROWS * each, BLOCK]: 0 where a query may attend, else MASKED_SCORE."""
-        blocks = -(-keys.shape[2] // KV_BLOCK_TOKENS)
-        places = mx.arange(blocks * KV_BLOCK_TOKENS).reshape(1, 1, blocks, 1, KV_BLOCK_TOKENS)
-        queries = row.offset + mx.arange(tiles * TILE_ROWS).reshape(tiles, 1, 1, TILE_ROWS, 1)
-        seen = mx.repeat(places <= queries, each, axis=3)
-        return mx.where(seen, 0.0, MASKED_SCORE)
+def _mask(start: int, tiles: int, each: int, length: int) -> mx.array:
+    """[tiles, 1, B, TILE_ROWS * each, BLOCK]: 0 where a query may attend, else MASKED_SCORE.
+
+    The first query is of token `start`; `length` tokens are in the blocks.
+    """
+    blocks = -(-length // KV_BLOCK_TOKENS)
+    places = mx.arange(blocks * KV_BLOCK_TOKENS).reshape(1, 1, blocks, 1, KV_BLOCK_TOKENS)
+    queries = start + mx.arange(tiles * TILE_ROWS).reshape(tiles, 1, 1, TILE_ROWS, 1)
+    seen = mx.repeat(places <= queries, each, axis=3)
+    return mx.where(seen, 0.0, MASKED_SCORE)
 
 
 def _blocks(array: mx.array) -> mx.array:

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.deterministic import DeterministicBatch
+from mlxpool.worker.attention.deterministic import exact_attention
+from mlxpool.worker.attention.dot_product import causal_attention
 from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.paged_runner import (
@@ -24,10 +25,10 @@ from mlxpool.worker.attention.paged_runner import (
     padded_width,
 )
 from mlxpool.worker.attention.ragged_runner import RaggedRunner, attention_of
-from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan, singles_first
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.attention.slab_batch import SlabRunner
+from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
 from mlxpool.worker.caches.specs import RecurrentSpec
@@ -54,13 +55,14 @@ class Layout:
     name = "rows"  # that operators see
     store: Any  # a prefix.store.Store
     spare = 0  # bytes that may be allocated for unused blocks
+    batch = RowBatch  # that describes a pass to the model
     shares_arrays = False  # whether a failed pass may have damaged all rows
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
         self._model = model
-        self._step = DeterministicBatch if deterministic else RowBatch
+        self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
         self._deterministic = deterministic
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
@@ -104,11 +106,33 @@ class Layout:
         return self.forward(spans, inputs, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
-        """As `step`, with all ids known."""
-        step = self._step(spans, wanted)
+        """As `step`, with all ids known. The spans are of different rows.
+
+        The evaluation of what is returned completes the pass.
+        """
+        if self._is_decode(spans, wanted):
+            return self._decode([span.row for span in spans], ids)
+        spans, ids, wanted = singles_first(spans, ids, wanted)
+        step = self.batch(spans, wanted, self._attention)
         out = self._model(ids, step)
         step.done()
-        return out
+        # Without logits nothing of the last layer is needed but what it writes.
+        found = out if wanted else mx.zeros(1)
+        written = self._written([span.row for span in spans])
+        complete: list[mx.array] = mx.depends([found], written)
+        return complete[0]
+
+    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+        """Returns whether `_decode` computes the pass: one token of each row, with logits."""
+        return False
+
+    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """Builds a pass over one token `ids` [R] of each row; returns logits [R, vocabulary]."""
+        raise NotImplementedError
+
+    def _written(self, rows: Sequence[Any]) -> list[mx.array]:
+        """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
+        return [array for row in rows for array in row.arrays()]
 
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged."""
@@ -121,6 +145,7 @@ class SlabLayout(Layout):
     """Rows share slabs of blocks, for the CPU: see slabs.py."""
 
     name = "slabs"
+    batch = SlabRowBatch
     shares_arrays = True
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
@@ -140,11 +165,18 @@ class SlabLayout(Layout):
         row.reserve(tokens)
         mx.eval(row.arrays())
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
-        """See Layout. Decode steps are compiled."""
-        if not self._deterministic and len(wanted) == len(spans) == ids.shape[0]:
-            return self._runner([cast(SlabRow, span.row) for span in spans], ids)
-        return super().forward(spans, ids, wanted)
+    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+        """See Layout."""
+        return not self._deterministic and is_plain_decode(spans, wanted)
+
+    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """See Layout."""
+        return self._runner(rows, ids)
+
+    def _written(self, rows: Sequence[Any]) -> list[mx.array]:
+        """See Layout."""
+        slabs = {slab: None for row in rows for slab, _ in row.table}
+        return [array for slab in slabs for array in (*slab.keys, *slab.values)]
 
     def invalidate(self) -> None:
         """See Layout."""
@@ -243,7 +275,7 @@ class PagedLayout(Layout):
 
     def _pass(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
         rows = [cast(PagedRow, span.row) for span in spans]
-        if len(wanted) == len(spans) == ids.shape[0]:
+        if is_plain_decode(spans, wanted):
             return self.runner(rows, ids)
         if self.compiles_chunks and not self.runner.gathers and self._batch_size(spans):
             if len(spans) == 1 and spans[0].count <= CHUNK_WIDTHS[-1]:
@@ -253,6 +285,10 @@ class PagedLayout(Layout):
                     list(zip(rows, (span.count for span in spans), strict=True)), ids, wanted
                 )
         return super().forward(spans, ids, wanted)
+
+    def _written(self, rows: Sequence[Any]) -> list[mx.array]:
+        """See Layout. The rows share the arrays of the pool."""
+        return self.pool.written()
 
     def _batch_size(self, spans: Sequence[RowSpan]) -> int:
         """Returns how many short chunks, from the first on, a compiled pass has; 0: none.
@@ -282,6 +318,11 @@ class PagedLayout(Layout):
     def close(self) -> None:
         """See Layout."""
         self.pool.arrays = []
+
+
+def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+    """Returns whether every span is one token that gets logits, in the order of the spans."""
+    return list(wanted) == list(range(len(spans))) and all(span.count == 1 for span in spans)
 
 
 def choose_layout(

@@ -51,6 +51,10 @@ class PagedBatch(RotateThenAttend):
         """See ForwardBatch.logit_rows."""
         return x if self._last is None else x[self._last]
 
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
+        return self.logit_rows(x) if layer == len(self._pool.arrays) - 1 else x
+
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch.rope."""
         return self._rotation(x, rope)
@@ -59,6 +63,11 @@ class PagedBatch(RotateThenAttend):
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See ForwardBatch.attend."""
+        return self.lines_after(layer, self._attend(layer, q, k, v, scores))
+
+    def _attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         pool, metadata, window = self._pool, self._metadata, self._pool.shape.window(layer)
         if self._reads(q.shape[1], v, scores):
             tokens = 1
@@ -121,7 +130,7 @@ class PagedBatch(RotateThenAttend):
             self.gathers = self._chunk
             (latents,) = gather_blocks(pool.arrays[layer], metadata.table)
             read = self._seen(absorbed, latents, latents[..., : heads.rank], ScoreParams(scale))
-        return heads.to_values(read)
+        return heads.to_values(self.lines_after(layer, read))
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""

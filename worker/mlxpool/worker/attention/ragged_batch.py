@@ -23,12 +23,12 @@ class RaggedArrays:
     """The arrays of one pass over T lines, of which E get logits.
 
     `positions` [T] of the rotation; `slots` [T] of the pool where keys and values are written, -1
-    for padding lines; `wanted` [E] lines; what the lines see, for each shape of tiles.
+    for padding lines; `wanted` [E] lines, None: all; what the lines see, for each shape of tiles.
     """
 
     positions: mx.array
     slots: mx.array
-    wanted: mx.array
+    wanted: mx.array | None
     plans: Mapping[TileShape, RaggedPlan]
 
 
@@ -39,11 +39,17 @@ class RaggedBatch:
 
     def __init__(self, pool: KVPool, arrays: RaggedArrays) -> None:
         self._pool, self._arrays = pool, arrays
+        self._last = len(pool.arrays) - 1
         self._rotation = RotaryEmbedding(arrays.positions)
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
-        return x[self._arrays.wanted]
+        wanted = self._arrays.wanted
+        return x if wanted is None else x[wanted]
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
+        return self.logit_rows(x) if layer == self._last else x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch.rope."""
@@ -77,7 +83,8 @@ class RaggedBatch:
         rotated = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
         plan = self._arrays.plans[tile_shape(q, v)]
         window = self._pool.shape.window(layer)
-        return ragged_attention.attend(rotated, pools, plan, scores, window)
+        out = ragged_attention.attend(rotated, pools, plan, scores, window)
+        return self.lines_after(layer, out)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
@@ -102,6 +109,10 @@ class AttentionProbe:
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
+        return x
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:

@@ -46,7 +46,10 @@ def attention_of(model: Model, dtype: mx.Dtype) -> AttentionProbe:
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """The places of a pass's numbers in one int32 array, which is sent to the device at once."""
+    """The places of a pass's numbers in one int32 array, which is sent to the device at once.
+
+    `wanted`: lines that get logits, which the array names; 0: every line gets them, in order.
+    """
 
     lines: int
     wanted: int
@@ -70,7 +73,7 @@ class PlanShape:
             shape: RaggedPlan(begins, ends, tables, each.reshape(-1, ITEM), arrived)
             for shape, each in zip(self.tiles, items, strict=True)
         }
-        return ids, RaggedArrays(positions, slots, wanted, plans)
+        return ids, RaggedArrays(positions, slots, wanted if self.wanted else None, plans)
 
 
 class RaggedRunner:
@@ -91,7 +94,8 @@ class RaggedRunner:
 
     def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
         """Returns whether a pass over these spans was not computed before."""
-        return self._shape(sum(span.count for span in spans), wanted) not in self._passes
+        lines = sum(span.count for span in spans)
+        return self._shape(lines, wanted) not in self._passes
 
     def step(
         self,
@@ -115,6 +119,8 @@ class RaggedRunner:
     def _shape(self, lines: int, wanted: int) -> PlanShape:
         """Returns the shape of a pass over so many lines, of which `wanted` get logits."""
         padded = next((size for size in self.sizes if size >= lines), lines)
+        if wanted == lines:  # only spans of one line, each with logits
+            return PlanShape(padded, 0, self._tables, self._tiles)
         most = min(padded, self._rows)
         return PlanShape(padded, most if wanted <= most else padded, self._tables, self._tiles)
 
@@ -140,7 +146,8 @@ class RaggedRunner:
         slots[:used] = tables[blocks] * KV_BLOCK_TOKENS + positions[:used] % KV_BLOCK_TOKENS
         slots[used:] = NOT_WRITTEN
         at = 5 * shape.lines
-        packed[at : at + len(wanted)] = ends[list(wanted)] - 1
+        if shape.wanted:
+            packed[at : at + len(wanted)] = ends[list(wanted)] - 1
         at += shape.wanted
         packed[at : at + len(tables)] = tables
         at += shape.tables

@@ -1,58 +1,96 @@
-"""A forward pass that attends row by row, for the CPU and Metal.
+"""A forward pass over spans of tokens, for the CPU and Metal.
 
 A model sees x [T, d]: the new tokens of all rows, one row after the other, without padding. Only
-the batch knows which row and position an element of the token axis has.
+the batch knows which row and position an element of the token axis has. Behind the mixer of the
+last layer only those tokens go on that logits are computed of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import TypeAlias, cast
 
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import causal_attention, heads_first
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
-from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_cache import Arrays, RowCache
 from mlxpool.worker.attention.slabs import SlabRow
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 
 CacheRow = RowCache | SlabRow
+# Attention of one row, see dot_product.causal_attention.
+RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """`count` new tokens of `row`."""
+    """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt."""
 
     row: CacheRow
     count: int
 
 
-class RowBatch(RotateThenAttend):
-    """The ForwardBatch of new tokens of some rows."""
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """The tokens [first, end) of a pass, of one span; they attend in some layer."""
 
-    def __init__(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> None:
-        """The last token of each span in `wanted` gets logits."""
+    span: int
+    first: int
+    end: int
+
+
+class RowBatch(RotateThenAttend):
+    """The ForwardBatch of new tokens of some rows, in any mixture of single tokens and chunks."""
+
+    def __init__(
+        self,
+        spans: Sequence[RowSpan],
+        wanted: Sequence[int] | None,
+        attention: RowAttention = causal_attention,
+    ) -> None:
+        """`wanted`: the spans whose last tokens get logits, in that order; None: all tokens do."""
         self.spans = tuple(spans)
-        self.logits = bool(wanted)
-        self._wanted = list(wanted)
-        self._single = all(span.count == 1 for span in self.spans)
-        starts = [span.row.offset for span in self.spans]
-        ends = [span.row.offset + span.count for span in self.spans]
-        every = [mx.arange(a, b, dtype=mx.int32) for a, b in zip(starts, ends, strict=True)]
+        self._attention = attention
+        self._shape = spans[0].row.shape
+        self._last_layer = len(self._shape.caches) - 1
+        ends = list(accumulate(span.count for span in spans))
+        self._queries = [
+            Queries(at, end - span.count, end)
+            for at, (span, end) in enumerate(zip(spans, ends, strict=True))
+        ]
+        self._singles = leading_singles(spans)
+        tokens = ends[-1]
+        self.logits = wanted is None or len(wanted) > 0
+        if wanted is None:
+            self._wanted, self._lines = self._queries, list(range(tokens))
+        else:
+            # Without logits one token goes on: arrays without elements are no input for kernels.
+            chosen = list(wanted) or [len(spans) - 1]
+            self._wanted = [Queries(at, ends[at] - 1, ends[at]) for at in chosen]
+            self._lines = [ends[at] - 1 for at in chosen]
+        self._select = line_selector(self._lines, tokens)
+        starts = [span.row.offset for span in spans]
+        every = [
+            at
+            for start, span in zip(starts, spans, strict=True)
+            for at in range(start, start + span.count)
+        ]
         self._rotation = RotaryEmbedding(
-            mx.concatenate(every), starts[0] if len(every) == 1 and not self._single else None
+            mx.array(every, dtype=mx.int32),
+            starts[0] if len(spans) == 1 and tokens > 1 else None,
         )
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """Returns the last token of each wanted span of x [T, d] as [E, d]."""
-        if self._wanted == list(range(x.shape[0])):
-            return x
-        ends = list(accumulate(span.count for span in self.spans))
-        return x[mx.array([ends[number] - 1 for number in self._wanted], dtype=mx.int32)]
+        """See ForwardBatch.logit_rows."""
+        return self._select(x)
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
+        return self._select(x) if layer == self._last_layer else x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """Returns x [T, H, D] rotated by the position of each token."""
@@ -62,72 +100,123 @@ class RowBatch(RotateThenAttend):
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See ForwardBatch. Writes k and v into the rows."""
-
-        def one(row: CacheRow, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            return self.attend_row(row, layer, q, k, v, scores)
-
-        return self._by_row(one, q, k, v)
-
-    def attend_row(
-        self, row: CacheRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
-    ) -> mx.array:
-        """`attend` for one row: q [n, H, D], k [n, KV, D], v [n, KV, V] -> [n, H, V]."""
-        keys, values = row.write(layer, heads_first(k), heads_first(v))
-        return causal_attention(q, keys, values, scores, row.shape.window(layer))
+        seen = self._write(layer, (k, v))
+        window = self._shape.window(layer)
+        return _joined(
+            [
+                self._attention(q[one.first : one.end], *_pair(seen[one.span]), scores, window)
+                for one in self._asked(layer)
+            ]
+        )
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch. Projects rows of one token each together."""
+        """See ForwardBatch. Projects the queries of rows with one query each together."""
         scores = ScoreParams(scale)
+        seen = self._write(layer, (latent[:, None],))
 
-        def read(row: CacheRow, q: mx.array, latent: mx.array) -> mx.array:
-            (latents,) = cast(RowCache, row).write(layer, latent[None, None])
+        def read(one: Queries, absorbed: mx.array) -> mx.array:
+            (latents,) = seen[one.span]
             # A product of a column slice would copy it for each head: one query multiplies all.
-            values = latents if q.shape[0] == 1 else mx.contiguous(latents[..., : heads.rank])
-            return causal_attention(q, latents, values, scores)[..., : heads.rank]
+            single = absorbed.shape[0] == 1
+            values = latents if single else mx.contiguous(latents[..., : heads.rank])
+            return causal_attention(absorbed, latents, values, scores)[..., : heads.rank]
 
-        def one(row: CacheRow, q: mx.array, latent: mx.array) -> mx.array:
-            if not heads.decompresses(q.shape[0], row.offset + q.shape[0]):
-                return heads.to_values(read(row, heads.absorb(q), latent))
-            (latents,) = cast(RowCache, row).write(layer, latent[None, None])
+        def alone(one: Queries) -> mx.array:
+            (latents,), asked = seen[one.span], q[one.first : one.end]
+            if not heads.decompresses(asked.shape[0], latents.shape[2]):
+                return heads.to_values(read(one, heads.absorb(asked)))
             keys, values = heads.decompress(latents[0, 0])
-            return causal_attention(q, keys[None], values[None], scores)
+            return causal_attention(asked, keys[None], values[None], scores)
 
-        if self._single:
-            return heads.to_values(self._by_row(read, heads.absorb(q), latent))
-        return self._by_row(one, q, latent)
+        asked = self._asked(layer)
+        together = next((n for n, one in enumerate(asked) if one.end - one.first > 1), len(asked))
+        parts = []
+        if together:
+            lines = line_selector([one.first for one in asked[:together]], q.shape[0])
+            absorbed = heads.absorb(lines(q))
+            found = [read(one, absorbed[n : n + 1]) for n, one in enumerate(asked[:together])]
+            parts.append(heads.to_values(_joined(found)))
+        return _joined([*parts, *map(alone, asked[together:])])
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch. Scans rows of one token each together."""
-        if self._single and len(self.spans) > 1:
-            rows = [cast(RowCache, span.row) for span in self.spans]
+        """See ForwardBatch. Scans the leading spans of one token each together."""
+        together = self._singles if self._singles > 1 else 0
+        parts = []
+        if together:
+            rows = [cast(RowCache, span.row) for span in self.spans[:together]]
             states = zip(*(row.state(layer) for row in rows), strict=True)
-            together = tuple(mx.stack(list(each)) for each in states)
-            out, after = scan(tuple(x[:, None] for x in inputs), together)
+            before = tuple(mx.stack(list(each)) for each in states)
+            out, after = scan(tuple(x[:together, None] for x in inputs), before)
             for number, row in enumerate(rows):
                 row.put_state(layer, tuple(each[number] for each in after))
-            return out[:, 0]
-
-        def one(row: CacheRow, *inputs: mx.array) -> mx.array:
-            row = cast(RowCache, row)
+            parts.append(out[:, 0])
+        for one in self._queries[together:]:
+            row = cast(RowCache, self.spans[one.span].row)
             before = tuple(each[None] for each in row.state(layer))
-            out, after = scan(tuple(x[None] for x in inputs), before)
+            out, after = scan(tuple(x[None, one.first : one.end] for x in inputs), before)
             row.put_state(layer, tuple(each.squeeze(0) for each in after))
-            return out.squeeze(0)
-
-        return self._by_row(one, *inputs)
-
-    def _by_row(self, one: Callable[..., mx.array], *inputs: mx.array) -> mx.array:
-        """Calls `one` for each row with its tokens of the inputs [T, ...]; joins the results."""
-        parts, start = [], 0
-        for span in self.spans:
-            end = start + span.count
-            parts.append(one(span.row, *(x[start:end] for x in inputs)))
-            start = end
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+            parts.append(out.squeeze(0))
+        return self.lines_after(layer, _joined(parts))
 
     def done(self) -> None:
         """Advances the rows after the last layer has written."""
         for span in self.spans:
             span.row.advance(span.count)
+
+    def _asked(self, layer: int) -> Sequence[Queries]:
+        """Returns the queries of a layer, in the order of the lines that go on."""
+        return self._wanted if layer == self._last_layer else self._queries
+
+    def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
+        """Writes new [T, heads, size] into the rows.
+
+        Returns the arrays [1, heads, L, size] that the tokens of each span see, by span.
+        """
+        return {
+            one.span: self.spans[one.span].row.write(
+                layer, *(heads_first(x[one.first : one.end]) for x in new)
+            )
+            for one in self._queries
+        }
+
+
+def leading_singles(spans: Sequence[RowSpan]) -> int:
+    """Returns the number of spans of one token before the first of several."""
+    return next((n for n, span in enumerate(spans) if span.count > 1), len(spans))
+
+
+def line_selector(lines: Sequence[int], tokens: int) -> Callable[[mx.array], mx.array]:
+    """Returns a function that selects `lines` of x [tokens, ...], as a view where possible."""
+    count, first = len(lines), lines[0]
+    if list(lines) != list(range(first, first + count)):
+        numbers = mx.array(list(lines), dtype=mx.int32)
+        return lambda x: x[numbers]
+    return (lambda x: x) if count == tokens else lambda x: x[first : first + count]
+
+
+def singles_first(
+    spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
+) -> tuple[Sequence[RowSpan], mx.array, Sequence[int]]:
+    """Moves the spans of one token to the front, with their `ids` [T] and `wanted` numbers."""
+    order = sorted(range(len(spans)), key=lambda number: spans[number].count > 1)
+    if order == list(range(len(spans))):
+        return spans, ids, wanted
+    ends = list(accumulate(span.count for span in spans))
+    lines = [line for at in order for line in range(ends[at] - spans[at].count, ends[at])]
+    places = {at: number for number, at in enumerate(order)}
+    return (
+        [spans[at] for at in order],
+        ids[mx.array(lines, dtype=mx.int32)],
+        [places[at] for at in wanted],
+    )
+
+
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=0)
+
+
+def _pair(arrays: Arrays) -> tuple[mx.array, mx.array]:
+    keys, values = arrays
+    return keys, values

@@ -1,19 +1,35 @@
-"""Decode of many rows in slabs on the CPU, with as many matrix products as there are slabs.
+"""Passes over rows in slabs on the CPU, with as many matrix products as there are slabs.
 
-All blocks of a slab attend in one product, each block by itself; then the parts of a row are
-combined by their softmax weights. So only the last block of each row is padded. The pass is
-compiled once for each number of rows and blocks.
+Rows with one token each attend together: all blocks of a slab in one product, each block by
+itself; then the parts of a row are combined by their softmax weights. So only the last block of
+each row is padded. A pass over such rows alone is compiled once for each number of rows and
+blocks. A pass with chunks is not compiled, as each has other lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.dot_product import apply_softcap, softmax_average, softmax_terms
+from mlxpool.worker.attention.dot_product import (
+    apply_softcap,
+    causal_attention,
+    heads_first,
+    softmax_average,
+    softmax_terms,
+)
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
+from mlxpool.worker.attention.row_batch import (
+    RowAttention,
+    RowBatch,
+    RowSpan,
+    leading_singles,
+    line_selector,
+)
+from mlxpool.worker.attention.row_cache import Arrays
 from mlxpool.worker.attention.slabs import Slab, SlabRow
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -57,7 +73,7 @@ def slab_accesses(rows: Sequence[SlabRow]) -> list[tuple[Slab, SlabAccess]]:
             slab, block = row.table[at]
             tokens = min(length - at * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS)
             seen.setdefault(slab, {})[block] = (number, tokens)
-        slab, place = row.place()
+        slab, place = row.next_place()
         writes.setdefault(slab, []).append((number, place))
     return [(slab, _slab_access(found, writes.get(slab, []))) for slab, found in seen.items()]
 
@@ -88,7 +104,7 @@ def _sizes(part: SlabAccess) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _SlabArrays:
-    """A SlabAccess inside a compiled pass: constants first, then arrays."""
+    """A SlabAccess as a pass uses it: constants first, then arrays."""
 
     first: int
     last: int
@@ -102,47 +118,38 @@ class _SlabArrays:
     blocks: mx.array
 
 
-class SlabBatch(RotateThenAttend):
-    """A ForwardBatch of one token for each row; its arrays belong to one compiled pass."""
-
-    logits = True
+class SlabReader:
+    """Writes and reads one token of each of R rows."""
 
     def __init__(
         self,
-        positions: mx.array,
         member: mx.array | None,
         readings: Sequence[_SlabArrays],
         slabs: Sequence[tuple[list[mx.array], list[mx.array]]],
     ) -> None:
-        """`member` [R, B]: 0 for blocks of the row, else MASKED_SCORE; None: row r has block r."""
-        self._rotation = RotaryEmbedding(positions)
-        self._member = member
-        self._readings = readings
-        self.slabs = slabs
+        """`member` [R, B]: 0 for blocks of the row, else MASKED_SCORE; None: row r has block r.
 
-    def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch.logit_rows."""
-        return x
+        `slabs`: the keys and values of each layer, for each reading.
+        """
+        self._member, self._readings, self._slabs = member, readings, slabs
 
-    def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch.rope."""
-        return self._rotation(x, rope)
-
-    def attend(
-        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
-    ) -> mx.array:
-        """See ForwardBatch.attend."""
-        if scores.sinks is not None:
-            raise NotImplementedError("no known model has sinks and no windows")
-        rows, heads, size = q.shape
-        pairs = k.shape[1]
-        q = (q * scores.scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        """Writes k [R, KV, D] and v [R, KV, V] behind the tokens of the rows."""
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        found, values = [], []
-        for reading, (slab_keys, slab_values) in zip(self._readings, self.slabs, strict=True):
+        for reading, (slab_keys, slab_values) in zip(self._readings, self._slabs, strict=True):
             if reading.writes:
                 _write(slab_keys, layer, reading, k)
                 _write(slab_values, layer, reading, v)
+
+    def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """q [R, H, D] -> [R, H, V]."""
+        if scores.sinks is not None:
+            raise NotImplementedError("no known model has sinks and no windows")
+        rows, heads, size = q.shape
+        pairs = self._slabs[0][0][layer].shape[0]
+        q = (q * scores.scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
+        found, values = [], []
+        for reading, (slab_keys, slab_values) in zip(self._readings, self._slabs, strict=True):
             asked = q if self._member is None else q[:, reading.owner]
             keys = _read(slab_keys[layer], reading)
             found.append(
@@ -155,16 +162,6 @@ class SlabBatch(RotateThenAttend):
             else self._weighed(found, values)
         )
         return out.reshape(rows, heads, -1)
-
-    def attend_latent(
-        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
-    ) -> mx.array:
-        """See ForwardBatch.attend_latent."""
-        raise NotImplementedError(NOT_PLAIN)
-
-    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch.recur."""
-        raise NotImplementedError(NOT_PLAIN)
 
     def _weighed(self, scores: list[mx.array], values: list[mx.array]) -> mx.array:
         """Returns attention [R, KV, G, D] from scores [KV, B, G, width] of each slab."""
@@ -205,6 +202,167 @@ def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
     return every[:, reading.first : reading.last, : reading.width]
 
 
+class SlabBatch(RotateThenAttend):
+    """A ForwardBatch of one token for each row; its arrays belong to one compiled pass."""
+
+    logits = True
+
+    def __init__(self, positions: mx.array, reader: SlabReader) -> None:
+        self._rotation, self._reader = RotaryEmbedding(positions), reader
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch.logit_rows."""
+        return x
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch.rope."""
+        return self._rotation(x, rope)
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch.attend."""
+        self._reader.write(layer, k, v)
+        return self._reader.read(layer, q, scores)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch.attend_latent."""
+        raise NotImplementedError(NOT_PLAIN)
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch.recur."""
+        raise NotImplementedError(NOT_PLAIN)
+
+
+class SlabRowBatch(RowBatch):
+    """A RowBatch of rows in slabs: all tokens of a layer are written before any attends.
+
+    MLX copies a slab that is written while somebody is still to read it. Leading spans of one
+    token attend together, as in SlabBatch, unless another attention is asked for.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[RowSpan],
+        wanted: Sequence[int] | None,
+        attention: RowAttention = causal_attention,
+    ) -> None:
+        """See RowBatch."""
+        super().__init__(spans, wanted, attention)
+        self._rows = [cast(SlabRow, span.row) for span in spans]
+        for row, span in zip(self._rows, spans, strict=True):
+            row.reserve(row.offset + span.count)
+        self._together = leading_singles(spans) if attention is causal_attention else 0
+        self._reader = self._reader_of(self._rows[: self._together]) if self._together else None
+        self._order: Callable[[mx.array], mx.array] | None = None
+        if wanted is not None:  # `attend` makes the last layer's tokens in another order
+            made = [*range(self._together)]
+            made += [one.first for one in self._wanted if one.span >= self._together]
+            self._order = line_selector([made.index(line) for line in self._lines], len(made))
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch.attend."""
+        if self._reader is None:
+            return super().attend(layer, q, k, v, scores)
+        seen = self._write(layer, (k, v))
+        parts = [self._reader.read(layer, q[: self._together], scores)]
+        for one in self._asked(layer):
+            if one.span >= self._together:
+                keys, values = seen[one.span]
+                parts.append(causal_attention(q[one.first : one.end], keys, values, scores))
+        out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+        ordered = self._order if layer == self._last_layer else None
+        return out if ordered is None else ordered(out)
+
+    def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
+        """See RowBatch. Returns nothing for the rows that attend together."""
+        if self._reader is not None:
+            keys, values = (x[: self._together] for x in new)
+            self._reader.write(layer, keys, values)
+        apart = self._queries[self._together :]
+        for one in apart:
+            row = self._rows[one.span]
+            row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
+        return {
+            one.span: self._rows[one.span].part(
+                layer, 0, self._rows[one.span].offset + one.end - one.first
+            )
+            for one in apart
+        }
+
+    @staticmethod
+    def _reader_of(rows: Sequence[SlabRow]) -> SlabReader:
+        found = slab_accesses(rows)
+        constants, arrays, blocks = _packed(found, len(rows))
+        member, readings = _readings(
+            len(rows), _is_simple(found, len(rows)), constants, arrays, blocks
+        )
+        return SlabReader(member, readings, [(slab.keys, slab.values) for slab, _ in found])
+
+
+_Constants = tuple[int, int, int, bool, bool, bool]
+
+
+def _is_simple(found: list[tuple[Slab, SlabAccess]], rows: int) -> bool:
+    """Returns whether row r has block r of one slab, and no other."""
+    return len(found) == 1 and found[0][1].owner == list(range(rows))
+
+
+def _packed(
+    found: list[tuple[Slab, SlabAccess]], rows: int
+) -> tuple[list[_Constants], list[tuple[mx.array, ...]], list[mx.array]]:
+    """Returns constants and arrays of the accesses, and the listed blocks."""
+    constants = [
+        (
+            0 if p.listed else p.first,
+            0 if p.listed else p.last,
+            p.width,
+            p.listed,
+            bool(p.lines),
+            p.lines == list(range(rows)),
+        )
+        for _, p in found
+    ]
+    arrays = [
+        tuple(mx.array(one, dtype=mx.int32) for one in (p.owner, p.fill, p.lines, p.places))
+        for _, p in found
+    ]
+    return constants, arrays, [mx.array(p.blocks, dtype=mx.int32) for _, p in found]
+
+
+def _readings(
+    rows: int,
+    simple: bool,
+    constants: list[_Constants],
+    arrays: list[tuple[mx.array, ...]],
+    blocks: list[mx.array],
+) -> tuple[mx.array | None, list[_SlabArrays]]:
+    """Returns what a SlabReader takes besides the slabs."""
+    readings, owners = [], []
+    for numbers, (owner, fill, lines, places), chosen in zip(
+        constants, arrays, blocks, strict=True
+    ):
+        first, last, width, listed, writes, all_rows = numbers
+        mask = mx.where(mx.arange(width) < fill[:, None], 0.0, MASKED_SCORE)[:, None]
+        written = None if all_rows else lines
+        readings.append(
+            _SlabArrays(first, last, width, listed, writes, owner, mask, written, places, chosen)
+        )
+        owners.append(mx.where(fill > 0, owner, -1))
+    if simple:
+        return None, readings
+    every = mx.concatenate(owners)[None]
+    return mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE), readings
+
+
 class SlabRunner:
     """Runs compiled decode passes of a model over rows in slabs."""
 
@@ -217,8 +375,7 @@ class SlabRunner:
         for row in rows:
             row.reserve(row.offset + 1)
         found = slab_accesses(rows)
-        simple = len(found) == 1 and found[0][1].owner == list(range(len(rows)))
-        logits, slabs = self._call(rows, ids, found, simple)
+        logits, slabs = self._call(rows, ids, found)
         for (slab, _), (keys, values) in zip(found, slabs, strict=True):
             slab.keys, slab.values = list(keys), list(values)
         for row in rows:
@@ -226,29 +383,10 @@ class SlabRunner:
         return logits
 
     def _call(
-        self,
-        rows: Sequence[SlabRow],
-        ids: mx.array,
-        found: list[tuple[Slab, SlabAccess]],
-        simple: bool,
+        self, rows: Sequence[SlabRow], ids: mx.array, found: list[tuple[Slab, SlabAccess]]
     ) -> tuple[mx.array, list[tuple[list[mx.array], list[mx.array]]]]:
         count = len(rows)
-        constants = [
-            (
-                0 if p.listed else p.first,
-                0 if p.listed else p.last,
-                p.width,
-                p.listed,
-                bool(p.lines),
-                p.lines == list(range(count)),
-            )
-            for _, p in found
-        ]
-        arrays = [
-            tuple(mx.array(one, dtype=mx.int32) for one in (p.owner, p.fill, p.lines, p.places))
-            for _, p in found
-        ]
-        blocks = [mx.array(p.blocks, dtype=mx.int32) for _, p in found]
+        simple, (constants, arrays, blocks) = _is_simple(found, count), _packed(found, count)
         kind = (count, simple, *constants, *(_sizes(p) for _, p in found))
         positions = mx.array([row.offset for row in rows], dtype=mx.int32)
         caches = [(slab.keys, slab.values) for slab, _ in found]
@@ -259,28 +397,12 @@ class SlabRunner:
         ids: mx.array,
         positions: mx.array,
         simple: bool,
-        constants: list[tuple[int, int, int, bool, bool, bool]],
+        constants: list[_Constants],
         arrays: list[tuple[mx.array, ...]],
         blocks: list[mx.array],
         caches: list[tuple[list[mx.array], list[mx.array]]],
     ) -> tuple[mx.array, list[tuple[list[mx.array], list[mx.array]]]]:
-        readings, owners = [], []
-        for numbers, (owner, fill, lines, places), chosen in zip(
-            constants, arrays, blocks, strict=True
-        ):
-            first, last, width, listed, writes, all_rows = numbers
-            mask = mx.where(mx.arange(width) < fill[:, None], 0.0, MASKED_SCORE)[:, None]
-            written = None if all_rows else lines
-            readings.append(
-                _SlabArrays(
-                    first, last, width, listed, writes, owner, mask, written, places, chosen
-                )
-            )
-            owners.append(mx.where(fill > 0, owner, -1))
-        member = None
-        if not simple:
-            every = mx.concatenate(owners)[None]
-            member = mx.where(every == mx.arange(ids.shape[0])[:, None], 0.0, MASKED_SCORE)
+        member, readings = _readings(ids.shape[0], simple, constants, arrays, blocks)
         caches = [(list(keys), list(values)) for keys, values in caches]
-        step = SlabBatch(positions, member, readings, caches)
+        step = SlabBatch(positions, SlabReader(member, readings, caches))
         return self._model(ids, step), caches

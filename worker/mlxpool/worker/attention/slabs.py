@@ -116,9 +116,12 @@ class SlabRow:
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes keys, values [1, KV, n, D] after `offset` tokens; returns all tokens."""
-        end = self.offset + keys.shape[2]
+        self.place(layer, keys, values)
+        return self.part(layer, 0, self.offset + keys.shape[2])
+
+    def place(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Writes keys, values [1, KV, n, D] after `offset` tokens."""
         self._place(layer, self.offset, keys, values)
-        return self.part(layer, 0, end)
 
     def part(self, layer: int, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Returns keys and values [1, KV, end - start, D] of tokens [start, end)."""
@@ -160,7 +163,7 @@ class SlabRow:
         """Bytes of its blocks, including unused tokens."""
         return len(self.table) * KV_BLOCK_TOKENS * self.slabs.shape.token_bytes
 
-    def place(self) -> tuple[Slab, int]:
+    def next_place(self) -> tuple[Slab, int]:
         """Returns the place of the next token: its slab and the token number there."""
         slab, block = self.table[self.offset // KV_BLOCK_TOKENS]
         return slab, block * KV_BLOCK_TOKENS + self.offset % KV_BLOCK_TOKENS

@@ -89,7 +89,7 @@ class _GroupedQueryAttention(FusableSublayer):
         out = batch.rotate_and_attend(
             self.layer, qk, qkv[:, qk_heads:], self.scores, self.spec.rope
         )
-        return PendingProduct(self.o, out.reshape(qkv.shape[0], -1))
+        return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
     def _normed(self, qk: mx.array) -> tuple[mx.array, ...]:
         if self.norms is None:
@@ -158,7 +158,8 @@ class GatedAttention:
             k, v = mx.split(heads[:, 2 * queries :], 2, axis=1)
             q = batch.rope(q_norm(q_gate[..., :size]), self.rope)
             k = batch.rope(k_norm(k), self.rope)
-            out = batch.attend(layer, q, k, v, scores) * mx.sigmoid(q_gate[..., size:])
-            return o(out.reshape(x.shape[0], -1))
+            gates = batch.lines_after(layer, q_gate[..., size:])
+            out = batch.attend(layer, q, k, v, scores) * mx.sigmoid(gates)
+            return o(out.reshape(out.shape[0], -1))
 
         return mixer

@@ -10,13 +10,12 @@ from mlxpool.worker.layers.config_fields import flag, integer, number
 from mlxpool.worker.layers.decoder_layer import (
     DecoderLayer,
     Residual,
-    ResidualSum,
     WeightShapes,
     add_and_defer_norm,
     materialised,
 )
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
-from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, PendingProduct
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder
 from mlxpool.worker.layers.model_plan import ModelPlan
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Decoder:
 
 
 class DecoderModel:
-    """tokens [T] -> logits [R, vocabulary], see model_plan.Model."""
+    """tokens [T] -> logits [E, vocabulary], see model_plan.Model."""
 
     def __init__(self, spec: Decoder, builder: LayerBuilder) -> None:
         self.spec = spec
@@ -111,24 +110,12 @@ class DecoderModel:
         x: Residual = embedded if scale == 1.0 else embedded * scale
         for layer in self.layers:
             x = layer(x, batch)
-        return self._logits(_logit_rows(x, batch)) if batch.logits else materialised(x)
+        return self._logits(x) if batch.logits else materialised(x)
 
     def _logits(self, x: Residual) -> mx.array:
         _, normed = add_and_defer_norm(self.norm, x)
         logits = self.head(normed)
         return soft_capped(logits, self.spec.softcap) if self.spec.softcap else logits
-
-
-def _logit_rows(x: Residual, batch: ForwardBatch) -> Residual:
-    """See ForwardBatch.logit_rows."""
-    if not isinstance(x, ResidualSum):
-        return batch.logit_rows(x)
-    y = (
-        PendingProduct(x.y.layer, batch.logit_rows(x.y.x))
-        if isinstance(x.y, PendingProduct)
-        else batch.logit_rows(x.y)
-    )
-    return ResidualSum(batch.logit_rows(x.x), y)
 
 
 def soft_capped(x: mx.array, cap: float) -> mx.array:

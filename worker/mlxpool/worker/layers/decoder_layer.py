@@ -79,7 +79,8 @@ class FusableSublayer:
 
 
 WeightShapes: TypeAlias = Iterator[tuple[str, Shape]]
-MixerFunction: TypeAlias = "Callable[[mx.array, ForwardBatch], mx.array]"  # x [T, d] -> [T, d]
+# x [T, d] -> [T, d], or [E, d] in the last layer, see ForwardBatch.lines_after.
+MixerFunction: TypeAlias = "Callable[[mx.array, ForwardBatch], mx.array]"
 DecoderLayerFunction: TypeAlias = "Callable[[Residual, ForwardBatch], Residual]"
 
 
@@ -149,6 +150,7 @@ class PreNormLayer:
 
 class _PreNorm:
     def __init__(self, spec: PreNormLayer, builder: LayerBuilder, name: str, layer: int) -> None:
+        self.layer = layer
         self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)
         self.mixer = spec.mixer.build(builder, f"{name}.{spec.mixer_name}", layer)
         self.before_feed = builder.rms_norm(f"{name}.post_attention_layernorm", spec.eps)
@@ -156,13 +158,14 @@ class _PreNorm:
 
     def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
         mixed = _residual(self.before_mixer, self.mixer, x, batch)
+        mixed = ResidualSum(batch.lines_after(self.layer, mixed.x), mixed.y)
         return _residual(self.before_feed, self.feed, mixed)
 
 
 def _residual(
     norm: Norm, sublayer: Callable[..., mx.array], x: Residual, *batch: ForwardBatch
 ) -> ResidualSum:
-    """x + sublayer(norm(x))."""
+    """x + sublayer(norm(x)); not added yet, as the sublayer may return fewer tokens."""
     if isinstance(sublayer, FusableSublayer):
         x, inputs = add_and_defer_norm(norm, x)
         return ResidualSum(x, sublayer.pending(inputs, *batch))

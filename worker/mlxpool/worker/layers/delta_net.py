@@ -152,14 +152,15 @@ class _GatedDeltaNet:
         self.out: LayerFunction = builder.linear(f"{name}.out_proj")
 
     def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
-        spec, tokens = self.spec, x.shape[0]
+        spec = self.spec
         gates = spec.channels + spec.values
         mixed = self.inputs(x)
-        z = mixed[:, spec.channels : gates].reshape(tokens, spec.value_heads, -1)
+        z = batch.lines_after(self.layer, mixed[:, spec.channels : gates])
+        z = z.reshape(z.shape[0], spec.value_heads, -1)
         b, a = mixed[:, gates : gates + spec.value_heads], mixed[:, gates + spec.value_heads :]
         out = self.norm(batch.recur(self.layer, (mixed[:, : spec.channels], a, b), self.rule))
         gated = self.swiglu(z.astype(out.dtype), out)
-        return self.out(gated.reshape(tokens, -1).astype(x.dtype))
+        return self.out(gated.reshape(z.shape[0], -1).astype(x.dtype))
 
 
 def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:

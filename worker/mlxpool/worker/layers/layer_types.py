@@ -75,7 +75,14 @@ class ForwardBatch(Protocol):
         """Whether the pass computes logits."""
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """x [T, d] -> [R, d]: the rows that logits are computed of."""
+        """x [T, ...] -> [E, ...]: the tokens that logits are computed of."""
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """x [T, ...], or in the last layer x [T, ...] -> [E, ...], see `logit_rows`.
+
+        What `attend`, `attend_latent` and `recur` return has these tokens, so a layer selects them
+        of what it adds to or multiplies with that. Without logits one token is left.
+        """
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """x [T, H, D], each token rotated by its position."""
@@ -83,7 +90,7 @@ class ForwardBatch(Protocol):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValueSpec layer."""
+        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T or E, H, V], for a KeyValueSpec layer."""
 
     def rotate_and_attend(
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
@@ -96,10 +103,10 @@ class ForwardBatch(Protocol):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """q [T, H, D], latent [T, dim] -> [T, H, V], for a LatentSpec layer."""
+        """q [T, H, D], latent [T, dim] -> [T or E, H, V], for a LatentSpec layer."""
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """Inputs [T, ...] -> outputs [T, ...] of `scan` over each sequence, from its state on."""
+        """Inputs [T, ...] -> outputs [T or E, ...] of `scan` over each sequence, from its state."""
 
 
 class Norm(Protocol):

@@ -128,7 +128,7 @@ class _Attention:
     def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
         q, latent = self._rotated(*self._projected(x), batch)
         out = batch.attend_latent(self.layer, q, latent, self.spec.scale, self.heads)
-        return self.o(out.reshape(x.shape[0], -1))
+        return self.o(out.reshape(out.shape[0], -1))
 
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Unrotated queries [T, H, query] and latents [T, latent]."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A built model.
 
-    Called with tokens [T] and their batch it returns logits [R, vocabulary], one row for each
-    sequence, or hidden states [T, d] where the batch wants no logits.
+    Called with tokens [T] and their batch it returns logits [E, vocabulary] of the tokens that the
+    batch selects, or hidden states where it wants no logits.
     """
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch, /) -> mx.array: ...

@@ -193,6 +193,7 @@ class _Sandwich:
     def __init__(
         self, spec: SandwichNormLayer, builder: LayerBuilder, name: str, layer: int
     ) -> None:
+        self.layer = layer
         self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)
         self.mixer = spec.mixer.build(builder, f"{name}.self_attn", layer)
         self.after_mixer = builder.rms_norm(f"{name}.post_attention_layernorm", spec.eps)
@@ -202,7 +203,8 @@ class _Sandwich:
 
     def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
         x, normed = add_and_norm(self.before_mixer, x)
-        x = _clipped_sum(x, self.after_mixer(self.mixer(normed, batch)))
+        mixed = self.after_mixer(self.mixer(normed, batch))
+        x = _clipped_sum(batch.lines_after(self.layer, x), mixed)
         return _clipped_sum(x, self.after_feed(self.feed(self.before_feed(x))))
 
 
