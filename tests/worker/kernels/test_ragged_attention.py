@@ -54,6 +54,9 @@ class Heads:
     sinks: bool = False
     softcap: float = 0.0
 
+    def tiles(self) -> TileShape:
+        return ragged_attention.tile_shape(self.group * self.pairs, self.pairs, self.size)
+
     def scores(self) -> ScoreParams:
         sinks = mx.random.normal((self.pairs * self.group,)) if self.sinks else None
         return ScoreParams(self.size**-0.5, sinks, self.softcap)
@@ -116,8 +119,7 @@ class Batch:
 
     def plan(self) -> RaggedPlan:
         begins, ends = visible_ranges(self.spans, self.lines)
-        shape = TileShape(self.heads.group, self.heads.pairs)
-        items = work_list.work_items(self.spans, shape, self.lines)
+        items = work_list.work_items(self.spans, self.heads.tiles(), self.lines)
         table = np.array([block for one in self.tables for block in one], dtype=np.int32)
         return RaggedPlan(
             mx.array(begins),
@@ -217,18 +219,27 @@ def test_ragged_attention_equals_float64(heads: Heads) -> None:
 
 
 @runs
+@pytest.mark.parametrize("heads", [HEADS[2], HEADS[5]], ids=str)
+def test_tiles_of_128_rows_are_right(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged_attention, "tile_rows", lambda size: 128)
+    ragged_attention._kernel.cache_clear()
+    mx.random.seed(1)
+    check(Batch(heads, [(1, 0, 40), (130, 10, 500), (30, 0, 1100), (20, 0, 20)], padding=130))
+    ragged_attention._kernel.cache_clear()
+
+
+@runs
 @pytest.mark.parametrize("heads", [HEADS[3], HEADS[5], HEADS[9]], ids=str)
 def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many parts and in one, decode rows and chunks are the same; windows empty some parts."""
     batch = Batch(heads, [(1, 0, 1400), (1, 30, 600), (20, 0, 1100), (1, 0, 10)], padding=0)
-    shape = TileShape(heads.group, heads.pairs)
-    items = work_list.work_items(batch.spans, shape, batch.lines)
+    items = work_list.work_items(batch.spans, heads.tiles(), batch.lines)
     assert len(set(items[:, work_list.PARTS])) >= 4
     mx.random.seed(1)
     found = check(batch)
     monkeypatch.setattr(work_list, "MIN_DECODE_KEYS", 10_000)
     monkeypatch.setattr(work_list, "MIN_CHUNK_KEYS", 10_000)
-    items = work_list.work_items(batch.spans, shape, batch.lines)
+    items = work_list.work_items(batch.spans, heads.tiles(), batch.lines)
     assert set(items[:, work_list.PARTS]) == {0, 1}
     mx.random.seed(1)
     assert mx.allclose(found, check(batch), 0.02, 0.01).item()
@@ -311,6 +322,6 @@ def test_shapes_that_ragged_attention_supports() -> None:
     assert not ragged_attention.supports(34, 2, 128, 128, mx.float16)
     assert not ragged_attention.supports(32, 8, 72, 72, mx.bfloat16)
     for size, group in itertools.product(ragged_attention.HEAD_SIZES, (1, 16)):
-        rows = TileShape(group, 8).decode_rows
-        shared = ragged_attention.shared_bytes(work_list.TILE_ROWS, size, rows)
+        tiles = ragged_attention.tile_shape(8 * group, 8, size)
+        shared = ragged_attention.shared_bytes(tiles, size)
         assert shared <= 110_000  # two thread blocks of a multiprocessor of Hopper

@@ -43,7 +43,9 @@ def spans_of(rows: list[tuple[int, int, int]]) -> Spans:
 LINE_COUNTS = st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 300))
 KEYS = st.one_of(st.integers(0, 300), st.integers(0, 100_000))
 ROWS = st.lists(st.tuples(LINE_COUNTS, KEYS, KEYS), min_size=1, max_size=150)
-SHAPES = st.builds(TileShape, st.integers(1, 16), st.sampled_from([1, 2, 4, 8, 16, 32]))
+SHAPES = st.builds(
+    TileShape, st.integers(1, 16), st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from([64, 128])
+)
 
 
 @given(ROWS, SHAPES, st.integers(0, 200))
@@ -69,13 +71,13 @@ def test_every_line_has_one_tile_with_all_parts(
         row = set(row_of[first : first + count])
         assert len(row) == 1 and one[TABLE] == spans.tables[row.pop()]
         assert one[LOW] == begins[first] and one[HIGH] == ends[first + count - 1]
-        assert count * shape.group <= TILE_ROWS
+        assert count * shape.group <= shape.rows
         parts = used[used[:, FIRST_LINE] == first]
         assert (parts[:, PART] == np.arange(one[PARTS])).all()  # each part once, in order
         assert (np.delete(parts, PART, axis=1) == np.delete(one, PART)).all()
         if one[PARTS] > 1:
             decodes = count <= shape.decode_lines
-            units = (shape.decode_rows if decodes else TILE_ROWS) // UNIT_ROWS
+            units = (shape.decode_rows if decodes else shape.rows) // UNIT_ROWS
             partial.append((one[UNIT], one[UNIT] + units * one[PARTS]))
             assert one[HIGH] - one[LOW] > MIN_DECODE_KEYS * (one[PARTS] - 1)
     assert (covered == 1).all()

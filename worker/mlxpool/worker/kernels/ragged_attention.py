@@ -41,8 +41,9 @@ class RaggedPlan:
     """What the lines of a step see: int32 arrays, whose shapes are all that is compiled.
 
     Line t sees the cache indices [begins[t], ends[t]) [T]. `tables` [C] are the block tables of all
-    rows behind one another; `items` [W, 8] is the work list of work_list.work_items. `arrived`, see
-    `counters`; the layers of a step run one after the other, so all use the same array.
+    rows behind one another; `items` [W, 8] is the work list that work_list.work_items makes for
+    `tile_shape`. `arrived` are `counters`; the layers of a step run one after the other, so all use
+    the same array.
     """
 
     begins: mx.array
@@ -56,6 +57,16 @@ def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dty
     """Returns whether `attend` supports heads of these sizes."""
     fits = key_dim == value_dim and key_dim in HEAD_SIZES
     return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
+
+
+def tile_shape(heads: int, pairs: int, size: int) -> TileShape:
+    """Returns the tiles of layers with these heads, for which a work list is made."""
+    return TileShape(heads // pairs, pairs, tile_rows(size))
+
+
+def tile_rows(size: int) -> int:
+    """Returns the query rows of a tile of a chunk."""
+    return TILE_ROWS
 
 
 def counters(pairs: int) -> mx.array:
@@ -99,7 +110,9 @@ def attend(
 @cache
 def works(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
     """Returns whether both kernels of a layer are right here; tries them once, logs if not."""
-    return kernel_works("ragged attention", lambda: _is_right(TileShape(group, pairs), size, dtype))
+    return kernel_works(
+        "ragged attention", lambda: _is_right(tile_shape(group * pairs, pairs, size), size, dtype)
+    )
 
 
 def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
@@ -138,14 +151,14 @@ def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
     return True
 
 
-def shared_bytes(rows: int, size: int, decode_rows: int) -> int:
+def shared_bytes(shape: TileShape, size: int) -> int:
     """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
 
     Queries that do not stay in registers have memory, too.
     """
     line, keys = (size + LINE_GAP) * 2, keys_of(size)
-    queries = rows * line if rows * size > 64 * WIDE else 0
-    return max(4 * keys * line + queries, WARPS * decode_rows * (size + 2) * 4)
+    queries = shape.rows * line if shape.rows * size > TILE_ROWS * WIDE else 0
+    return max(4 * keys * line + queries, WARPS * shape.decode_rows * (size + 2) * 4)
 
 
 def keys_of(size: int) -> int:
@@ -165,7 +178,7 @@ def _kernel(
     softcap: float,
     sinks: bool,
 ) -> Any:
-    tiles = TileShape(group, pairs)
+    tiles = tile_shape(group * pairs, pairs, size)
     constants: dict[str, Constant] = {
         "GROUP": group,
         "HEADS": pairs,
@@ -177,20 +190,20 @@ def _kernel(
         "SINKS": sinks,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
-        "MATRICES": TILE_ROWS // (16 * WARPS),
-        "TILE_UNITS": TILE_ROWS // UNIT_ROWS,
+        "MATRICES": tiles.rows // (16 * WARPS),
+        "TILE_UNITS": tiles.rows // UNIT_ROWS,
         "UNIT_ROWS": UNIT_ROWS,
         "UNITS": PART_UNITS,
         "KEYS": keys_of(size),
         "N": dtype,
     }
-    blocks = 4 if size <= WIDE // 2 else 3 if size <= WIDE else 2
+    blocks = 2 if size > WIDE or tiles.rows > TILE_ROWS else 3 if size > WIDE // 2 else 4
     return build_kernel(
         "ragged_attention",
         INPUTS,
         ["out", "partial"],
         constants,
-        shared=shared_bytes(TILE_ROWS, size, tiles.decode_rows),
+        shared=shared_bytes(tiles, size),
         bounds=(WARPS * WARP_SIZE, blocks),
         end="part_sums.cuh",
     )

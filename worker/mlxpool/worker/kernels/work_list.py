@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Numbers: TypeAlias = npt.NDArray[np.int32]
 
-TILE_ROWS = 64  # query rows of a tile of a chunk
+TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an item has
 UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
 PART_UNITS = 512  # units of partial sums of a step
 EXTRA_ITEMS = 64  # items beyond one a line
@@ -24,15 +24,19 @@ FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The tiles of a model: `group` query heads share each of `kv_heads` key heads."""
+    """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
+
+    `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that.
+    """
 
     group: int
     kv_heads: int
+    rows: int = TILE_ROWS
 
     @property
     def lines(self) -> int:
         """Lines of a tile of a chunk."""
-        return TILE_ROWS // self.group
+        return self.rows // self.group
 
     @property
     def decode_rows(self) -> int:
@@ -76,7 +80,7 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     tiles = _tiles(spans, shape)
     count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
     decodes = tiles[:, LINES] <= shape.decode_lines
-    units = np.where(decodes, shape.decode_rows // UNIT_ROWS, TILE_ROWS // UNIT_ROWS)
+    units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
     padding = range(used, lines, TILE_ROWS)
     # Parts are at most total / bound more than tiles, and at most twice that are of divided tiles.
