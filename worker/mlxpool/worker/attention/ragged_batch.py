@@ -153,4 +153,4 @@ class AttentionProbe:
 
 def tile_shape(q: mx.array, v: mx.array) -> TileShape:
     """The tiles of queries [T, H, D] over values [T, KV, D]."""
-    return TileShape(max(1, q.shape[1] // v.shape[1]), v.shape[1])
+    return ragged_attention.tile_shape(q.shape[1], v.shape[1], v.shape[2])
