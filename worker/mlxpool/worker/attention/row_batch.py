@@ -26,7 +26,7 @@ CacheRow = RowCache | SlabRow
 RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as scheduling.Span
 class RowSpan:
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt."""
 

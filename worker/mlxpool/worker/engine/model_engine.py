@@ -165,15 +165,13 @@ class ModelEngine(RowEngine[CacheRow]):
         began = monotonic()
         with self._discard_on_failure(spans):
             rows = [RowSpan(self._require_row(span), span.count) for span in spans]
-            keep = [span for span in spans if self._at_restore_point(span)]
+            chunks = [span for span in spans if not span.decodes]
+            keep = [span for span in chunks if self._at_restore_point(span)]
             drawing = [number for number, span in enumerate(spans) if span.draws]
             fresh = self._layout.is_new(rows, len(drawing))
             found = self._layout.step(rows, *self._inputs(spans), drawing)
             sampled = self._draw([spans[n] for n in drawing], found) if drawing else None
             done = (found,) if sampled is None else tuple(sampled.arrays())
-            for number, span in enumerate(spans):
-                if not span.draws:
-                    done += tuple(rows[number].row.arrays())
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
         order = {spans[n].sequence: row for row, n in enumerate(drawing)}
@@ -186,7 +184,7 @@ class ModelEngine(RowEngine[CacheRow]):
             self._flights[0].wait()
         flight = self._flights.popleft()
         self._collected(flight, monotonic())
-        self._clear_buffers(any(not span.decodes for span in flight.spans))
+        self._clear_buffers(after_chunk=any(not span.decodes for span in flight.spans))
         for seq in flight.rows:
             seq.awaited -= 1
         if flight.sampled is None:
@@ -360,7 +358,7 @@ class ModelEngine(RowEngine[CacheRow]):
             self._last_batch = list(rows), SamplingBatch(options, seeds, self.vocab_size)
         return self._last_batch[1]
 
-    def _clear_buffers(self, after_chunk: bool) -> None:
+    def _clear_buffers(self, *, after_chunk: bool) -> None:
         """Frees MLX's cached buffers periodically, and on a CPU the C heap: some 4 ms.
 
         Compiled passes that were dropped leave holes in the heap. Arrays of rows, which otherwise

@@ -155,8 +155,7 @@ class RowEngine(ABC, Generic[R]):
 
     def _at_restore_point(self, span: Span) -> bool:
         """Whether a chunk that was not submitted yet ends at a restore point."""
-        row = self._rows[span.sequence]
-        return not span.decodes and self._prefix.next_restore_point(row) == span.end
+        return self._prefix.next_restore_point(self._rows[span.sequence]) == span.end
 
     def _submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
         """Counts the inputs of a pass that was started; `keep` end at restore points."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from mlxpool.worker.scheduling.kv_blocks import blocks_for_step
@@ -25,7 +25,7 @@ Clip = Callable[[Sequence, int], int]  # (sequence, tokens) -> tokens that its n
 Predict = Callable[[Load], float]  # -> seconds of a pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would double the time to make one, and there are many
 class Span:
     """Inputs [start, start + count) of a sequence in one pass.
 
@@ -37,12 +37,15 @@ class Span:
     start: int
     count: int
     draws: bool
-    end: int = field(init=False)
-    decodes: bool = field(init=False)  # it is the one input of a decode step, not a prompt's chunk
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "end", self.start + self.count)
-        object.__setattr__(self, "decodes", self.draws and self.count == 1)
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the one input of a decode step, not a chunk of a prompt."""
+        return self.draws and self.count == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,7 @@ def schedule(
     `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
     decode.
     """
-    rows = [_decode_span(one) for one in live if _decodes(one, limits)]
-    prompts = [one for one in live if one.reads_prompt]
+    rows, prompts = _rows_and_prompts(live, limits)
     if prompts and prompts[0].read_alone and (alone or not rows):
         return Step((_first_chunk(prompts[0], limits, clip),), alone=True)
     chunks = _chunks(prompts, rows, limits, predict, clip)
@@ -115,19 +117,28 @@ def longest_chunk(start: int, pairs: int) -> int:
     return max(MIN_CHUNK, (isqrt(start * start + 4 * pairs) - start) // 2)
 
 
-def _decodes(sequence: Sequence, limits: StepLimits) -> bool:
-    """Whether the next input of the sequence is known, or drawn by a pass in flight."""
-    if sequence.phase is not Phase.RUNNING:
-        return False
-    if sequence.awaited == 0:
-        return sequence.unread == 1
-    made = len(sequence.ids) + sequence.awaited
-    continues = made < sequence.max_tokens and len(sequence.prompt) + made < limits.context
-    return continues and sequence.awaited <= limits.ahead
+def _rows_and_prompts(
+    live: Many[Sequence], limits: StepLimits
+) -> tuple[list[Span], list[Sequence]]:
+    """Returns the spans of the sequences that decode, and the sequences with prompts to read.
 
-
-def _decode_span(sequence: Sequence) -> Span:
-    return Span(sequence, sequence.submitted, 1, draws=True)
+    A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
+    """
+    rows, prompts = [], []
+    for one in live:  # in every step, so with as few calls as possible
+        if one.phase is not Phase.RUNNING:
+            continue
+        made = len(one.ids) + one.awaited
+        length = len(one.prompt) + made
+        if one.awaited:
+            continues = made < one.max_tokens and length < limits.context
+            if continues and one.awaited <= limits.ahead:
+                rows.append(Span(one, one.submitted, 1, True))
+        elif length - one.submitted > 1:
+            prompts.append(one)
+        elif length - one.submitted == 1:
+            rows.append(Span(one, one.submitted, 1, True))
+    return rows, prompts
 
 
 def _chunk(sequence: Sequence, count: int) -> Span:
