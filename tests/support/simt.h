@@ -294,6 +294,24 @@ static inline void ask_for(unsigned to, const void* from, int bytes) {
   simt::here->asked.push_back({simt::shared + to - simt::FIRST, (const char*)from, bytes});
 }
 static inline void copy(unsigned to, const void* from) { ask_for(to, from, 16); }
+static inline uint16_t half_at(unsigned at) { return *(const uint16_t*)(simt::shared + at - simt::FIRST); }
+static inline void load_matrices(unsigned (&to)[4], unsigned from) {
+  const auto rows = simt::told(from);
+  const int lane = simt::here->number % simt::LANES;
+  for (int i = 0; i < 4; i++) {
+    const unsigned at = rows[8 * i + lane / 4] + lane % 4 * 4;
+    to[i] = half_at(at) | (unsigned)half_at(at + 2) << 16;
+  }
+}
+static inline void load_transposed(unsigned (&to)[4], unsigned from) {
+  const auto rows = simt::told(from);
+  const int lane = simt::here->number % simt::LANES;
+  for (int i = 0; i < 4; i++) {
+    const int row = 8 * i + lane % 4 * 2, column = lane / 4 * 2;
+    to[i] = half_at(rows[row] + column) | (unsigned)half_at(rows[row + 1] + column) << 16;
+  }
+}
+static inline float power2(float x) { return exp2f(x); }
 template <int BYTES> void copy_bytes(unsigned to, const void* from) { ask_for(to, from, BYTES); }
 static inline void commit_copies() {
   simt::here->groups.push_back(std::move(simt::here->asked));

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
-from mlxpool.worker.kernels.ragged_attention import RaggedPlan
-from mlxpool.worker.kernels.rotate_and_write import rotate_and_write
-from mlxpool.worker.kernels.work_list import TileShape
 
 from mlxpool.worker.attention.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, split_queries_keys
 from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.block_write import rotate_and_write
+from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.kernels.work_list import TileShape
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 
 
@@ -114,7 +114,10 @@ class AttentionProbe:
         """See ForwardBatch.attend. Notes the heads of the layer."""
         heads, pairs = q.shape[1], v.shape[1]
         sizes = heads, pairs, k.shape[2], v.shape[2], self._dtype
-        self.supported = self.supported and ragged_attention.supports(*sizes)
+        if ragged_attention.supports(*sizes):
+            self.supported &= ragged_attention.works(heads // pairs, *sizes[1:3], self._dtype)
+        else:
+            self.supported = False
         self.shapes.add(tile_shape(q, v))
         return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array as Numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
@@ -15,7 +16,6 @@ from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
 from mlxpool.worker.attention.row_batch import RowSpan
 from mlxpool.worker.kernels import ragged_attention
-from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.work_list import (
     Spans,
@@ -87,12 +87,11 @@ class RaggedRunner:
         self.sizes = tuple(sorted({*(n for n in PASS_LINES if n < most), most}))
         self._arrived = ragged_attention.counters(max(tile.kv_heads for tile in tiles))
         self._none = mx.zeros((rows,), dtype=mx.int32)
-        self._pass = CompiledPasses(self._one_pass, max_passes=2 * len(self.sizes))
-        self._computed: set[PlanShape] = set()
+        self._passes: dict[PlanShape, Callable[[mx.array, mx.array], mx.array]] = {}
 
     def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
         """Returns whether a pass over these spans was not computed before."""
-        return self._shape(sum(span.count for span in spans), wanted) not in self._computed
+        return self._shape(sum(span.count for span in spans), wanted) not in self._passes
 
     def step(
         self,
@@ -106,8 +105,9 @@ class RaggedRunner:
         for span in spans:
             cast(PagedRow, span.row).reserve(span.row.offset + span.count)
         plan = mx.array(self._packed(shape, spans, ids, wanted))
-        logits = self._pass(shape, shape, plan, self._padded(drawn))
-        self._computed.add(shape)
+        if shape not in self._passes:
+            self._passes[shape] = mx.compile(partial(self._one_pass, shape))
+        logits = self._passes[shape](plan, self._padded(drawn))
         for span in spans:
             span.row.advance(span.count)
         return logits[: len(wanted)] if wanted else logits

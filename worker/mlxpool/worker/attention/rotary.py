@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.paged_attention import RopeTables
+from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import Rope
 

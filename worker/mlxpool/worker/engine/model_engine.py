@@ -174,7 +174,7 @@ class ModelEngine(RowEngine[CacheRow]):
             fresh = self._layout.is_new(rows, len(drawing))
             found = self._layout.step(rows, *self._inputs(spans), drawing)
             sampled = self._draw([spans[n] for n in drawing], found) if drawing else None
-            done = () if sampled is None else tuple(sampled.arrays())
+            done = (found,) if sampled is None else tuple(sampled.arrays())
             for number, span in enumerate(spans):
                 if not span.draws:
                     done += tuple(rows[number].row.arrays())

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, WARP_SIZE, Constant, build_kernel
 from mlxpool.worker.kernels.score_params import ScoreParams
 
@@ -43,15 +44,6 @@ class AttentionMetadata:
     table: mx.array
     arrived: mx.array
     longest: int
-
-
-@dataclass(frozen=True, slots=True)
-class RopeTables:
-    """Cosines and sines [R, ..., D / 2] in float32, which rotate D numbers of each head."""
-
-    cosines: mx.array
-    sines: mx.array
-    traditional: bool
 
 
 def attend(

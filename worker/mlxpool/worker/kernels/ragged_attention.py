@@ -106,7 +106,10 @@ def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
     """Compares a token after many, in parts, and a chunk with MLX's operations."""
     block, longest, lines, pairs = 256, 200, TILE_ROWS // 2, shape.kv_heads
     heads = pairs * shape.group
-    random = (mx.random.normal((longest + lines, n, size)) for n in (heads, pairs, pairs))
+    random = (
+        mx.random.normal((longest + lines, n, size), key=mx.random.key(salt))
+        for salt, n in enumerate((heads, pairs, pairs))
+    )
     q, k, v = (one.astype(dtype) for one in random)
     pools = mx.zeros((2, pairs, block, size), dtype), mx.zeros((2, pairs, block, size), dtype)
     mx.eval(q, k, v, pools)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isqrt
 
 from mlxpool.worker.scheduling.kv_blocks import blocks_for_step
@@ -37,15 +37,12 @@ class Span:
     start: int
     count: int
     draws: bool
+    end: int = field(init=False)
+    decodes: bool = field(init=False)  # it is the one input of a decode step, not a prompt's chunk
 
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is the one input of a decode step, not a chunk of a prompt."""
-        return self.draws and self.count == 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end", self.start + self.count)
+        object.__setattr__(self, "decodes", self.draws and self.count == 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,15 @@ class Load:
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Self:
         """The load of a pass over these spans."""
-        load = cls()
+        lines = keys = pairs = drawn = 0
         for span in spans:
-            load = load.with_span(span)
-        return load
+            lines += span.count
+            drawn += span.draws
+            if span.decodes:
+                keys += span.end
+            else:
+                pairs += span.count * span.end
+        return cls(lines, keys, pairs, drawn)
 
     def with_span(self, span: Span) -> Self:
         """The load with one span more."""

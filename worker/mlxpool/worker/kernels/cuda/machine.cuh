@@ -12,6 +12,22 @@ __device__ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// Loads four matrices of 8 x 8 halves from shared memory: lane l gives the address of row l % 8 of matrix
+// l / 8, and gets numbers 2 * (l % 4) and the next of row l / 4 of each. Transposed: of the columns.
+__device__ inline void load_matrices(unsigned (&to)[4], unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+}
+__device__ inline void load_transposed(unsigned (&to)[4], unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+}
+// 2 to the power of x, with a relative error of 2^-22; tiny results are 0.
+__device__ inline float power2(float x) {
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
 // Prefetches 128 bytes into the second-level cache.
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

@@ -1,6 +1,6 @@
-// The end of paged_attention.cu and latent_attention.cu. A part of a row has stored NUMBERS sums for
-// each of QUERIES, then the greatest score of each, then the total of each. The part that finishes last
-// adds up all parts and resets the counter. `to` returns the address of a result; null: unused.
+// The end of paged_attention.cu, ragged_attention.cu and latent_attention.cu. A part of a row has stored
+// NUMBERS sums for each of QUERIES, then the greatest score of each, then the total of each. The part that
+// finishes last adds up all parts and resets the counter. `to` returns the address of a result; null: unused.
 if (PARTED) {
   __shared__ int before;
   __threadfence();

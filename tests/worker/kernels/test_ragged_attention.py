@@ -1,0 +1,316 @@
+"""Ragged attention and the write before it: all cases on a GPU, some with simt.py without one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
+from mlxpool.worker.kernels import block_write, ragged_attention, work_list  # noqa: E402
+from mlxpool.worker.kernels.ragged_attention import RaggedPlan  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.kernels.work_list import Spans, TileShape, visible_ranges  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+from support import simt  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+NONE = float("nan")
+
+
+@pytest.fixture
+def machine() -> Iterator[None]:
+    """Runs CUDA kernels."""
+    if ON_GPU:
+        yield
+        return
+    with simt.simulated():
+        yield
+
+
+runs = pytest.mark.usefixtures("machine")
+
+
+def numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer."""
+
+    size: int
+    group: int
+    dtype: str = "bfloat16"
+    pairs: int = 2
+    window: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+
+    def scores(self) -> ScoreParams:
+        sinks = mx.random.normal((self.pairs * self.group,)) if self.sinks else None
+        return ScoreParams(self.size**-0.5, sinks, self.softcap)
+
+
+class Batch:
+    """Spans of rows whose blocks lie anywhere in a pool; the memory that no row uses is NaN.
+
+    A span is its lines, its row's first visible key, and the row's keys after it. Of rows of equal
+    `owners` the blocks before the last are shared.
+    """
+
+    def __init__(self, heads: Heads, spans: list[tuple[int, int, int]], padding: int) -> None:
+        self.heads, self.padding = heads, padding
+        kind = getattr(mx, heads.dtype)
+        rng = np.random.default_rng(len(spans) + heads.size)
+        counts = [-(-end // BLOCK) for _, _, end in spans]
+        free = list(rng.permutation(sum(counts) + 1))
+        tables: list[list[int]] = []
+        for row, count in enumerate(counts):
+            shared: list[int] = []
+            if (
+                row % 2 and spans[row][1] == spans[row - 1][1] == 0
+            ):  # the row before, as far as full
+                whole = min(spans[row][2] - spans[row][0], spans[row - 1][2] - spans[row - 1][0])
+                shared = tables[-1][: max(whole, 0) // BLOCK]
+            tables.append([*shared, *(int(free.pop()) for _ in range(count - len(shared)))])
+        lines = np.array([one for one, _, _ in spans], dtype=np.int32)
+        offsets = np.cumsum([0, *counts])[:-1].astype(np.int32)
+        self.spans = Spans(
+            (np.cumsum(lines) - lines).astype(np.int32),
+            lines,
+            offsets,
+            np.array([end for _, _, end in spans], dtype=np.int32),
+            np.array([begin for _, begin, _ in spans], dtype=np.int32),
+        )
+        self.lines = int(lines.sum()) + padding
+        blocks = sum(counts) + 1
+        pools = np.full((2, blocks, heads.pairs, BLOCK, heads.size), NONE, dtype=np.float32)
+        self.slots = np.full((self.lines,), -1, dtype=np.int32)
+        for first, n, begin, end, table in zip(
+            self.spans.first_lines, lines, self.spans.begins, self.spans.ends, tables, strict=True
+        ):
+            at = np.arange(begin, end)
+            where, places = np.array(table)[at // BLOCK], at % BLOCK
+            fresh = rng.normal(size=(2, at.size, heads.pairs, heads.size))
+            known = pools[:, where, :, places].swapaxes(0, 1)
+            pools[:, where, :, places] = np.where(np.isnan(known), fresh, known).swapaxes(0, 1)
+            self.slots[first : first + n] = where[at.size - n :] * BLOCK + places[at.size - n :]
+        self.tables = tables
+        self.pools = tuple(mx.array(pool).astype(kind) for pool in pools)
+        shape = (self.lines, heads.pairs * (heads.group + 2), heads.size)
+        self.qkv = mx.array(rng.normal(size=shape).astype(np.float32)).astype(kind)
+        mx.eval(self.pools, self.qkv)
+
+    @property
+    def q(self) -> Any:
+        """A view, as a model has it."""
+        return self.qkv[:, : self.heads.pairs * self.heads.group]
+
+    def plan(self) -> RaggedPlan:
+        begins, ends = visible_ranges(self.spans, self.lines)
+        shape = TileShape(self.heads.group, self.heads.pairs)
+        items = work_list.work_items(self.spans, shape, self.lines)
+        table = np.array([block for one in self.tables for block in one], dtype=np.int32)
+        return RaggedPlan(
+            mx.array(begins),
+            mx.array(ends),
+            mx.array(table),
+            mx.array(items),
+            ragged_attention.counters(self.heads.pairs),
+        )
+
+    def expected(self, scores: ScoreParams) -> Any:
+        """Returns attention [T, H, D] in float64."""
+        out = np.zeros((self.lines, self.heads.pairs * self.heads.group, self.heads.size))
+        begins, ends = visible_ranges(self.spans, self.lines)
+        keys, values = (numbers(pool) for pool in self.pools)
+        asked, group = numbers(self.q), self.heads.group
+        sinks = None if scores.sinks is None else numbers(scores.sinks)
+        for row, (first, n) in enumerate(
+            zip(self.spans.first_lines, self.spans.lines, strict=True)
+        ):
+            at = np.arange(self.spans.begins[row], self.spans.ends[row])
+            blocks = np.array(self.tables[row])[at // BLOCK]
+            here = slice(first, first + n)
+            low = begins[here]
+            if self.heads.window:
+                low = np.maximum(low, ends[here] - self.heads.window)
+            seen = (at >= low[:, None]) & (at < ends[here, None])
+            for head in range(asked.shape[1]):
+                key, value = (pool[blocks, head // group, at % BLOCK] for pool in (keys, values))
+                found = asked[here, head] @ key.T * scores.scale
+                if scores.softcap:
+                    found = scores.softcap * np.tanh(found / scores.softcap)
+                found = np.where(seen, found, -np.inf)
+                sink = -np.inf if sinks is None else sinks[head]
+                top = np.maximum(found.max(-1, keepdims=True), sink)
+                weights = np.exp(found - top)
+                total = weights.sum(-1, keepdims=True) + np.exp(sink - top)
+                out[here, head] = weights @ value / total
+        return out
+
+
+def check(batch: Batch) -> Any:
+    """Compares attention of a batch with float64; returns it."""
+    scores, plan = batch.heads.scores(), batch.plan()
+    found = ragged_attention.attend(batch.q, batch.pools, plan, scores, batch.heads.window)
+    mx.eval(found)
+    assert not mx.any(plan.arrived).item()  # reset for the next layer
+    errors = np.abs(numbers(found) - batch.expected(scores)).max((1, 2))
+    assert errors.max() < 0.03, (int(errors.argmax()), errors)
+    return found
+
+
+HEADS = [
+    Heads(16, 1),
+    Heads(48, 2, "float16", sinks=True),
+    Heads(64, 3, window=100),
+    Heads(64, 8, sinks=True, window=128),
+    Heads(80, 4, softcap=3.0),
+    Heads(128, 4),
+    Heads(128, 9, "float16", pairs=1),
+    Heads(192, 2, window=300, softcap=5.0),
+    Heads(256, 8, "float16", pairs=1),
+    Heads(256, 16, pairs=1, window=40),
+]
+MORE = [
+    Heads(size, group, dtype, pairs, window, window > 0, 4.0 if size % 96 == 0 else 0.0)
+    for size, (group, pairs), window, dtype in itertools.product(
+        range(16, 257, 16),
+        ((1, 3), (2, 4), (3, 1), (4, 8), (5, 2), (8, 2), (16, 2)),
+        (0, 100),
+        ("float16", "bfloat16"),
+    )
+]
+
+
+def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
+    """Returns random spans: lines, first visible key and keys of rows."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(rows):
+        lines = [1, 1, 1, int(rng.integers(2, 17)), int(rng.integers(17, 201))][rng.integers(5)]
+        end = lines + [0, int(rng.integers(64)), int(rng.integers(longest))][rng.integers(3)]
+        begin = [0, 0, int(rng.integers(end - lines + 1))][rng.integers(3)]
+        found.append((lines, begin, end))
+    return found
+
+
+@runs
+@pytest.mark.parametrize("heads", [*HEADS, *(MORE if ON_GPU else ())], ids=str)
+def test_ragged_attention_equals_float64(heads: Heads) -> None:
+    """Random spans of rows that share blocks, with padding, and NaN in memory that no row uses."""
+    for seed in range(4 if ON_GPU else 1):
+        salt = heads.size * heads.group + seed
+        spans = [*spans_of(salt, 20 if ON_GPU else 4, 3000 if ON_GPU else 500), (1, 0, 256)]
+        mx.random.seed(salt)
+        found = check(Batch(heads, spans, padding=3 + 70 * seed))
+        assert not mx.any(found[-3 - 70 * seed :]).item()  # padding
+
+
+@runs
+@pytest.mark.parametrize("heads", [HEADS[3], HEADS[5], HEADS[9]], ids=str)
+def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many parts and in one, decode rows and chunks are the same; windows empty some parts."""
+    batch = Batch(heads, [(1, 0, 1400), (1, 30, 600), (20, 0, 1100), (1, 0, 10)], padding=0)
+    shape = TileShape(heads.group, heads.pairs)
+    items = work_list.work_items(batch.spans, shape, batch.lines)
+    assert len(set(items[:, work_list.PARTS])) >= 4
+    mx.random.seed(1)
+    found = check(batch)
+    monkeypatch.setattr(work_list, "MIN_DECODE_KEYS", 10_000)
+    monkeypatch.setattr(work_list, "MIN_CHUNK_KEYS", 10_000)
+    items = work_list.work_items(batch.spans, shape, batch.lines)
+    assert set(items[:, work_list.PARTS]) == {0, 1}
+    mx.random.seed(1)
+    assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+
+
+@runs
+def test_lines_that_see_nothing_are_zeros() -> None:
+    batch = Batch(Heads(64, 4), [(1, 0, 40), (20, 0, 40)], padding=1)
+    plan = batch.plan()
+    begins = mx.array([40] * 22, dtype=mx.int32)
+    items = np.array(plan.items)
+    items[items[:, work_list.LINES] == 1, work_list.LOW] = 40
+    plan = RaggedPlan(begins, plan.ends, plan.tables, mx.array(items), plan.arrived)
+    found = ragged_attention.attend(batch.q, batch.pools, plan, ScoreParams(0.1))
+    assert not mx.any(found).item()
+
+
+ROPES = {
+    "none": None,
+    "whole": Rope(64, 10_000.0),
+    "part": Rope(16, 1.0, freqs=tuple(1.5**i for i in range(8)), gain=1.25),
+    "traditional": Rope(64, 500_000.0, scale=0.5, traditional=True),
+    "traditional, pairs": Rope(12, 500.0, traditional=True),
+    "four at a time": Rope(24, 500.0),
+    "one at a time": Rope(6, 500.0, traditional=True),
+}
+
+
+@runs
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("rope", ROPES)
+def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
+    """Into their slots and nowhere else; padding lines are zeros, whatever they hold."""
+    turn, kind = ROPES[rope], mx.float16 if contiguous else mx.bfloat16
+    rng = np.random.default_rng(len(rope))
+    qkv = mx.array(rng.normal(size=(5, 10, 64)).astype(np.float32)).astype(kind)
+    qkv[3] = NONE
+    if contiguous:
+        q, k, v = (mx.contiguous(one) for one in mx.split(qkv, [6, 8], axis=1))
+    else:  # views whose numbers are apart
+        qkv = mx.contiguous(qkv.swapaxes(1, 2)).swapaxes(1, 2)
+        q, k, v = mx.split(qkv, [6, 8], axis=1)
+    before = [mx.array(rng.normal(size=(3, 2, BLOCK, 64))).astype(kind) for _ in "kv"]
+    pools = tuple(mx.array(np.array(one.astype(mx.float32))).astype(kind) for one in before)
+    slots = [5, 2 * BLOCK + 255, BLOCK, -1, 6]
+    positions = mx.array([7, 1000, 0, 0, 8], dtype=mx.int32)
+    rotation = RotaryEmbedding(positions)
+    mx.eval(pools, before, qkv)
+    found = block_write.rotate_and_write(
+        q, k, v, pools, mx.array(slots, dtype=mx.int32), rotation.turns(turn) if turn else None
+    )
+    mx.eval(found)
+    asked, keys = (rotation._by_table(one, turn) if turn else one for one in (q, k))
+    assert not mx.any(found[3]).item()
+    for line, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        assert mx.allclose(found[line], asked[line], 0.01, 0.02).item()
+        for old, new in zip(before, (keys, v), strict=True):
+            old[slot // BLOCK, :, slot % BLOCK] = new[line]
+    for pool, one in zip(pools, before, strict=True):
+        assert mx.allclose(pool, one, 0.01, 0.02).item()
+
+
+@runs
+def test_the_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ragged_attention.works(2, 2, 64, mx.bfloat16)
+    ragged_attention.works.cache_clear()
+    monkeypatch.setattr(
+        block_write, "rotate_and_write", lambda q, k, v, pools, slots, turns: mx.zeros_like(q)
+    )
+    assert not ragged_attention.works(2, 2, 64, mx.bfloat16)
+    ragged_attention.works.cache_clear()
+
+
+def test_shapes_that_ragged_attention_supports() -> None:
+    assert ragged_attention.supports(32, 8, 128, 128, mx.bfloat16)
+    assert not ragged_attention.supports(32, 8, 128, 64, mx.bfloat16)
+    assert not ragged_attention.supports(32, 8, 128, 128, mx.float32)
+    assert not ragged_attention.supports(34, 2, 128, 128, mx.float16)
+    assert not ragged_attention.supports(32, 8, 72, 72, mx.bfloat16)
+    for size, group in itertools.product(ragged_attention.HEAD_SIZES, (1, 16)):
+        rows = TileShape(group, 8).decode_rows
+        shared = ragged_attention.shared_bytes(work_list.TILE_ROWS, size, rows)
+        assert shared <= 110_000  # two thread blocks of a multiprocessor of Hopper

@@ -1,0 +1,121 @@
+"""The work list of ragged attention."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.worker.kernels.work_list import (
+    EXTRA_ITEMS,
+    FIRST_LINE,
+    HIGH,
+    LINES,
+    LOW,
+    MIN_DECODE_KEYS,
+    PART,
+    PART_UNITS,
+    PARTS,
+    TABLE,
+    TILE_ROWS,
+    UNIT,
+    UNIT_ROWS,
+    Numbers,
+    Spans,
+    TileShape,
+    capacity_of,
+    visible_ranges,
+    work_items,
+)
+
+
+def spans_of(rows: list[tuple[int, int, int]]) -> Spans:
+    """Returns the spans of rows of so many lines, keys before them and keys that nobody sees."""
+    lines, before, begins = (np.array(one, dtype=np.int32) for one in zip(*rows, strict=True))
+    ends = (before + begins + lines).astype(np.int32)
+    blocks = -(-ends // 256)
+    first, tables = np.cumsum(lines) - lines, np.cumsum(blocks) - blocks
+    return Spans(first.astype(np.int32), lines, tables.astype(np.int32), ends, begins)
+
+
+LINE_COUNTS = st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 300))
+KEYS = st.one_of(st.integers(0, 300), st.integers(0, 100_000))
+ROWS = st.lists(st.tuples(LINE_COUNTS, KEYS, KEYS), min_size=1, max_size=150)
+SHAPES = st.builds(TileShape, st.integers(1, 16), st.sampled_from([1, 2, 4, 8, 16, 32]))
+
+
+@given(ROWS, SHAPES, st.integers(0, 200))
+def test_every_line_has_one_tile_with_all_parts(
+    rows: list[tuple[int, int, int]], shape: TileShape, padding: int
+) -> None:
+    spans = spans_of(rows)
+    lines = int(spans.lines.sum()) + padding
+    items = work_items(spans, shape, lines)
+    assert items.shape == (capacity_of(lines), 8) and items.dtype == np.int32
+    used = items[items[:, LINES] > 0]
+    assert (items[: len(used)] == used).all()  # unused items are at the end
+    begins, ends = visible_ranges(spans, lines)
+    covered = np.zeros(lines, dtype=int)
+    row_of = np.repeat(np.arange(len(rows)), spans.lines)
+    partial: list[tuple[int, int]] = []
+    for one in used[used[:, PART] == 0]:
+        first, count = one[FIRST_LINE], one[LINES]
+        covered[first : first + count] += 1
+        if one[PARTS] == 0:
+            assert first >= len(row_of) and count <= TILE_ROWS
+            continue
+        row = set(row_of[first : first + count])
+        assert len(row) == 1 and one[TABLE] == spans.tables[row.pop()]
+        assert one[LOW] == begins[first] and one[HIGH] == ends[first + count - 1]
+        assert count * shape.group <= TILE_ROWS
+        parts = used[used[:, FIRST_LINE] == first]
+        assert (parts[:, PART] == np.arange(one[PARTS])).all()  # each part once, in order
+        assert (np.delete(parts, PART, axis=1) == np.delete(one, PART)).all()
+        if one[PARTS] > 1:
+            decodes = count <= shape.decode_lines
+            units = (shape.decode_rows if decodes else TILE_ROWS) // UNIT_ROWS
+            partial.append((one[UNIT], one[UNIT] + units * one[PARTS]))
+            assert one[HIGH] - one[LOW] > MIN_DECODE_KEYS * (one[PARTS] - 1)
+    assert (covered == 1).all()
+    partial.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(partial))
+    assert all(0 <= start < end <= PART_UNITS for start, end in partial)
+
+
+def each(items: Numbers) -> Numbers:
+    used = items[items[:, PARTS] > 0]
+    found: Numbers = -(-(used[:, HIGH] - used[:, LOW]) // used[:, PARTS])
+    return found
+
+
+def test_few_rows_are_divided_and_many_are_not() -> None:
+    shape = TileShape(4, 8)
+    one = work_items(spans_of([(1, 15_999, 0)]), shape, 1)
+    assert 40 <= one[0, PARTS] <= 44 and (one[:, LINES] > 0).sum() == one[0, PARTS]
+    many = work_items(spans_of([(1, 1_999, 0)] * 128), shape, 128)
+    assert set(many[:128, PARTS]) == {1} and not many[128:].any()
+    assert work_items(spans_of([(1, 99, 0)]), shape, 1)[0, PARTS] == 1
+    chunk = work_items(spans_of([(512, 0, 0)]), shape, 512)
+    assert (chunk[:, LINES] == 16).sum() == 32 and set(chunk[:32, PARTS]) == {1}
+    few = work_items(spans_of([(100, 16_000, 0)]), shape, 128)
+    assert set(few[:, PARTS]) == {0, 5} and (few[:, PARTS] == 5).sum() == 35
+
+
+def test_a_long_row_beside_short_ones_is_divided() -> None:
+    spans = spans_of([(1, 300, 0)] * 63 + [(1, 30_000, 0)])
+    items = work_items(spans, TileShape(4, 8), 64)
+    assert items[0, PARTS] > 20 and each(items).max() <= 1.1 * (30_000 + 63 * 300) * 8 / 352
+
+
+def test_the_longest_items_are_first() -> None:
+    spans = spans_of([(1, 50, 0), (40, 3_000, 0), (1, 20_000, 0), (1, 700, 300), (8, 0, 0)])
+    found = each(work_items(spans, TileShape(2, 4), 60))
+    assert (np.diff(found) <= 0).all()
+
+
+def test_the_fullest_step_has_an_item_for_each_line() -> None:
+    spans = spans_of([(1, 100_000, 0)] * 128)
+    items = work_items(spans, TileShape(16, 64), 128)
+    assert (items[:, LINES] == 1).sum() <= 128 + EXTRA_ITEMS

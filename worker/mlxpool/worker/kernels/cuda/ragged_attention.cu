@@ -1,0 +1,449 @@
+// Attention of a step's lines over a block pool. A thread block has an item of the work list, which is
+// a tile of neighbouring lines of one row, and one key head. The query heads of the key head, line by
+// line, are the rows of the tile. A tile of up to DECODE_ROWS rows reads keys and values into registers,
+// where each warp has other keys; a larger tile shares keys and values, and each warp has other rows.
+// The keys of a tile may be divided into parts, which part_sums.cuh adds up. Scores are of base 2.
+constexpr int WARPS = 4, THREADS = WARPS * 32;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float RATE = CAP > 0 ? 1.f : SCALE * LOG2E;  // of the numbers that `scored` returns
+const float NONE = __uint_as_float(0xff800000);  // -infinity
+extern __shared__ uint4 space[];
+
+const int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+const int row = lane >> 2, quarter = lane & 3;  // of a matrix
+const int* const item = (const int*)items + 8 * blockIdx.y;
+const int first_line = item[0], lines = item[1], table_at = item[2], low_key = item[3];
+const int high_key = item[4], part = item[5], count = item[6], unit = item[7];
+if (lines == 0) return;
+if (count == 0) {  // padding
+  constexpr int PIECES = GROUP * SIZE / 8;
+  for (int i = threadIdx.x; i < lines * PIECES; i += THREADS)
+    *((uint4*)((N*)out + ((long)(first_line + i / PIECES) * HEADS + head) * GROUP * SIZE) + i % PIECES)
+        = uint4{0, 0, 0, 0};
+  return;
+}
+const int asked = lines * GROUP;
+const bool decodes = asked <= DECODE_ROWS;
+// The keys that a line sees.
+auto begin_of = [&](int line) -> int {
+  const int from = lines == 1 ? low_key : begins[first_line + line];
+  return WINDOW > 0 ? max(from, (lines == 1 ? high_key : ends[first_line + line]) - WINDOW) : from;
+};
+auto end_of = [&](int line) -> int { return lines == 1 ? high_key : ends[first_line + line]; };
+// The keys that some line sees, and those of this part.
+int low = low_key;
+if (WINDOW > 0) {
+  low = high_key;
+  for (int line = lane; line < lines; line += 32) low = min(low, begin_of(line));
+  #pragma unroll
+  for (int other = 1; other < 32; other *= 2) low = min(low, __shfl_xor_sync(0xffffffff, low, other));
+}
+constexpr int STEP = 64;  // keys that all warps of a thread block read at a time
+const int from = low / STEP * STEP;
+const int each = count == 1 ? high_key - from : ((high_key - from + count - 1) / count + STEP - 1) / STEP * STEP;
+const int first = from + part * each, last = min(high_key, first + each);
+auto place = [&](int token) -> long {
+  const long block = tables[table_at + token / BLOCK];
+  return ((block * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
+};
+// A key of the part, since others may be in memory that was never written.
+auto inside = [&](int token) -> int { return min(max(token, low), last - 1); };
+auto query_at = [&](int row) -> const N* {
+  return (const N*)q + (first_line + row / GROUP) * q_strides[0] + (head * GROUP + row % GROUP) * q_strides[1];
+};
+const bool neat = q_strides[2] == 1 && (q_strides[0] | q_strides[1]) % 8 == 0 && (unsigned long long)q % 16 == 0;
+auto scored = [&](float product) -> float {
+  if (!(CAP > 0)) return product;
+  return LOG2E * CAP * (1 - 2 / (1 + power2(product * (2 * LOG2E * SCALE / (CAP > 0 ? CAP : 1)))));
+};
+auto sink_of = [&](int row) -> float { return sinks[head * GROUP + row % GROUP] * LOG2E; };
+auto sunk = [&](int row, float top) -> float { return SINKS ? power2(sink_of(row) - top) : 1e-30f; };
+auto least = [&](int row) -> float { return SINKS ? sink_of(row) : -1e30f; };
+auto output_at = [&](int row) -> N* {
+  return (N*)out + (((long)first_line + row / GROUP) * HEADS * GROUP + head * GROUP + row % GROUP) * SIZE;
+};
+const bool PARTED = count > 1;
+const int QUERIES = asked, WHOLE = (decodes ? DECODE_UNITS : TILE_UNITS) * UNIT_ROWS * (SIZE + 2);
+constexpr int NUMBERS = SIZE;  // these names are part_sums.cuh's
+const long mine = (long)head * UNITS + unit;
+float* const parts = (float*)partial + mine * UNIT_ROWS * (SIZE + 2);
+auto to = [&](int i) -> N* { return output_at(i / SIZE) + i % SIZE; };
+
+if (decodes) {
+  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8;
+  // The order of a head's numbers in the matrices is free as long as both operands agree, so a thread
+  // reads neighbouring numbers.
+  constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
+  constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
+  using KeyPart = Some<unsigned, KEY_EACH / 2>;
+  using ValuePart = Some<unsigned, VALUE_EACH / 2>;
+  unsigned query[SETS][KEY_CHUNKS][KEY_EACH / 2];
+  float most[SETS], total[SETS], sum[SIZE / 8][4];
+  int begin[SETS], end[SETS];
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const int g = min(row + 8 * set, asked - 1);
+    const N* const numbers = query_at(g);
+    #pragma unroll
+    for (int c = 0; c < KEY_CHUNKS; c++) {
+      const int at = (c * 4 + quarter) * KEY_EACH;
+      if (neat) {
+        const KeyPart some = *(const KeyPart*)(numbers + at);
+        #pragma unroll
+        for (int i = 0; i < KEY_EACH / 2; i++) query[set][c][i] = some.n[i];
+      } else {
+        #pragma unroll
+        for (int i = 0; i < KEY_EACH / 2; i++)
+          query[set][c][i] = pair(up(numbers[(at + 2 * i) * q_strides[2]]),
+                                  up(numbers[(at + 2 * i + 1) * q_strides[2]]), N());
+      }
+    }
+    most[set] = NONE;
+    total[set] = 0;
+    begin[set] = begin_of(g / GROUP);
+    end[set] = min(end_of(g / GROUP), last);
+  }
+  #pragma unroll
+  for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+  // Where there are few thread blocks, rows are divided, and memory must be asked early.
+  auto ask = [&](int token) {
+    constexpr int PIECES = TILE * SIZE * 2 / 128;
+    if (PARTED && token < last) {
+      const long at = place(token);
+      #pragma unroll
+      for (int i = lane; i < PIECES; i += 32) {
+        prefetch((const N*)keys + at + i * 64);
+        prefetch((const N*)values + at + i * 64);
+      }
+    }
+  };
+  ask(first + warp * TILE + STEP);
+  for (int token = first + warp * TILE; token < last; token += STEP) {
+    if (token + TILE <= low) continue;
+    ask(token + 2 * STEP);
+    const long at = place(token);
+    const N* const key_from = (const N*)keys + at + quarter * KEY_EACH;
+    const N* const value_from = (const N*)values + at + row * VALUE_EACH;
+    KeyPart key[2][KEY_CHUNKS];
+    ValuePart value[4][VALUE_CHUNKS];
+    #pragma unroll
+    for (int n = 0; n < 2; n++)
+      #pragma unroll
+      for (int c = 0; c < KEY_CHUNKS; c++)
+        key[n][c] = *(const KeyPart*)(key_from + (inside(token + n * 8 + row) - token) * SIZE
+                                      + c * 4 * KEY_EACH);
+    #pragma unroll
+    for (int n = 0; n < 4; n++)
+      #pragma unroll
+      for (int c = 0; c < VALUE_CHUNKS; c++)
+        value[n][c] = *(const ValuePart*)(
+            value_from + (inside(token + 2 * quarter + n % 2 + n / 2 * 8) - token) * SIZE
+            + c * 8 * VALUE_EACH);
+    float score[2][4];
+    #pragma unroll
+    for (int n = 0; n < 2; n++) {
+      score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
+      #pragma unroll
+      for (int c = 0; c < KEY_CHUNKS; c++)
+        #pragma unroll
+        for (int i = 0; i < KEY_EACH / 2; i += 2) {
+          const unsigned a[4] = {query[0][c][i], SETS > 1 ? query[SETS - 1][c][i] : 0, query[0][c][i + 1],
+                                 SETS > 1 ? query[SETS - 1][c][i + 1] : 0};
+          mma(score[n], a, key[n][c].n[i], key[n][c].n[i + 1], N());
+        }
+    }
+    unsigned share[4] = {0, 0, 0, 0};
+    float shrink[2] = {1, 1};
+    #pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      float top = most[set];
+      #pragma unroll
+      for (int n = 0; n < 2; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& one = score[n][2 * set + i];
+          const int here = token + n * 8 + 2 * quarter + i;
+          one = here < end[set] && here >= begin[set] ? scored(one) * RATE : NONE;
+          top = fmaxf(top, one);
+        }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+      const float base = top == NONE ? 0.f : top;
+      shrink[set] = power2(most[set] - base);
+      most[set] = top;
+      total[set] *= shrink[set];
+      #pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const float left = power2(score[n][2 * set] - base), right = power2(score[n][2 * set + 1] - base);
+        total[set] += left + right;
+        share[2 * n + set] = pair(left, right, N());
+      }
+    }
+    #pragma unroll
+    for (int c = 0; c < VALUE_CHUNKS; c++)
+      #pragma unroll
+      for (int j = 0; j < VALUE_EACH; j++) {
+        float(&one)[4] = sum[c * VALUE_EACH + j];
+        one[0] *= shrink[0];
+        one[1] *= shrink[0];
+        if (SETS > 1) { one[2] *= shrink[1]; one[3] *= shrink[1]; }
+        const unsigned which = j % 2 ? 0x7632 : 0x5410;
+        mma(one, share, __byte_perm(value[0][c].n[j / 2], value[1][c].n[j / 2], which),
+            __byte_perm(value[2][c].n[j / 2], value[3][c].n[j / 2], which), N());
+      }
+  }
+  float* const warp_most = (float*)space;  // [WARPS][ROWS]
+  float* const warp_total = warp_most + WARPS * ROWS;  // [WARPS][ROWS]
+  float* const warp_sum = warp_total + WARPS * ROWS;  // [WARPS][ROWS][SIZE]
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const int g = row + 8 * set;
+    total[set] += __shfl_xor_sync(0xffffffff, total[set], 1);
+    total[set] += __shfl_xor_sync(0xffffffff, total[set], 2);
+    if (quarter == 0) {
+      warp_most[warp * ROWS + g] = most[set];
+      warp_total[warp * ROWS + g] = total[set];
+    }
+    if (g < asked)
+      #pragma unroll
+      for (int c = 0; c < VALUE_CHUNKS; c++)
+        #pragma unroll
+        for (int j = 0; j < VALUE_EACH; j++)
+          #pragma unroll
+          for (int i = 0; i < 2; i++)
+            warp_sum[(warp * ROWS + g) * SIZE + (c * 8 + 2 * quarter + i) * VALUE_EACH + j]
+                = sum[c * VALUE_EACH + j][2 * set + i];
+  }
+  __syncthreads();
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < asked * SIZE; i += THREADS) {
+    const int g = i / SIZE, d = i % SIZE;
+    float top = PARTED ? -1e30f : least(g);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w * ROWS + g]);
+    float numbers = 0, all = 0;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float weight = power2(warp_most[w * ROWS + g] - top);
+      numbers += weight * warp_sum[(w * ROWS + g) * SIZE + d];
+      all += weight * warp_total[w * ROWS + g];
+    }
+    if (!PARTED) {
+      down(numbers / (all + sunk(g, top)), to(i));
+    } else {
+      parts[part * WHOLE + i] = numbers;
+      if (d == 0) {
+        parts[part * WHOLE + QUERIES * SIZE + g] = top;
+        parts[part * WHOLE + QUERIES * SIZE + QUERIES + g] = all;
+      }
+    }
+  }
+} else {
+  // Keys and values come through shared memory, KEYS at a time and one step ahead. Lines of shared
+  // memory are an odd number of 16 bytes long, so that eight of them are in different banks.
+  constexpr int ROWS = 64 * MATRICES, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
+  constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE;  // bytes
+  constexpr bool KEPT = MATRICES * SIZE <= 128;  // queries stay in registers
+  constexpr int QUERY_AT = KEPT ? STAGE : 2 * STAGE;  // bytes
+  const unsigned base = shared_address(space);
+  auto fetch = [&](int token, int stage) {
+    if (token < last) {
+      const long at = place(token);
+      const unsigned into = base + stage * STAGE;
+      auto copy_lines = [&](auto line_of) {
+        #pragma unroll
+        for (int n = 0; n < (KEYS * PIECES + THREADS - 1) / THREADS; n++) {
+          const int i = n * THREADS + threadIdx.x, line = i / PIECES, piece = i % PIECES;
+          if (KEYS * PIECES % THREADS == 0 || i < KEYS * PIECES) {
+            const long numbers = at + line_of(line) * SIZE + piece * 8;
+            copy(into + line * LINE + piece * 16, (const N*)keys + numbers);
+            copy(into + TILE + line * LINE + piece * 16, (const N*)values + numbers);
+          }
+        }
+      };
+      if (token >= low && token + KEYS <= last) {
+        copy_lines([](int line) -> int { return line; });
+      } else {
+        copy_lines([&](int line) -> int { return inside(token + line) - token; });
+      }
+    }
+    commit_copies();
+  };
+  fetch(first, 0);
+  #pragma unroll 4
+  for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+    const int g = min(i / PIECES, asked - 1), piece = i % PIECES;
+    const N* const numbers = query_at(g) + piece * 8 * q_strides[2];
+    Some<N, 8> some;
+    if (neat) {
+      some = *(const Some<N, 8>*)numbers;
+    } else {
+      #pragma unroll
+      for (int n = 0; n < 8; n++) some.n[n] = numbers[n * q_strides[2]];
+    }
+    *(Some<N, 8>*)((char*)space + QUERY_AT + i / PIECES * LINE + piece * 16) = some;
+  }
+  __syncthreads();
+  // The addresses that a lane gives for the first matrices of queries, keys and values.
+  const unsigned query_from = base + QUERY_AT + (warp * 16 * MATRICES + lane % 16) * LINE + lane / 16 * 16;
+  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
+  const unsigned value_from = base + TILE + lane % 16 * LINE + lane / 16 * 16;
+  unsigned query[KEPT ? MATRICES : 1][KEPT ? SIZE / 16 : 1][4];
+  if (KEPT)
+    #pragma unroll
+    for (int m = 0; m < MATRICES; m++)
+      #pragma unroll
+      for (int c = 0; c < SIZE / 16; c++)
+        load_matrices(query[KEPT ? m : 0][KEPT ? c : 0], query_from + m * 16 * LINE + c * 32);
+  float most[MATRICES][2], total[MATRICES][2], sum[MATRICES][SIZE / 8][4];
+  int begin[MATRICES][2], end[MATRICES][2];
+  // The keys that some row of the warp sees, and those that all see.
+  int warp_low = last, warp_high = 0, all_low = 0, all_high = last;
+  #pragma unroll
+  for (int m = 0; m < MATRICES; m++) {
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int line = min((warp * MATRICES + m) * 16 + row + 8 * half, asked - 1) / GROUP;
+      most[m][half] = NONE;
+      total[m][half] = 0;
+      begin[m][half] = begin_of(line);
+      end[m][half] = min(end_of(line), last);
+      warp_low = min(warp_low, begin[m][half]);
+      warp_high = max(warp_high, end[m][half]);
+      all_low = max(all_low, begin[m][half]);
+      all_high = min(all_high, end[m][half]);
+    }
+    #pragma unroll
+    for (int j = 0; j < SIZE / 8; j++) sum[m][j][0] = sum[m][j][1] = sum[m][j][2] = sum[m][j][3] = 0;
+  }
+  #pragma unroll
+  for (int other = 4; other < 32; other *= 2) {
+    warp_low = min(warp_low, __shfl_xor_sync(0xffffffff, warp_low, other));
+    warp_high = max(warp_high, __shfl_xor_sync(0xffffffff, warp_high, other));
+    all_low = max(all_low, __shfl_xor_sync(0xffffffff, all_low, other));
+    all_high = min(all_high, __shfl_xor_sync(0xffffffff, all_high, other));
+  }
+  if (warp * 16 * MATRICES >= asked) warp_high = 0;  // no rows
+  int stage = 0;
+  for (int token = first; token < last; token += KEYS) {
+    wait_copies<0>();
+    __syncthreads();  // all threads have multiplied what the next keys overwrite
+    fetch(token + KEYS, stage ^ 1);
+    if (token < warp_high && token + KEYS > warp_low) {
+      const unsigned here = stage * STAGE;
+      float score[MATRICES][KEYS / 8][4];
+      #pragma unroll
+      for (int m = 0; m < MATRICES; m++)
+        #pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+          score[m][j][0] = score[m][j][1] = score[m][j][2] = score[m][j][3] = 0;
+      #pragma unroll
+      for (int c = 0; c < SIZE / 16; c++) {
+        unsigned a[MATRICES][4];
+        #pragma unroll
+        for (int m = 0; m < MATRICES; m++)
+          if (KEPT) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) a[m][i] = query[KEPT ? m : 0][KEPT ? c : 0][i];
+          } else {
+            load_matrices(a[m], query_from + m * 16 * LINE + c * 32);
+          }
+        #pragma unroll
+        for (int j = 0; j < KEYS / 16; j++) {
+          unsigned b[4];
+          load_matrices(b, key_from + here + j * 16 * LINE + c * 32);
+          #pragma unroll
+          for (int m = 0; m < MATRICES; m++) {
+            mma(score[m][2 * j], a[m], b[0], b[1], N());
+            mma(score[m][2 * j + 1], a[m], b[2], b[3], N());
+          }
+        }
+      }
+      unsigned share[MATRICES][KEYS / 16][4];
+      const bool masked = token < all_low || token + KEYS > all_high;
+      #pragma unroll
+      for (int m = 0; m < MATRICES; m++) {
+        if (CAP > 0)
+          #pragma unroll
+          for (int j = 0; j < KEYS / 8; j++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) score[m][j][i] = scored(score[m][j][i]);
+        if (masked)
+          #pragma unroll
+          for (int j = 0; j < KEYS / 8; j++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const int at = token + j * 8 + 2 * quarter + i % 2;
+              if (at >= end[m][i / 2] || at < begin[m][i / 2]) score[m][j][i] = NONE;
+            }
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float top = NONE;
+          #pragma unroll
+          for (int j = 0; j < KEYS / 8; j++)
+            top = fmaxf(top, fmaxf(score[m][j][2 * half], score[m][j][2 * half + 1]));
+          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+          top = fmaxf(most[m][half], top * RATE);
+          const float less = top == NONE ? 0.f : top;
+          const float shrink = power2(most[m][half] - less);
+          most[m][half] = top;
+          float all = 0;
+          #pragma unroll
+          for (int j = 0; j < KEYS / 8; j++) {
+            const float left = power2(fmaf(score[m][j][2 * half], RATE, -less));
+            const float right = power2(fmaf(score[m][j][2 * half + 1], RATE, -less));
+            all += left + right;
+            share[m][j / 2][j % 2 * 2 + half] = pair(left, right, N());
+          }
+          total[m][half] = total[m][half] * shrink + all;
+          #pragma unroll
+          for (int j = 0; j < SIZE / 8; j++) {
+            sum[m][j][2 * half] *= shrink;
+            sum[m][j][2 * half + 1] *= shrink;
+          }
+        }
+      }
+      #pragma unroll
+      for (int t = 0; t < KEYS / 16; t++)
+        #pragma unroll
+        for (int c = 0; c < SIZE / 16; c++) {
+          unsigned b[4];
+          load_transposed(b, value_from + here + t * 16 * LINE + c * 32);
+          #pragma unroll
+          for (int m = 0; m < MATRICES; m++) {
+            mma(sum[m][2 * c], share[m][t], b[0], b[1], N());
+            mma(sum[m][2 * c + 1], share[m][t], b[2], b[3], N());
+          }
+        }
+    }
+    stage ^= 1;
+  }
+  #pragma unroll
+  for (int m = 0; m < MATRICES; m++)
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int g = (warp * MATRICES + m) * 16 + row + 8 * half;
+      float all = total[m][half];
+      all += __shfl_xor_sync(0xffffffff, all, 1);
+      all += __shfl_xor_sync(0xffffffff, all, 2);
+      if (g < asked && !PARTED) {
+        const float top = fmaxf(most[m][half], least(g)), weight = power2(most[m][half] - top);
+        const float factor = weight / (all * weight + sunk(g, top));
+        N* const numbers = output_at(g) + 2 * quarter;
+        #pragma unroll
+        for (int j = 0; j < SIZE / 8; j++)
+          *(unsigned*)(numbers + 8 * j)
+              = pair(sum[m][j][2 * half] * factor, sum[m][j][2 * half + 1] * factor, N());
+      } else if (g < asked) {
+        float* const numbers = parts + part * WHOLE + g * SIZE + 2 * quarter;
+        #pragma unroll
+        for (int j = 0; j < SIZE / 8; j++)
+          *(Some<float, 2>*)(numbers + 8 * j) = {sum[m][j][2 * half], sum[m][j][2 * half + 1]};
+        if (quarter == 0) {
+          parts[part * WHOLE + QUERIES * SIZE + g] = most[m][half];
+          parts[part * WHOLE + QUERIES * SIZE + QUERIES + g] = all;
+        }
+      }
+    }
+}
