@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlxpool.worker.compute.messages import StepDeltas, Unusable
 from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
-from mlxpool.worker.scheduling.sequence import SampledToken
+from mlxpool.worker.scheduling.scheduler import Span
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.pool import until
 from support.worker_checkpoints import write_checkpoint
@@ -122,16 +123,9 @@ class Failing(ModelEngine):
     place = ""
     hit = False
 
-    def prefill_batch(self, shares: Any) -> list[int]:
-        self._aim([seq for seq, _ in shares])
-        return super().prefill_batch(shares)
-
-    def decode(self, rows: Any) -> list[SampledToken]:
-        self._aim(rows)
-        return super().decode(rows)
-
-    def _aim(self, rows: Any) -> None:
-        type(self).hit = any(seq.id[:1] == b"\2" for seq in rows)
+    def submit(self, spans: Many[Span]) -> bool:
+        type(self).hit = any(span.sequence.id[:1] == b"\2" for span in spans)
+        return super().submit(spans)
 
 
 @pytest.fixture
@@ -256,10 +250,12 @@ class Growing(ModelEngine):
         self.memory()
         assert self.blocks == blocks
 
-    def decode(self, rows: Any) -> list[SampledToken]:
-        if self.blocks > self.LEFT and any(seq.length >= self.GROWN for seq in rows):
+    def submit(self, spans: Many[Span]) -> bool:
+        if self.blocks > self.LEFT and any(
+            span.decodes and span.sequence.length >= self.GROWN for span in spans
+        ):
             self._grow_to(self.LEFT)
-        return super().decode(rows)
+        return super().submit(spans)
 
 
 @pytest.mark.parametrize("prefix", ["tree", "off"])

@@ -43,12 +43,13 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
 }
 COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write"}
+RAGGED = COMMON | {"ragged_attention", "rotate_and_write"}  # of passes over chunks and single lines
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
-    "llama": (SIZES, False, COMMON | {"matmul_small", "matmul_tiled"}),
+    "llama": (SIZES, False, RAGGED | {"matmul_small", "matmul_tiled"}),
     "llama, 4 bits": (
         SIZES,
         True,
-        COMMON | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise"},
+        RAGGED | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise"},
     ),
     "glm": (
         LATENT,
