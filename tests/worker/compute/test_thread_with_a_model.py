@@ -82,20 +82,27 @@ SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of w
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "prefix"),
+    ("deterministic", "prefix", "lookahead"),
     [
-        pytest.param(True, "tree", marks=on_cpu),
-        pytest.param(True, "off", marks=on_cpu),
-        (False, "tree"),
+        pytest.param(True, "tree", False, marks=on_cpu),
+        pytest.param(True, "off", False, marks=on_cpu),
+        pytest.param(True, "tree", True, marks=on_cpu),
+        pytest.param(True, "off", True, marks=on_cpu),
+        (False, "tree", False),
+        (False, "tree", True),
     ],
 )
-def test_preemption_does_not_change_tokens(folder: Path, deterministic: bool, prefix: str) -> None:
+def test_preemption_does_not_change_tokens(
+    folder: Path, deterministic: bool, prefix: str, lookahead: bool
+) -> None:
     harness = ComputeHarness(source=source_of(folder, deterministic=deterministic)).ready()
     expected = {}
     for name, (size, count) in SIZES.items():
         admit(harness, name, size, count)
         expected[name] = harness.until_ended({name})[name]
-    tight = source_of(folder, deterministic=deterministic, blocks=6, prefix=prefix)
+    tight = source_of(
+        folder, deterministic=deterministic, blocks=6, prefix=prefix, lookahead=lookahead
+    )
     harness = ComputeHarness(source=tight).ready()
     for name, (size, count) in SIZES.items():
         admit(harness, name, size, count)
@@ -292,12 +299,14 @@ class Books(ModelEngine):
         type(self).last = self
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("prefix", ["tree", "single", "off"])
-def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(folder: Path, prefix: str) -> None:
+def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(
+    folder: Path, prefix: str, lookahead: bool
+) -> None:
     draw, blocks = random.Random(prefix), 4
-    harness = ComputeHarness(
-        source=source_of(folder, Books, blocks=blocks, prefix=prefix), sequences=5
-    ).ready()
+    source = source_of(folder, Books, blocks=blocks, prefix=prefix, lookahead=lookahead)
+    harness = ComputeHarness(source=source, sequences=5).ready()
     whole = prompt_of(700)
     for name in range(1, 101):
         size, count = draw.choice([1, 20, 255, 256, 300, 600]), draw.choice([1, 3, 20])
