@@ -13,6 +13,7 @@ import pytest
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
+from support.engine_steps import decode, enter
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -56,24 +57,11 @@ def request(number: int, count: int = 24) -> Sequence:
     return Sequence(b"", 1, prompt_of(size, number), options, number, count)
 
 
-def admit(engine: ModelEngine, seq: Sequence, chunk: int = 2048) -> None:
-    engine.admit(seq)
-    while engine.prefill(seq, chunk):
-        pass
-
-
-def step(engine: ModelEngine, rows: list[Sequence]) -> list[SampledToken]:
-    drawn = engine.decode(rows)
-    for one in drawn:
-        one.sequence.ids.append(one.token)
-    return drawn
-
-
 def alone(loaded: LoadedModel, seq: Sequence) -> list[SampledToken]:
     """Returns all tokens with log-probabilities from an engine without other requests."""
     engine = ModelEngine(loaded, prefix="off")
-    admit(engine, seq)
-    return [step(engine, [seq])[0] for _ in range(seq.max_tokens)]
+    enter(engine, seq)
+    return [decode(engine, [seq])[0] for _ in range(seq.max_tokens)]
 
 
 def values(drawn: list[SampledToken]) -> list[tuple[int, Any]]:
@@ -101,8 +89,8 @@ def test_a_tiled_product_does_not_depend_on_the_number_of_rows() -> None:
 def test_the_chunk_size_changes_no_bit(exact: LoadedModel, number: int, chunk: int) -> None:
     expected, seq = alone(exact, request(number, 6)), request(number, 6)
     engine = ModelEngine(exact, prefix="off")
-    admit(engine, seq, chunk)
-    assert values([step(engine, [seq])[0] for _ in range(6)]) == values(expected)
+    enter(engine, seq, chunk)
+    assert values([decode(engine, [seq])[0] for _ in range(6)]) == values(expected)
 
 
 @on_cpu
@@ -112,9 +100,9 @@ def test_other_rows_of_a_batch_change_no_bit(exact: LoadedModel) -> None:
     got: list[list[SampledToken]] = [[] for _ in rows]
     for turn in range(100):
         if turn < 16 and turn % 2 == 0:
-            admit(engine, rows[turn // 2], 100)
+            enter(engine, rows[turn // 2], 100)
         running = [seq for seq in rows[: turn // 2 + 1] if len(seq.ids) < seq.max_tokens]
-        for one in step(engine, running[turn % 3 :] or running):
+        for one in decode(engine, running[turn % 3 :] or running):
             got[rows.index(one.sequence)].append(one)
         if not running:
             break
@@ -128,8 +116,8 @@ def test_a_preemption_changes_no_bit(exact: LoadedModel, prefix: str) -> None:
         expected, seq = values(alone(exact, request(number))), request(number)
         engine, got = ModelEngine(exact, prefix=prefix), []
         for steps in (1, 10, 13):
-            admit(engine, seq, 50)
-            got += [step(engine, [seq])[0] for _ in range(steps)]
+            enter(engine, seq, 50)
+            got += [decode(engine, [seq])[0] for _ in range(steps)]
             engine.release(seq)
             seq.preempt()
         assert values(got) == expected
@@ -142,8 +130,8 @@ def test_a_resume_changes_no_bit(exact: LoadedModel, taken: int) -> None:
         expected, seq = alone(exact, request(number)), request(number)
         seq.ids += [one.token for one in expected[:taken]]
         engine = ModelEngine(exact)
-        admit(engine, seq)
-        got = [step(engine, [seq])[0] for _ in range(24 - taken)]
+        enter(engine, seq)
+        got = [decode(engine, [seq])[0] for _ in range(24 - taken)]
         assert values(got) == values(expected[taken:])
 
 
@@ -153,12 +141,12 @@ def test_a_prefix_hit_of_any_length_changes_no_bit(exact: LoadedModel, split: in
     expected, seq = values(alone(exact, request(4))), request(4)
     engine = ModelEngine(exact)
     before = Sequence(b"", 1, (*seq.prompt[:split], 1, 2, 3), Options(temperature=0.0), 0, 3)
-    admit(engine, before, 90)
-    step(engine, [before])
+    enter(engine, before, 90)
+    decode(engine, [before])
     engine.release(before)
-    admit(engine, seq)
+    enter(engine, seq)
     assert split <= seq.cached <= split + 2
-    assert values([step(engine, [seq])[0] for _ in range(24)]) == expected
+    assert values([decode(engine, [seq])[0] for _ in range(24)]) == expected
 
 
 def first_difference(one: list[SampledToken], other: list[SampledToken]) -> int | None:
@@ -178,8 +166,8 @@ def test_without_the_setting_greedy_tokens_differ_at_near_ties_only() -> None:
     expected = [alone(loaded, seq) for seq in requests()]
     engine, rows = ModelEngine(loaded, prefix="off"), requests()
     for seq in rows:
-        admit(engine, seq, 200)
-    steps = [step(engine, rows) for _ in range(40)]
+        enter(engine, seq, 200)
+    steps = [decode(engine, rows) for _ in range(40)]
     for line, wanted in enumerate(expected):
         got = [drawn[line] for drawn in steps]
         at = first_difference(got, wanted)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.engine_steps import decode, enter, read, read_chunk
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -69,20 +70,8 @@ def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequen
     return Sequence(b"", 1, prompt, options, 11, STEPS, restore_at=restore_at)
 
 
-def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
-    engine.admit(seq)
-    while engine.prefill(seq, budget):
-        pass
-
-
-def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> None:
-    for _ in range(steps):
-        for drawn in engine.decode(rows):
-            drawn.sequence.ids.append(drawn.token)
-
-
 def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], steps - len(seq.ids))
     engine.release(seq)
     return seq.ids
@@ -129,7 +118,7 @@ def test_long_prompts_have_restore_points_at_intervals(
 ) -> None:
     monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
     engine, prompt = engine_of(loaded, text), prompt_of(75)
-    prefill(engine, first := sequence(prompt), budget=10)
+    enter(engine, first := sequence(prompt), 10)
     engine.release(first)
     for end, cached in ((75, 74), (65, 64), (64, 48), (50, 48), (17, 16)):
         seq = sequence(prompt[:end])
@@ -143,7 +132,7 @@ def test_the_computed_part_of_a_cancelled_prefill_is_kept(
 ) -> None:
     engine, cancelled = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
     engine.admit(cancelled)
-    engine.prefill(cancelled, 18)
+    read_chunk(engine, cancelled, 18)
     engine.release(cancelled)
     again = sequence(prompt_of(47))
     assert ids_of(engine, again) == computed_afresh(loaded, text, again)
@@ -155,7 +144,7 @@ def test_the_next_turn_continues_from_the_answer(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], 7)
     engine.release(seq)
     turn = sequence((*seq.prompt, *seq.ids, 1, 2, 3))
@@ -171,15 +160,14 @@ def test_preemption_changes_no_token(
 ) -> None:
     engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead)
     seq = sequence(prompt_of(21), **raw)
-    prefill(engine, seq)
+    enter(engine, seq)
     for steps in (1, 5):
         decode(engine, [seq], steps)
         engine.release(seq)
         seq.preempt()
         engine.admit(seq)
-        assert (seq.prefilled > 0) == (prefix != "off")
-        while engine.prefill(seq, 4):
-            pass
+        assert (seq.submitted > 0) == (prefix != "off")
+        read(engine, seq, 4)
     decode(engine, [seq], STEPS - 6)
     assert seq.ids == computed_afresh(loaded, text, seq)
 
@@ -196,38 +184,24 @@ def test_a_resume_gives_the_same_tokens(
 
 
 @AHEAD
-def test_a_token_that_is_not_appended_is_sampled_again(
-    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
-) -> None:
-    engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
-    prefill(engine, seq)
-    decode(engine, [seq], 3)
-    assert engine.decode([seq]) == engine.decode([seq]) == engine.decode([seq])
-    decode(engine, [seq], STEPS - 3)
-    assert seq.ids == computed_afresh(loaded, text, seq)
-
-
-@AHEAD
 def test_a_failed_row_does_not_change_other_rows(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(loaded, text, lookahead=lookahead)
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
     for seq in rows:
-        prefill(engine, seq)
+        enter(engine, seq)
     decode(engine, rows, 3)
-    draw, drawn = sampler.sample_batch, 0
+    draw = sampler.sample_batch
 
     def damaged(logits: Any, *others: Any) -> Any:
-        nonlocal drawn
-        drawn += 1
         return draw(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "sample_batch", damaged)
         with pytest.raises(SequenceFailed) as failed:
             decode(engine, rows, 3)
-    assert drawn and failed.value.sequence is rows[1]
+    assert failed.value.sequence is rows[1]
     engine.release(rows.pop(1))
     decode(engine, rows, STEPS - len(rows[0].ids))
     assert [seq.ids for seq in rows] == [computed_afresh(loaded, text, seq) for seq in rows]
@@ -238,7 +212,7 @@ def test_a_failed_step_leaves_nothing_behind(
 ) -> None:
     engine, hit, beside = engine_of(loaded, text), sequence(prompt_of(20)), sequence(prompt_of(30))
     for seq in (hit, beside):
-        prefill(engine, seq)
+        enter(engine, seq)
     decode(engine, [hit, beside], 3)
 
     def fails(*arrays: Any) -> None:
@@ -246,7 +220,8 @@ def test_a_failed_step_leaves_nothing_behind(
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
         patch.setattr(mx, "eval", fails)
-        engine.decode([hit])
+        decode(engine, [hit])
+    assert engine.lost(hit) and not engine.lost(beside)
     engine.release(hit)
     assert engine.memory().prefix == 0
     decode(engine, [beside], STEPS - 3)
@@ -271,7 +246,7 @@ def test_a_budget_smaller_than_a_snapshot_keeps_nothing(
     token = sum(cache.token_bytes(4) for cache in loaded.folder.plan.caches)
     for budget, cached in ((state, 0), (state + 19 * token, 0), (state + 40 * token, 19)):
         engine = engine_of(loaded, text, prefix_bytes=budget)
-        prefill(engine, seq := sequence(prompt_of(20)))
+        enter(engine, seq := sequence(prompt_of(20)))
         engine.release(seq)
         again = sequence(prompt_of(20))
         assert ids_of(engine, again) == computed_afresh(loaded, text, again)
@@ -281,7 +256,7 @@ def test_a_budget_smaller_than_a_snapshot_keeps_nothing(
 
 def test_a_row_stays_within_its_reserved_bytes(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], 4)
     shape = engine._layout.store.new_row().shape
     (row,) = engine._rows.values()
@@ -336,14 +311,13 @@ class RandomWorkload:
     def _prefill(self) -> None:
         if self.prefilling:
             seq = self.draw.choice(self.prefilling)
-            if not self.engine.prefill(seq, self.draw.choice((1, 5, 2048))):
+            if not read_chunk(self.engine, seq, self.draw.choice((1, 5, 2048))):
                 self.prefilling.remove(seq)
                 self.decoding.append(seq)
 
     def _decode(self) -> None:
-        rows = [seq for seq in self.decoding if self.draw.random() < 0.9]
-        if rows:
-            decode(self.engine, rows)
+        unended = [seq for seq in self.decoding if len(seq.ids) < STEPS]
+        decode(self.engine, [seq for seq in unended if self.draw.random() < 0.9])
         for seq in [seq for seq in self.decoding if len(seq.ids) == STEPS]:
             self.engine.release(seq)
             self.decoding.remove(seq)
@@ -359,7 +333,7 @@ class RandomWorkload:
         running = self.prefilling + self.decoding
         if running:
             self._back(seq := self.draw.choice(running))
-            seq.prefilled = 0
+            seq.return_to_waiting()
 
     def _back(self, seq: Sequence) -> None:
         (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)

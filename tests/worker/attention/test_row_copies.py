@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engine_steps import decode, enter
 from support.prefix_stores import cells_of, chain, check_shape, unique_tokens
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
@@ -338,12 +339,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def ask(engine: ModelEngine, prompt: tuple[int, ...], steps: int = 12) -> Seq:
     seq = Seq(b"", 1, prompt, Options(temperature=0.0), 11, steps)
-    engine.admit(seq)
-    while engine.prefill(seq, 64):
-        pass
-    for _ in range(steps):
-        (drawn,) = engine.decode([seq])
-        seq.ids.append(drawn.token)
+    enter(engine, seq, 64)
+    decode(engine, [seq], steps)
     engine.release(seq)
     return seq
 

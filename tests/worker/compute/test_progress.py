@@ -38,15 +38,16 @@ class Scene:
     def look(self) -> ProgressReading:
         return self.reader.read()
 
-    def prefill(self, tokens: int, seconds: float) -> ProgressReading:
-        with self.progress.prefilling(ID, tokens):
-            self.clock.now += seconds
-            return self.look()
-
-    def decode(self, rows: int, seconds: float) -> ProgressReading:
-        with self.progress.decoding(rows):
-            self.clock.now += seconds
-            return self.look()
+    def pass_over(
+        self, tokens: int, seconds: float, *, rows: int = 1, fresh: bool = False
+    ) -> ProgressReading:
+        """Runs a pass of so many prompt tokens, 0 for a decode step; returns what it showed."""
+        self.progress.awaits(ID if tokens else None, tokens, rows)
+        self.progress.compiles(fresh=fresh)
+        self.clock.now += seconds
+        inside = self.look()
+        self.progress.ended(fresh=fresh)
+        return inside
 
 
 def test_the_block_holds_each_phase_and_its_start() -> None:
@@ -60,48 +61,70 @@ def test_the_block_holds_each_phase_and_its_start() -> None:
         assert scene.look().since_ns == round((100 + 1.5 * number) * 1e9)
 
 
-def test_the_block_names_request_and_size_of_a_running_chunk() -> None:
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_block_names_request_and_size_of_an_awaited_chunk(fresh: bool) -> None:
     scene = Scene()
-    inside = scene.prefill(300, 0.5)
-    assert (inside.phase, inside.request, inside.tokens, inside.fresh) == ("prefill", ID, 300, True)
+    inside = scene.pass_over(300, 0.5, fresh=fresh)
+    assert (inside.phase, inside.request, inside.tokens) == ("prefill", ID, 300)
+    assert inside.fresh == fresh
     after = scene.look()
     assert (after.request, after.tokens, after.fresh, after.count) == (None, 0, False, 1)
     assert scene.progress.prefilling_request is None
 
 
-def test_a_shape_is_fresh_once_by_power_of_two_or_rows() -> None:
+def test_a_pass_over_several_prompts_names_none() -> None:
     scene = Scene()
-    assert [scene.prefill(n, 0).fresh for n in (300, 512, 257, 513, 1, 1)] == [
-        True,
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert [scene.decode(n, 0).fresh for n in (1, 1, 2, 3, 2)] == [True, False, True, True, False]
+    scene.progress.awaits(None, 300, 5)
+    assert (scene.look().phase, scene.look().request, scene.look().tokens) == ("prefill", None, 300)
 
 
-def test_usual_times_ignore_fresh_shapes() -> None:
+def test_a_decode_step_is_shown_without_request_and_tokens() -> None:
     scene = Scene()
-    scene.prefill(1000, 70.0)
-    scene.decode(1, 90.0)
+    scene.pass_over(300, 0.5)
+    inside = scene.pass_over(0, 0.25, rows=3)
+    assert (inside.phase, inside.request, inside.tokens) == ("decode", None, 0)
+    assert scene.progress.step_ms == 250.0
+
+
+def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
+    """Its time runs from the end of the pass before it."""
+    scene = Scene()
+    scene.progress.awaits(None, 0, 2)
+    scene.progress.compiles(fresh=False)
+    scene.clock.now += 0.5
+    scene.progress.ended(fresh=False)
+    scene.progress.awaits(ID, 100, 1)
+    inside = scene.look()
+    assert (inside.phase, inside.request, inside.tokens, inside.count) == ("prefill", ID, 100, 1)
+    scene.clock.now += 2.0
+    scene.progress.ended(fresh=False)
+    assert (scene.look().usual_step_ns, scene.look().usual_token_ns) == (5 * 10**8, 2 * 10**7)
+    assert scene.look().count == 2
+
+
+def test_usual_times_ignore_fresh_passes() -> None:
+    scene = Scene()
+    scene.pass_over(1000, 70.0, fresh=True)
+    scene.pass_over(0, 90.0, fresh=True)
     assert (scene.look().usual_token_ns, scene.look().usual_step_ns) == (0, 0)
-    scene.prefill(1000, 1.0)
-    scene.decode(1, 0.5)
+    scene.pass_over(1000, 1.0)
+    scene.pass_over(0, 0.5)
     assert (scene.look().usual_token_ns, scene.look().usual_step_ns) == (10**6, 5 * 10**8)
-    scene.prefill(1000, 2.0)
+    scene.pass_over(1000, 2.0)
     assert scene.look().usual_token_ns == pytest.approx(1.1 * 10**6, rel=1e-6)
     assert scene.progress.step_ms == 500.0
 
 
-def test_a_failed_pass_leaves_its_shape_fresh() -> None:
+def test_a_pass_that_failed_is_neither_counted_nor_shown() -> None:
     scene = Scene()
-    with pytest.raises(ValueError), scene.progress.prefilling(ID, 4):
-        raise ValueError
+    scene.progress.awaits(ID, 4, 1)
+    scene.progress.compiles(fresh=True)
+    scene.clock.now += 3.0
+    scene.progress.failed()
     look = scene.look()
-    assert (look.request, look.fresh, look.count) == (None, False, 0)
-    assert scene.prefill(4, 0).fresh
+    assert (look.request, look.tokens, look.fresh, look.count) == (None, 0, False, 0)
+    assert scene.progress.prefilling_request is None
+    assert (look.usual_token_ns, look.usual_step_ns) == (0, 0)
 
 
 def test_the_block_holds_both_thread_ids() -> None:

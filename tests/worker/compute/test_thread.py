@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Any, ClassVar
 
 import pytest
@@ -18,10 +19,11 @@ from mlxpool.worker.compute.messages import (
     StepDeltas,
     Unusable,
 )
-from mlxpool.worker.compute.passes import MAX_FAILED_JOINT_PASSES
+from mlxpool.worker.compute.steps import MAX_FAILED_JOINT_STEPS
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import SampledToken
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.counting_checker import expected_ids, text_of
@@ -56,24 +58,38 @@ def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -
         harness.admit(name, prompt=prompt, count=count)
 
 
+class Recording(CountingEngine):
+    """Records the tokens of the chunks of each pass."""
+
+    chunks: ClassVar[list[list[int]]] = []
+
+    def submit(self, spans: Many[Span]) -> bool:
+        self.chunks.append([span.count for span in spans if not span.decodes])
+        return super().submit(spans)
+
+
 @pytest.mark.parametrize("joint", [1, 3])
-def test_one_pass_reads_as_many_prompts_as_the_engine_allows(joint: int) -> None:
-    harness = ComputeHarness(joint=joint, prefill_us=100).ready()
-    passes: list[tuple[bytes | None, int]] = []
-    prefilling = harness.progress.prefilling
+def test_one_pass_reads_as_many_prompts_as_the_engine_allows(
+    joint: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recording, "chunks", [])
+    harness = ComputeHarness(joint=joint, prefill_us=100, engine=Recording).ready()
+    awaited: list[tuple[bytes | None, int]] = []
+    awaits = harness.progress.awaits
 
-    def seen(request: bytes | None, tokens: int) -> Any:
-        passes.append((request, tokens))
-        return prefilling(request, tokens)
+    def seen(request: bytes | None, tokens: int, rows: int) -> None:
+        awaited.append((request, tokens))
+        awaits(request, tokens, rows)
 
-    harness.progress.prefilling = seen  # type: ignore[method-assign]
+    harness.progress.awaits = seen  # type: ignore[method-assign]
     entering(harness, {1: "a" * 11, 2: "b" * 21, 3: "c", 4: "d" * 31, 5: "e" * 41})
     found = harness.until_ended({1, 2, 3, 4, 5, 99})
     for name, prompt in {1: "a" * 11, 3: "c", 5: "e" * 41}.items():
         assert ids_of(found[name]) == expected_ids(prompt, name, 5)
-    read = [tokens for _, tokens in passes if tokens < 2000]  # one with nothing to read has no pass
-    assert read == ([10, 20, 30, 40] if joint == 1 else [60, 40])
-    assert [request is None for request, tokens in passes if tokens == 60] == [True] * (joint > 1)
+    read = [chunks for chunks in Recording.chunks if chunks]  # the others decode only
+    assert read[1:] == ([[11], [21], [31], [41]] if joint == 1 else [[11, 21, 31], [41]])
+    several = [request is None for request, tokens in awaited if tokens]
+    assert several == [len(chunks) > 1 for chunks in read]
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -92,38 +108,27 @@ def test_a_failed_joint_pass_ends_only_the_prompt_to_blame(at: int) -> None:
     assert harness.progress.preemptions == 0
 
 
-class Clumsy(CountingEngine):
-    """Fails in every joint pass, or when it is asked for the size of one."""
+class Clumsy(Recording):
+    """Fails in every pass over several prompts."""
 
-    asked: ClassVar[list[int]] = []
-    says = True
-
-    def prefill_batch_size(self, shares: Any) -> int:
-        if not self.says:
-            raise KeyError("a row")
-        return super().prefill_batch_size(shares)
-
-    def prefill_batch(self, shares: Any) -> list[int]:
-        self.asked.append(len(shares))
-        if len(shares) > 1:
+    def submit(self, spans: Many[Span]) -> bool:
+        fresh = super().submit(spans)
+        if len(self.chunks[-1]) > 1:
+            self.flights.clear()
             raise RuntimeError("several")
-        return super().prefill_batch(shares)
+        return fresh
 
 
-@pytest.mark.parametrize("says", [True, False])
-def test_joint_passes_stop_after_repeated_failures(
-    says: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Clumsy, "asked", [])
-    monkeypatch.setattr(Clumsy, "says", says)
+def test_joint_passes_stop_after_repeated_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clumsy, "chunks", [])
     harness = ComputeHarness(joint=8, prefill_us=50, engine=Clumsy).ready()
-    for _ in range(MAX_FAILED_JOINT_PASSES + 2):
+    for _ in range(MAX_FAILED_JOINT_STEPS + 2):
         prompts = {name: f"prompt {name}" for name in range(1, 4)}
         entering(harness, prompts)
         found = harness.until_ended({*prompts, 99})
         assert all(ids_of(found[name]) == expected_ids(prompts[name], name, 5) for name in prompts)
-    several = [count for count in Clumsy.asked if count > 1]
-    assert len(several) == (MAX_FAILED_JOINT_PASSES if says else 0)
+    several = [chunks for chunks in Clumsy.chunks if len(chunks) > 1]
+    assert len(several) == MAX_FAILED_JOINT_STEPS
 
 
 def test_a_cancel_between_two_prefill_chunks() -> None:
@@ -286,12 +291,12 @@ class Narrow(CountingEngine):
         self.left -= freed
         return freed
 
-    def decode(self, rows: Any) -> list[SampledToken]:
+    def submit(self, spans: Many[Span]) -> bool:
         held = sum(blocks_for(row.length + 1) for row in self.rows)
         self.most = max(self.most, held)
-        assert all(row.blocks >= blocks_for(row.length + 1) for row in rows)
+        assert all(span.sequence.blocks >= blocks_for(span.end + 1) for span in spans)
         assert held + self.left <= self.capacity
-        return super().decode(rows)
+        return super().submit(spans)
 
 
 def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
@@ -349,10 +354,10 @@ def test_a_deadline_ends_a_run_in_any_phase() -> None:
 class Short(CountingEngine):
     """Raises the error of a failed MLX allocation in every step with sequence 2."""
 
-    def decode(self, rows: Any) -> list[SampledToken]:
-        if any(row.id[0] == 2 for row in rows):
+    def submit(self, spans: Many[Span]) -> bool:
+        if any(span.sequence.id[0] == 2 for span in spans):
             raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
-        return super().decode(rows)
+        return super().submit(spans)
 
 
 def test_a_failed_allocation_ends_the_requests_of_its_step_only() -> None:
@@ -373,26 +378,22 @@ class Losing(CountingEngine):
 
     place = ""
     well = False
-    beside = False  # the device works on a step ahead
     error: Exception = RuntimeError("unspecified launch failure")
 
     def device_works(self) -> bool:
         return self.well
 
-    def step_in_flight(self) -> bool:
-        return self.beside
-
     def admit(self, seq: Any) -> None:
         self._hit("admit", [seq])
         super().admit(seq)
 
-    def prefill_batch(self, shares: Any) -> list[int]:
-        self._hit("joint" if len(shares) > 1 else "prefill", [seq for seq, _ in shares])
-        return super().prefill_batch(shares)
-
-    def decode(self, rows: Any) -> list[SampledToken]:
-        self._hit("decode", rows)
-        return super().decode(rows)
+    def submit(self, spans: Many[Span]) -> bool:
+        chunks = [span.sequence for span in spans if not span.decodes]
+        if chunks:
+            self._hit("joint" if len(chunks) > 1 else "prefill", chunks)
+        else:
+            self._hit("decode", [span.sequence for span in spans])
+        return super().submit(spans)
 
     def _hit(self, place: str, rows: Any) -> None:
         if place == self.place and any(row.id[0] == 2 for row in rows):
@@ -425,16 +426,6 @@ def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: s
     assert harness.mail.empty() and not harness.compute.is_alive()
     blamed = bytes([2] * 16) if place == "prefill" else None
     assert harness.progress.block.read().request == blamed
-
-
-def test_an_error_with_a_step_in_flight_blames_no_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness = losing(monkeypatch, "prefill", beside=True)
-    while isinstance(harness.mail.get(timeout=PATIENCE), StepDeltas):
-        harness.compute.delta_queue.acknowledge()
-    harness.compute.join(timeout=PATIENCE)
-    assert harness.progress.block.read().request is None
 
 
 @pytest.mark.parametrize("place", PLACES)

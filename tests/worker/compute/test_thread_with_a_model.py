@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlxpool.worker.compute.messages import StepDeltas, Unusable
 from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
-from mlxpool.worker.scheduling.sequence import SampledToken
+from mlxpool.worker.scheduling.scheduler import Span
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.pool import until
 from support.worker_checkpoints import write_checkpoint
@@ -81,20 +82,27 @@ SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of w
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "prefix"),
+    ("deterministic", "prefix", "lookahead"),
     [
-        pytest.param(True, "tree", marks=on_cpu),
-        pytest.param(True, "off", marks=on_cpu),
-        (False, "tree"),
+        pytest.param(True, "tree", False, marks=on_cpu),
+        pytest.param(True, "off", False, marks=on_cpu),
+        pytest.param(True, "tree", True, marks=on_cpu),
+        pytest.param(True, "off", True, marks=on_cpu),
+        (False, "tree", False),
+        (False, "tree", True),
     ],
 )
-def test_preemption_does_not_change_tokens(folder: Path, deterministic: bool, prefix: str) -> None:
+def test_preemption_does_not_change_tokens(
+    folder: Path, deterministic: bool, prefix: str, lookahead: bool
+) -> None:
     harness = ComputeHarness(source=source_of(folder, deterministic=deterministic)).ready()
     expected = {}
     for name, (size, count) in SIZES.items():
         admit(harness, name, size, count)
         expected[name] = harness.until_ended({name})[name]
-    tight = source_of(folder, deterministic=deterministic, blocks=6, prefix=prefix)
+    tight = source_of(
+        folder, deterministic=deterministic, blocks=6, prefix=prefix, lookahead=lookahead
+    )
     harness = ComputeHarness(source=tight).ready()
     for name, (size, count) in SIZES.items():
         admit(harness, name, size, count)
@@ -122,16 +130,9 @@ class Failing(ModelEngine):
     place = ""
     hit = False
 
-    def prefill_batch(self, shares: Any) -> list[int]:
-        self._aim([seq for seq, _ in shares])
-        return super().prefill_batch(shares)
-
-    def decode(self, rows: Any) -> list[SampledToken]:
-        self._aim(rows)
-        return super().decode(rows)
-
-    def _aim(self, rows: Any) -> None:
-        type(self).hit = any(seq.id[:1] == b"\2" for seq in rows)
+    def submit(self, spans: Many[Span]) -> bool:
+        type(self).hit = any(span.sequence.id[:1] == b"\2" for span in spans)
+        return super().submit(spans)
 
 
 @pytest.fixture
@@ -256,10 +257,12 @@ class Growing(ModelEngine):
         self.memory()
         assert self.blocks == blocks
 
-    def decode(self, rows: Any) -> list[SampledToken]:
-        if self.blocks > self.LEFT and any(seq.length >= self.GROWN for seq in rows):
+    def submit(self, spans: Many[Span]) -> bool:
+        if self.blocks > self.LEFT and any(
+            span.decodes and span.sequence.length >= self.GROWN for span in spans
+        ):
             self._grow_to(self.LEFT)
-        return super().decode(rows)
+        return super().submit(spans)
 
 
 @pytest.mark.parametrize("prefix", ["tree", "off"])
@@ -296,12 +299,14 @@ class Books(ModelEngine):
         type(self).last = self
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("prefix", ["tree", "single", "off"])
-def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(folder: Path, prefix: str) -> None:
+def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(
+    folder: Path, prefix: str, lookahead: bool
+) -> None:
     draw, blocks = random.Random(prefix), 4
-    harness = ComputeHarness(
-        source=source_of(folder, Books, blocks=blocks, prefix=prefix), sequences=5
-    ).ready()
+    source = source_of(folder, Books, blocks=blocks, prefix=prefix, lookahead=lookahead)
+    harness = ComputeHarness(source=source, sequences=5).ready()
     whole = prompt_of(700)
     for name in range(1, 101):
         size, count = draw.choice([1, 20, 255, 256, 300, 600]), draw.choice([1, 3, 20])

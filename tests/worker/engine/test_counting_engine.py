@@ -8,6 +8,7 @@ from mlxpool.common.config.schema import Counting
 from mlxpool.common.options import Options
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText, splitmix64, token_at
 from mlxpool.worker.scheduling.sequence import Sequence
+from support import engine_steps
 from support.prompts import chat_ids
 
 
@@ -45,8 +46,10 @@ def test_the_engine_samples_the_formulas_tokens_also_after_a_resume() -> None:
     resumed = row()
     resumed.ids += [5, 6]
     engine.admit(resumed)
-    assert engine.prefill_batch([(resumed, 100)]) == [4]
-    assert engine.decode([resumed])[0].token == token_at([1, 2, 3], 9, 2, 50_000)
+    assert engine_steps.read(engine, resumed) == [4]
+    assert resumed.submitted == 4
+    (drawn,) = engine_steps.decode(engine, [resumed])
+    assert drawn.token == resumed.ids[2] == token_at([1, 2, 3], 9, 2, 50_000)
     assert engine.memory().kv > 0
     engine.release(resumed)
     assert engine.memory().kv == 0

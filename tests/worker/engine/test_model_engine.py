@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support import engine_steps
+from support.engine_steps import decode_spans, enter, read_chunk
 from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_weights
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.slabs import Slabs  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
-from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
@@ -77,27 +79,15 @@ def slabs_of(engine: ModelEngine) -> Slabs:
     return engine._layout.slabs
 
 
-def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> list[int]:
-    engine.admit(seq)
-    chunks = []
-    while done := engine.prefill(seq, budget):
-        chunks.append(done)
-    return chunks
-
-
 def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[SampledToken]:
-    drawn: list[SampledToken] = []
-    for _ in range(steps):
-        line = engine.decode(rows)
-        assert [one.sequence for one in line] == rows
-        for one in line:
-            one.sequence.ids.append(one.token)
-        drawn += line
+    """Decodes rows that begin together."""
+    drawn = engine_steps.decode(engine, rows, steps)
+    assert [one.sequence for one in drawn] == rows * steps
     return drawn
 
 
 def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], steps)
     engine.release(seq)
     return seq.ids
@@ -107,9 +97,9 @@ def test_model_engine_is_an_engine(
     engine: ModelEngine, loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     checked: Engine = engine
-    assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
+    assert (checked.context, checked.vocab_size, checked.limits.lines) == (512, 264, 512)
     assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
-    assert ModelEngine(loaded, text, context=100).chunk == 100
+    assert ModelEngine(loaded, text, context=100).limits.lines == 100
     assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
 
 
@@ -120,16 +110,16 @@ def test_the_chunk_size_changes_no_token(
     prompt = prompt_of(100)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
     engine, seq = ModelEngine(loaded, text), sequence(prompt)
-    chunks = prefill(engine, seq, budget)
+    chunks = enter(engine, seq, budget)
     assert (sum(chunks), max(chunks)) == (99, min(budget, 99))
-    assert seq.prefilled == 99
+    assert seq.submitted == 99
     decode(engine, [seq], 30)
     assert seq.ids == expected
 
 
 def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
     seq = sequence((5,))
-    assert prefill(engine, seq) == []
+    assert enter(engine, seq) == []
     decode(engine, [seq], 3)
     assert len(seq.ids) == 3
 
@@ -141,7 +131,7 @@ def test_other_rows_of_a_batch_change_no_token(
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
     engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()
     for seq in rows:
-        prefill(engine, seq)
+        enter(engine, seq)
     decode(engine, rows, 30)
     assert [seq.ids for seq in rows] == expected
 
@@ -152,7 +142,7 @@ def test_lookahead_gives_the_same_log_probabilities(
     def logprobs(lookahead: bool) -> list[Any]:
         engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()[3:]
         for seq in rows:
-            prefill(engine, seq)
+            enter(engine, seq)
         return [drawn.logprob for drawn in decode(engine, rows, 10)]
 
     ahead, plain = logprobs(True), logprobs(False)
@@ -169,10 +159,11 @@ def staggered(engine: ModelEngine) -> list[list[int]]:
     running: list[Sequence] = []
     for step in range(40):
         if step % 3 == 0 and step // 3 < len(rows):
-            prefill(engine, rows[step // 3])
+            enter(engine, rows[step // 3])
             running.append(rows[step // 3])
         paused = running[1:2] if step % 5 == 4 else []
-        decode(engine, [seq for seq in running if seq not in paused])
+        unended = [seq for seq in running if seq not in paused and len(seq.ids) < 14]
+        engine_steps.decode(engine, unended)
         for seq in [seq for seq in running if len(seq.ids) == 14]:
             engine.release(seq)
             running.remove(seq)
@@ -196,7 +187,7 @@ def test_a_resume_gives_the_same_tokens(
         expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
         engine, seq = ModelEngine(loaded, text, lookahead=lookahead), mixture()[salt]
         seq.ids += expected[:12]
-        prefill(engine, seq)
+        enter(engine, seq)
         decode(engine, [seq], 18)
         assert seq.ids == expected
 
@@ -208,7 +199,7 @@ def test_the_computed_part_of_a_cancelled_prefill_is_kept(
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
     engine, cancelled = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
     engine.admit(cancelled)
-    engine.prefill(cancelled, 18)
+    read_chunk(engine, cancelled, 18)
     engine.release(cancelled)
     again = sequence(prompt_of(47))
     assert ids_of(engine, again) == expected
@@ -220,34 +211,31 @@ def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], 10)
     engine.release(seq)
     turn = (*prompt_of(20), *seq.ids, 1, 2, 3)
     follow_up = sequence(turn)
     ids = ids_of(engine, follow_up)
-    assert follow_up.cached in (29, 30)  # with lookahead the last token was already computed
+    # With lookahead the last token is the input of a pass in flight.
+    assert follow_up.cached == (30 if lookahead else 29)
     assert ids == ids_of(ModelEngine(loaded, text, prefix="off"), sequence(turn))
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_token_that_is_not_appended_is_sampled_again(
+def test_an_end_of_sequence_that_is_not_appended(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
+    """With lookahead it is the input of a pass in flight when it is read."""
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
-    prefill(engine, seq)
-    decode(engine, [seq], 3)
-    assert engine.decode([seq]) == engine.decode([seq])
-    decode(engine, [seq], 27)
-    assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
-
-
-def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: ChatTokenizer) -> None:
-    engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(prompt_of(20))
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], 5)
-    engine.decode([seq])  # as if this was the end-of-sequence token
+    while engine.in_flight <= lookahead:
+        engine.submit(decode_spans([seq]))
+    engine.collect()  # as if this was the end-of-sequence token
     engine.release(seq)
+    while engine.in_flight:
+        assert engine.collect() == StepResult([], [])
     follow_up = sequence((*prompt_of(20), *seq.ids, 9, 9))
     ids = ids_of(engine, follow_up)
     assert follow_up.cached == 25
@@ -258,12 +246,12 @@ def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: Chat
 def test_a_context_of_16(loaded: LoadedModel, text: ChatTokenizer, lookahead: bool) -> None:
     engine = ModelEngine(loaded, text, context=16, lookahead=lookahead)
     seq = sequence(prompt_of(10), max_tokens=6)
-    assert prefill(engine, seq) == [9]
+    assert enter(engine, seq) == [9]
     decode(engine, [seq], 6)
     assert seq.length == 16
     assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(10)), 6)
     full = sequence(prompt_of(15), max_tokens=1)
-    prefill(engine, full)
+    enter(engine, full)
     decode(engine, [full])
 
 
@@ -279,7 +267,7 @@ def test_release_works_in_every_phase(engine: ModelEngine) -> None:
 def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))
-    prefill(engine, seq)
+    enter(engine, seq)
     token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
     used = engine.memory()
     assert (used.weights, used.kv, used.prefix) == (loaded.weight_bytes, 512 * token, 0)
@@ -311,7 +299,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> N
         slabs = slabs_of(engine)
         slabs._blocks = blocks
         seq = sequence(prompt_of(10), max_tokens=60)
-        prefill(engine, seq)
+        enter(engine, seq)
         needs.append(transient(engine, seq))
         sizes.append(slabs.nbytes)
     assert sizes[1] == 64 * sizes[0]
@@ -331,13 +319,13 @@ def test_a_preempted_sequence_gets_the_same_tokens(
                 loaded, text, prefix=prefix, lookahead=lookahead, layout=layout, blocks=200
             )
             seq = mixture()[salt]
-            prefill(engine, seq)
+            enter(engine, seq)
             cached = seq.cached
             for steps in (1, 11):
                 decode(engine, [seq], steps)
                 engine.release(seq)
                 seq.preempt()
-                prefill(engine, seq)
+                enter(engine, seq)
                 assert (engine.prefix.hits > 0) == (prefix == "tree")
             decode(engine, [seq], 18)
             assert (seq.ids, seq.cached) == (expected, cached)
@@ -412,7 +400,7 @@ def test_memory_outside_mlx_reduces_the_capacity(
     assert engine.blocks == blocks
 
 
-@pytest.mark.parametrize(("on_gpu", "trims"), [(False, 2), (True, 0)])
+@pytest.mark.parametrize(("on_gpu", "trims"), [(False, 3), (True, 0)])
 def test_the_heap_is_trimmed_at_intervals_on_a_cpu(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, trims: int
 ) -> None:
@@ -421,7 +409,7 @@ def test_the_heap_is_trimmed_at_intervals_on_a_cpu(
     monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(device, "trim_heap", lambda: calls.append(None))
     seq = sequence(prompt_of(10))
-    prefill(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], 8)
     assert len(calls) == trims
     engine.release(seq)
@@ -474,7 +462,7 @@ def test_the_prefix_of_a_running_row_is_evicted_last(
     ids_of(engine, sequence(prompt_of(300)), 3)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
     row = sequence(prompt_of(300))
-    prefill(engine, row)
+    enter(engine, row)
     assert row.cached == 299
     assert engine.shrink(2) == 0
     assert engine.shrink(2, in_use=True) == 2
@@ -488,7 +476,7 @@ def test_the_prefix_cache_gets_blocks_when_there_are_few(
 ) -> None:
     engine = ModelEngine(loaded, text, blocks=4)  # fewer than those of a slab
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
-    prefill(engine, beside)
+    enter(engine, beside)
     ids_of(engine, first, 3)
     assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine._block_bytes
 
@@ -498,7 +486,8 @@ def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer)
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
-        assert len(moves) == 1 + 1 + 8  # chunks, a step with every option, decode widths
+        # chunks; a step with every option and eight decode widths, each twice
+        assert len(moves) == 1 + 2 * (1 + 8)
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0
@@ -510,9 +499,9 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     weights["model.norm.weight"][0] = np.nan
     write_weights(path, weights)
     engine, seq = ModelEngine(load(inspect(path))), sequence((1, 2))
-    prefill(engine, seq)
+    enter(engine, seq)
     with pytest.raises(SequenceFailed, match="after 2 tokens are no numbers"):
-        engine.decode([seq])
+        decode(engine, [seq])
 
 
 def test_a_failed_step_leaves_nothing_behind(
@@ -523,19 +512,18 @@ def test_a_failed_step_leaves_nothing_behind(
         sequence(prompt_of(20)),
         sequence(prompt_of(90)),
     )
-    prefill(engine, hit)
+    enter(engine, hit)
     decode(engine, [hit], 3)
     engine.admit(beside)
-    engine.prefill(beside, 50)
+    read_chunk(engine, beside, 50)
 
     def fails(*arrays: Any) -> None:
         raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
         patch.setattr(mx, "eval", fails)
-        engine.decode([hit])
-    with pytest.raises(OutOfMemory, match="50 tokens were lost"):
-        engine.prefill(beside, 50)
+        decode(engine, [hit])
+    assert engine.lost(hit) and engine.lost(beside)
     engine.release(hit)
     engine.release(beside)
     assert engine.memory().prefix == engine.memory().kv == 0
@@ -549,7 +537,7 @@ def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
     engine = ModelEngine(loaded, text, layout="rows", lookahead=False)
     hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))
     for seq in (hit, beside):
-        prefill(engine, seq)
+        enter(engine, seq)
         decode(engine, [seq], 3)
 
     def fails(*arrays: Any) -> None:
@@ -557,7 +545,8 @@ def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
         patch.setattr(mx, "eval", fails)
-        engine.decode([hit])
+        decode(engine, [hit])
+    assert engine.lost(hit) and not engine.lost(beside)
     decode(engine, [beside], 27)
     assert beside.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(90)))
 

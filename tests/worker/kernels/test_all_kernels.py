@@ -20,6 +20,7 @@ from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
+from support.engine_steps import decode, enter  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -42,12 +43,13 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
 }
 COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write"}
+RAGGED = COMMON | {"ragged_attention", "rotate_and_write"}  # of passes over chunks and single lines
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
-    "llama": (SIZES, False, COMMON | {"matmul_small", "matmul_tiled"}),
+    "llama": (SIZES, False, RAGGED | {"matmul_small", "matmul_tiled"}),
     "llama, 4 bits": (
         SIZES,
         True,
-        COMMON | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise"},
+        RAGGED | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise"},
     ),
     "glm": (
         LATENT,
@@ -91,28 +93,22 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Sa
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     rows = [Sequence(b"", 1, prompt, options, 11, STEPS) for prompt in PROMPTS]
     for seq in rows:
-        engine.admit(seq)
-        while engine.prefill(seq, 512):
-            pass
+        enter(engine, seq, 512)
     steps = []
     for _ in range(STEPS):
         before = set(called)
         called.clear()
-        steps.append(engine.decode(rows))
+        steps.append(decode(engine, rows))
         assert (
             not fused or "rms_norm" not in called
         )  # products of few tokens compute norms and sums
         called |= before
-        for one in steps[-1]:
-            one.sequence.ids.append(one.token)
     for seq in rows:
         engine.release(seq)
     twin = Sequence(b"", 1, (*PROMPTS[0], 9, 8), options, 11, 1)
-    engine.admit(twin)
+    enter(engine, twin, 512)
     assert twin.cached == len(PROMPTS[0])
-    while engine.prefill(twin, 512):
-        pass
-    again = engine.decode([twin])
+    again = decode(engine, [twin])
     engine.release(twin)
     return [*zip(*steps, strict=True), again]  # type: ignore[list-item]
 

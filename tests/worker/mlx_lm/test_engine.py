@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from support import mlx_lm_peer
+from support.engine_steps import ScheduledSteps, decode, enter, read
 from support.worker_checkpoints import EOS, config, write_checkpoint, write_json, write_tokenizer
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.config.schema import ModelConfig  # noqa: E402
-from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.caches.kinds import FullCache, StateCache  # noqa: E402
 from mlxpool.worker.compute import model_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
-from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.mlx_lm.engine import MlxLmEngine, load  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
@@ -106,18 +106,6 @@ def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequen
     return Sequence(b"", 1, prompt, options, 11, STEPS, restore_at=restore_at)
 
 
-def prefill(engine: Engine, seq: Sequence, budget: int = 2048) -> None:
-    engine.admit(seq)
-    while any(engine.prefill_batch([(seq, budget)])):
-        pass
-
-
-def decode(engine: Engine, rows: list[Sequence], steps: int) -> None:
-    for _ in range(steps):
-        for drawn in engine.decode(rows):
-            drawn.sequence.ids.append(drawn.token)
-
-
 every = pytest.mark.parametrize("case", CASES)
 
 
@@ -126,7 +114,7 @@ every = pytest.mark.parametrize("case", CASES)
 def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, Checked]) -> None:
     one = checked[case]
     engine, seq = one.engine(), sequence(prompt_of(PROMPTS[2]))
-    prefill(engine, seq, budget)
+    enter(engine, seq, budget)
     decode(engine, [seq], STEPS)
     assert seq.ids == one.ids[2]
 
@@ -135,13 +123,12 @@ def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, C
 def test_log_probabilities_are_mlx_lms(case: str, checked: dict[str, Checked]) -> None:
     one = checked[case]
     engine, seq = one.engine(), sequence(prompt_of(PROMPTS[0]), logprobs=True)
-    prefill(engine, seq)
+    enter(engine, seq)
     for logits in one.logits[0].astype(np.float64):
-        (drawn,) = engine.decode([seq])
+        (drawn,) = decode(engine, [seq])
         whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
         assert drawn.logprob is not None
         assert abs(logits[drawn.token] - whole - drawn.logprob.logprob) < 2e-4 * logits.max()
-        seq.ids.append(drawn.token)
 
 
 @every
@@ -149,7 +136,7 @@ def test_rows_in_turn_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]
     one = checked[case]
     engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
-        prefill(engine, seq)
+        enter(engine, seq)
     decode(engine, rows, STEPS)
     assert [seq.ids for seq in rows] == one.ids
 
@@ -160,13 +147,13 @@ def test_prefixes_are_reused(case: str, prefix: str, checked: dict[str, Checked]
     one = checked[case]
     engine, prompt = one.engine(prefix), prompt_of(PROMPTS[2])
     begun = sequence((*prompt[:30], 1, 2, 3), restore_at=20)
-    prefill(engine, begun)
+    enter(engine, begun)
     decode(engine, [begun], WINDOW + 1)
     engine.release(begun)
     found = []
     for _ in range(2):
         seq = sequence(prompt)
-        prefill(engine, seq)
+        enter(engine, seq)
         decode(engine, [seq], STEPS)
         engine.release(seq)
         assert seq.ids == one.ids[2]
@@ -183,13 +170,13 @@ def test_kept_prefixes_are_not_overwritten(case: str, checked: dict[str, Checked
     one = checked[case]
     engine, prompt = one.engine(), prompt_of(PROMPTS[0])
     begun = sequence(prompt)
-    prefill(engine, begun)
+    enter(engine, begun)
     decode(engine, [begun], 10)
     engine.release(begun)
     rows = [sequence(prompt) for _ in range(3)]
     for seq in rows:
         seq.ids += begun.ids
-        prefill(engine, seq)
+        enter(engine, seq)
         assert seq.cached == len(prompt) + 9
         decode(engine, [seq], 5)
     decode(engine, rows, STEPS - 15)
@@ -204,30 +191,33 @@ def test_preemption_and_resume_change_no_token(
     one = checked[case]
     engine, seq = one.engine(prefix), sequence(prompt_of(PROMPTS[0]))
     seq.ids += one.ids[0][:3]
-    prefill(engine, seq)
+    enter(engine, seq)
     for steps in (1, 9):
         decode(engine, [seq], steps)
         engine.release(seq)
         seq.preempt()
         engine.admit(seq)
-        assert (seq.prefilled == seq.length - 1) == (prefix == "tree")
-        while engine.prefill(seq, 5):
-            pass
+        assert (seq.submitted == seq.length - 1) == (prefix == "tree")
+        read(engine, seq, 5)
     decode(engine, [seq], STEPS - 13)
     assert seq.ids == one.ids[0]
 
 
 @every
-def test_a_token_that_is_not_appended_is_sampled_again(
-    case: str, checked: dict[str, Checked]
-) -> None:
+def test_scheduled_steps_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]) -> None:
+    """Decode rows share their passes with one chunk, whose last input draws a token."""
     one = checked[case]
-    engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
+    engine = one.engine()
+    assert (engine.limits.prompts, engine.limits.ahead) == (1, 0)
+    steps, rows = ScheduledSteps(engine), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
-        prefill(engine, seq)
-    decode(engine, rows, 3)
-    assert engine.decode(rows[:1]) == engine.decode(rows[:1])
-    decode(engine, rows, STEPS - 3)
+        steps.admit(seq)
+    first = steps.step()
+    assert [drawn.sequence for drawn in first] == [rows[0]]
+    while any(len(seq.ids) < STEPS for seq in rows):
+        steps.step()
+        for seq in [seq for seq in steps.live if len(seq.ids) == STEPS]:
+            steps.leave(seq)
     assert [seq.ids for seq in rows] == one.ids
 
 
@@ -237,14 +227,15 @@ def test_a_failed_row_does_not_change_other_rows(
     one = checked["mamba"]
     engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
-        prefill(engine, seq)
+        enter(engine, seq)
     sample = sampler.sample
     with monkeypatch.context() as patch, pytest.raises(SequenceFailed) as failed:
         damaged = mx.array([0.0, np.nan, 0.0])[:, None]
         patch.setattr(sampler, "sample", lambda logits, draws: sample(logits + damaged, draws))
-        engine.decode(rows)
+        decode(engine, rows)
     assert failed.value.sequence is rows[1]
-    decode(engine, [rows[0], rows[2]], STEPS)
+    engine.release(rows[1])
+    decode(engine, [rows[0], rows[2]], STEPS - 1)
     assert [rows[0].ids, rows[2].ids] == [one.ids[0], one.ids[2]]
 
 
@@ -252,16 +243,15 @@ def test_a_failed_step_leaves_nothing_behind(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seq = checked["phi3"].engine(), sequence(prompt_of(20))
-    prefill(engine, seq)
+    enter(engine, seq)
 
     def fails(*arrays: Any) -> None:
         raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
         patch.setattr(mx, "eval", fails)
-        engine.decode([seq])
-    with pytest.raises(OutOfMemory, match="19 tokens were lost"):
-        engine.decode([seq])
+        decode(engine, [seq])
+    assert engine.lost(seq) and not engine.in_flight
     engine.release(seq)
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
 
@@ -301,7 +291,7 @@ def test_caches_that_cannot_be_copied_are_not_kept(
     engine = checked["phi3"].engine("tree")
     assert engine.features == ("resume",)
     for _ in range(2):
-        prefill(engine, seq := sequence(prompt_of(20)))
+        enter(engine, seq := sequence(prompt_of(20)))
         engine.release(seq)
         assert seq.cached == 0
 

@@ -28,6 +28,7 @@ from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
 from support import mlx_lm_peer
+from support.engine_steps import decode, enter
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 Weights = Mapping[str, np.ndarray]
@@ -289,16 +290,13 @@ def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> 
 
 
 def _admit(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
-    engine.admit(seq)
-    while engine.prefill(seq, budget):
-        pass
+    enter(engine, seq, budget)
 
 
 def _run(engine: ModelEngine, seq: Sequence, steps: int = 1) -> None:
     """Runs a sequence to its end, so that the prefix cache keeps it."""
     _admit(engine, seq)
-    for _ in range(steps):
-        seq.ids += [drawn.token for drawn in engine.decode([seq])]
+    decode(engine, [seq], steps)
     engine.release(seq)
 
 
@@ -307,17 +305,16 @@ def _decode_and_compare(
 ) -> None:
     """Decodes all sequences together until each has `end` tokens; compares the tokens."""
     while any(len(seq.ids) < end for seq in running):
-        for drawn in engine.decode(list(running)):
-            _assert_drawn(drawn, running[drawn.sequence])
-            drawn.sequence.ids.append(drawn.token)
+        for drawn in decode(engine, list(running)):
+            _assert_drawn(drawn, len(drawn.sequence.ids) - 1, running[drawn.sequence])
     for seq, answer in running.items():
         assert seq.ids == answer.ids[:end]
 
 
-def _assert_drawn(drawn: SampledToken, answer: Answer) -> None:
+def _assert_drawn(drawn: SampledToken, position: int, answer: Answer) -> None:
     """Compares log-probabilities; each is a difference of two logits."""
     assert drawn.logprob is not None
-    logits = answer.logits[len(drawn.sequence.ids)].astype(np.float64)
+    logits = answer.logits[position].astype(np.float64)
     log_sum = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
     for token, logprob in [(drawn.token, drawn.logprob.logprob), *drawn.logprob.top]:
         assert abs(logits[token] - log_sum - logprob) < 2 * answer.tolerance

@@ -85,15 +85,19 @@ class Progress:
     def ended(self, *, fresh: bool) -> None:
         """The awaited pass has ended."""
         seconds = self._clock() - self._started
-        self.block.write("fresh", 0)
-        self.prefilling_request = None
-        self.block.write_request(None)
-        self.block.write("tokens", 0)
+        self.failed()
         self.moved()
         if not self._units:
             self.step_ms = round(seconds * 1000, 3)
         if not fresh:
             self._learn("prefill" if self._units else "decode", seconds / max(1, self._units))
+
+    def failed(self) -> None:
+        """No pass is awaited any more; one that failed is not counted."""
+        self.block.write("fresh", 0)
+        self.prefilling_request = None
+        self.block.write_request(None)
+        self.block.write("tokens", 0)
 
     def _learn(self, phase: str, seconds: float) -> None:
         known = self._usual[phase]

@@ -189,7 +189,7 @@ class Steps:
             return self.collect()
         if step.spans:
             deltas = self._submit(step)
-            if step.alone or len(self._flights) > limits.ahead:
+            if self._flights and (step.alone or len(self._flights) > limits.ahead):
                 deltas += self.collect()
             return deltas
         return self.collect() if self._flights else []
@@ -243,31 +243,28 @@ class Steps:
         log.warning("a step failed", exc_info=error)
         flights = [*self._flights]
         self._flights.clear()
-        suspects = {span.sequence for flight in flights for span in flight.step.chunks}
-        suspects = {one for one in suspects if self._is_live(one)}
+        self._progress.failed()
+        reading = {span.sequence for flight in flights for span in flight.step.chunks}
+        inside = {span.sequence for flight in flights for span in flight.step.spans}
+        suspects = {one for one in reading if self._is_live(one)}
         self._require_device(error, flights[0].request if len(suspects) == 1 else None)
-        hit = [one for one in self._generations.sequences() if self._hit(one, flights)]
-        alone = any(flight.step.alone for flight in flights)
-        if alone or not suspects:
-            ending = suspects if alone else set(hit)
-            deltas = [self._generations.fail(one, as_pool_error(error)) for one in ending]
-        else:
+        running = [one for one in self._generations.sequences() if self._is_live(one)]
+        hit = [one for one in running if one in inside or self._engine.lost(one)]
+        deltas: list[Delta] = []
+        if reading and len(inside) > 1:
             self._failed_joint_steps += 1
-            deltas = []
             for one in suspects:
                 one.read_alone = True
+        else:
+            if any(flight.step.alone for flight in flights):  # it explains a failed joint step
+                self._failed_joint_steps = max(0, self._failed_joint_steps - 1)
+            ending = [one for one in hit if one in inside]
+            deltas = [self._generations.fail(one, as_pool_error(error)) for one in ending]
         for one in hit:
             if self._is_live(one):
                 self._generations.release(one)
                 one.return_to_waiting()
         return deltas
-
-    def _hit(self, sequence: Sequence, flights: list[StepInFlight]) -> bool:
-        """Whether a failed step had the sequence, or has lost its row."""
-        if not self._is_live(sequence):
-            return False
-        inside = any(span.sequence is sequence for one in flights for span in one.step.spans)
-        return inside or self._engine.lost(sequence)
 
     def _commit(self, drawn: SampledToken, now: float) -> Delta:
         """Append one drawn token; an error here ends this request alone."""

@@ -1,0 +1,157 @@
+"""Steps of an engine without the compute thread: prompts are read and rows decoded by spans.
+
+Tokens are appended to their sequences as soon as they are collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+
+from mlxpool.worker.engine.engine import Engine, StepResult
+from mlxpool.worker.scheduling.scheduler import Span, longest_chunk, schedule
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+
+
+def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span | None:
+    """Returns the next chunk of a prompt, `tokens` long at most; None: only a decode step is left.
+
+    It ends before the input of the decode step and, as the engine wants, at a restore point.
+    """
+    limits = engine.limits
+    most = min(seq.unread - 1, limits.lines, longest_chunk(seq.submitted, limits.pairs))
+    most = most if tokens is None else min(most, tokens)
+    if most <= 0:
+        return None
+    return Span(seq, seq.submitted, engine.clip(seq, most), draws=False)
+
+
+def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
+    """Reads the next chunk of a prompt in a pass of its own; returns its tokens, 0: none is left.
+
+    Also collects the passes in flight.
+    """
+    span = chunk_of(engine, seq, tokens)
+    if span is None:
+        return 0
+    engine.submit([span])
+    drain(engine)
+    return span.count
+
+
+def read(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
+    """Reads a prompt up to the input of its decode step; returns the tokens of its chunks."""
+    found: list[int] = []
+    while count := read_chunk(engine, seq, tokens):
+        found.append(count)
+    return found
+
+
+def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
+    """Admits a sequence and reads its prompt; see `read`."""
+    engine.admit(seq)
+    return read(engine, seq, tokens)
+
+
+def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[SampledToken]:
+    """Decodes until each row has `steps` tokens more; returns all tokens that were drawn.
+
+    With look-ahead a pass over the rows that may continue stays in flight. Rows that are not in
+    `rows` get the token that was in flight. Raises the first SequenceFailed.
+    """
+    target = {seq: len(seq.ids) + steps for seq in rows}
+    ahead = engine.limits.ahead
+    drawn: list[SampledToken] = []
+    while behind := [seq for seq in rows if len(seq.ids) + seq.awaited < target[seq]]:
+        drawn += _submit(engine, behind, ahead)
+    if ahead:
+        drawn += _submit(engine, [seq for seq in rows if may_continue(engine, seq)], ahead)
+    while any(len(seq.ids) < target[seq] for seq in rows):
+        drawn += collect(engine).drawn
+    return drawn
+
+
+def step(engine: Engine, spans: Iterable[Span]) -> list[SampledToken]:
+    """Computes one pass with none in flight; the tokens are not appended to their sequences."""
+    assert not engine.in_flight
+    engine.submit(list(spans))
+    found = engine.collect()
+    for failure in found.failed:
+        raise failure
+    return found.drawn
+
+
+def decode_spans(rows: Iterable[Sequence]) -> list[Span]:
+    """Returns the spans of a decode step."""
+    return [Span(seq, seq.submitted, 1, draws=True) for seq in rows]
+
+
+def may_continue(engine: Engine, seq: Sequence) -> bool:
+    """Whether the sequence may draw one more token after those in flight."""
+    made = len(seq.ids) + seq.awaited
+    return made < seq.max_tokens and len(seq.prompt) + made < engine.context
+
+
+def collect(engine: Engine) -> StepResult:
+    """Collects the oldest pass in flight and appends its tokens; raises its first failure."""
+    found = engine.collect()
+    for one in found.drawn:
+        one.sequence.ids.append(one.token)
+    for failure in found.failed:
+        raise failure
+    return found
+
+
+def drain(engine: Engine) -> list[SampledToken]:
+    """Collects all passes in flight."""
+    drawn: list[SampledToken] = []
+    while engine.in_flight:
+        drawn += collect(engine).drawn
+    return drawn
+
+
+def _submit(engine: Engine, rows: Many[Sequence], ahead: int) -> list[SampledToken]:
+    """Submits a decode step; returns what is collected because no more passes may be in flight."""
+    if rows:
+        engine.submit(decode_spans(rows))
+    drawn: list[SampledToken] = []
+    while engine.in_flight > ahead:
+        drawn += collect(engine).drawn
+    return drawn
+
+
+class ScheduledSteps:
+    """Runs the steps that the scheduler chooses, as the compute thread does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.live: list[Sequence] = []
+
+    def admit(self, seq: Sequence) -> None:
+        """Gives a sequence a row."""
+        self.engine.admit(seq)
+        seq.phase = Phase.RUNNING
+        if seq not in self.live:
+            self.live.append(seq)
+
+    def step(self) -> list[SampledToken]:
+        """Submits the next step; collects the oldest one if no more may be in flight."""
+        limits = self.engine.limits
+        chosen = schedule(self.live, limits, self.engine.cost.seconds, self.engine.clip)
+        assert not (chosen.alone and self.engine.in_flight)
+        if chosen.spans:
+            self.engine.submit(chosen.spans)
+        if not self.engine.in_flight or (chosen.spans and self.engine.in_flight <= limits.ahead):
+            return []
+        return collect(self.engine).drawn
+
+    def preempt(self, seq: Sequence) -> None:
+        """Takes the row of a sequence, which may be admitted again."""
+        self.engine.release(seq)
+        seq.preempt()
+
+    def leave(self, seq: Sequence) -> None:
+        """Ends a sequence."""
+        self.engine.release(seq)
+        seq.phase = Phase.FINISHED
+        self.live.remove(seq)
