@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 from mlxpool.worker.engine.engine import Engine, StepResult
-from mlxpool.worker.scheduling.scheduler import Span, longest_chunk, schedule
+from mlxpool.worker.scheduling.scheduler import longest_chunk, schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.spans import Span
 
 
 def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span | None:

@@ -23,8 +23,8 @@ from mlxpool.worker.compute.steps import MAX_FAILED_JOINT_STEPS
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
-from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import SampledToken
+from mlxpool.worker.scheduling.spans import Span
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.counting_checker import expected_ids, text_of
 from support.pool import until

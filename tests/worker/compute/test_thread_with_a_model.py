@@ -16,7 +16,7 @@ from mlxpool.worker.compute.messages import StepDeltas, Unusable
 from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
-from mlxpool.worker.scheduling.scheduler import Span
+from mlxpool.worker.scheduling.spans import Span
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.pool import until
 from support.worker_checkpoints import write_checkpoint

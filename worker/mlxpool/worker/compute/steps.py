@@ -25,7 +25,6 @@ from mlxpool.worker.scheduling.kv_blocks import (
     promise_blocks,
 )
 from mlxpool.worker.scheduling.scheduler import (
-    Step,
     needing_blocks,
     next_admissions,
     preemption_victim,
@@ -33,6 +32,7 @@ from mlxpool.worker.scheduling.scheduler import (
     schedule,
 )
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.spans import Step
 
 log = logging.getLogger("mlxpool.worker")
 

@@ -21,8 +21,9 @@ from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.prompt.text_model import RenderedChat
-from mlxpool.worker.scheduling.scheduler import Span, StepLimits, pair_budget
+from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
 
 GOLDEN = 0x9E3779B97F4A7C15

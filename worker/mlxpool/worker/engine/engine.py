@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxpool.worker.prefix.cache import PrefixCache
-from mlxpool.worker.scheduling.scheduler import Span, StepLimits
+from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepCost
 
 

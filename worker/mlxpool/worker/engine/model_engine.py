@@ -39,8 +39,9 @@ from mlxpool.worker.sampling.batch import (
     sampled_tokens,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
-from mlxpool.worker.scheduling.scheduler import Span, StepLimits, pair_budget
+from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepTarget
 from mlxpool.worker.weights.load import LoadedModel
 

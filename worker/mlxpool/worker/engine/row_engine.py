@@ -23,8 +23,8 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SamplerOutput
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
-from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.weights.inspect import ModelFolder
 

@@ -32,8 +32,9 @@ from mlxpool.worker.sampling.batch import (
     sampled_tokens,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
-from mlxpool.worker.scheduling.scheduler import Span, StepLimits, pair_budget
+from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of

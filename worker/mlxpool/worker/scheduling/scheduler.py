@@ -15,6 +15,7 @@ from math import isqrt
 
 from mlxpool.worker.scheduling.kv_blocks import blocks_for_step
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
@@ -23,45 +24,6 @@ PROMPT_SHARE = 0.25  # of the target time of a pass, which prompts get even besi
 
 Clip = Callable[[Sequence, int], int]  # (sequence, tokens) -> tokens that its next chunk may have
 Predict = Callable[[Load], float]  # -> seconds of a pass
-
-
-@dataclass(slots=True)  # not frozen: that would double the time to make one, and there are many
-class Span:
-    """Inputs [start, start + count) of a sequence in one pass.
-
-    `draws`: the logits after the last of them draw the next token. The input of a decode step may
-    be a token that a pass in flight draws.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    draws: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is the one input of a decode step, not a chunk of a prompt."""
-        return self.draws and self.count == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The spans of one pass: decode rows first, then chunks of prompts.
-
-    `alone`: it reads a prompt that failed before, so no other pass may be in flight with it.
-    """
-
-    spans: tuple[Span, ...] = ()
-    alone: bool = False
-
-    @property
-    def chunks(self) -> list[Span]:
-        """The spans that read prompts."""
-        return [span for span in self.spans if not span.decodes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from mlxpool.worker.scheduling.scheduler import Span
+from mlxpool.worker.scheduling.spans import Span
 
 OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes into account
 FIT_INTERVAL = 16  # observations between two fits

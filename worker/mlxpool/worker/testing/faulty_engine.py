@@ -15,8 +15,8 @@ from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.compute.model_source import ModelSource, OnProgress
 from mlxpool.worker.engine.counting_engine import LOAD_STEPS, CountingEngine
 from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
 
 
