@@ -432,3 +432,32 @@ def test_async_errors(broker: FakeBroker) -> None:
 def test_an_invalid_prompt_is_refused_by_the_client(asked: dict[str, Any], words: str) -> None:
     with Client("/nowhere") as client, pytest.raises(BadRequest, match=words):
         client.stream("m", **asked)
+
+
+def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
+    async def ask() -> None:
+        async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
+            task = asyncio.ensure_future(client.tokenize("m", "text"))
+            asked = await asyncio.to_thread(broker.receive, kinds.TOKENIZE)
+            task.cancel()
+            cancel = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+            assert cancel.header.id == asked.header.id
+            models = asyncio.ensure_future(client.models())
+            await asyncio.to_thread(broker.receive, kinds.MODELS)
+            models.cancel()
+            await asyncio.gather(models, return_exceptions=True)
+
+    broker.open()
+    asyncio.run(ask())
+    assert broker.kinds().count(kinds.CANCEL) == 1
+
+
+def test_a_client_that_is_closed_cancels_its_calls(broker: FakeBroker, client: Client) -> None:
+    broker.open()
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(client.detokenize, "m", [1])
+        asked = broker.receive(kinds.DETOKENIZE)
+        client.close()
+        assert broker.receive(kinds.CANCEL).header.id == asked.header.id
+        with pytest.raises(BrokerLost):
+            call.result(PATIENCE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import shutil
@@ -32,7 +31,8 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.cpu_threads import CpuThreads
 from mlxpool.worker.weights.inspect import inspect
 from support.pool import PATIENCE, gone, until
-from support.worker_checkpoints import write_checkpoint, write_json
+from support.slow_tokenizer import PANICS, SLOW, SLOW_PATTERN, split_texts
+from support.worker_checkpoints import write_checkpoint
 
 CONTEXT = 10**6
 CHAT = [{"role": "user", "content": "hi \ud800 \U0001f600", "extra": [b"\0", 2**99]}]
@@ -48,11 +48,7 @@ RECURSIVE = (
     "{% for a in [1, 1] recursive %}{% if loop.depth < 30 %}{{ loop([1, 1]) }}{% endif %}"
     "{% endfor %}"
 )
-# A pattern whose matcher tries every way to divide a row of x: 13 ms for 20 of them.
-SLOW_PATTERN = r"(?:x+x+)+y"
-SLOW = ("x" * 20 + " ") * 700  # a short text that takes some 9 s
 LONG = SLOW * 2
-PANICS = "x" * 60  # the matcher gives up after its own limit, by a panic
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
 
 
@@ -110,15 +106,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         folder = tmp_path / str(len(made))
         write_checkpoint(folder, tokenizer_config={"chat_template": template})
         if split:
-            raw = json.loads((folder / "tokenizer.json").read_text())
-            by_regex = {
-                "type": "Split",
-                "pattern": {"Regex": split},
-                "behavior": "Isolated",
-                "invert": False,
-            }
-            both = {"type": "Sequence", "pretokenizers": [by_regex, raw["pre_tokenizer"]]}
-            write_json(folder / "tokenizer.json", {**raw, "pre_tokenizer": both})
+            split_texts(folder, split)
         made.append(Lanes(folder, **options))
         return made[-1]
 

@@ -16,6 +16,7 @@ from mlxpool.worker.preparation.jobs import Encoded, perform
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.process.prepare import (
     Answer,
+    CallKey,
     Prepared,
     Preparer,
     admit_of,
@@ -163,10 +164,10 @@ def test_the_preparer_answers_in_order_and_survives_errors() -> None:
     preparer.prepare(
         (ID, 2), Work.parse({"prompt": "abc", "resume": {"facts": {"digest": "x"}}}, ())
     )
-    preparer.answer(ID, Tokenize("ab"))
-    preparer.answer(ID, Tokenize(b"\xff"))
-    preparer.answer(ID, Detokenize(pack_ids([1, 2])))
-    preparer.answer(ID, Detokenize(b"abc"))
+    preparer.answer(CallKey(0), ID, Tokenize("ab"))
+    preparer.answer(CallKey(1), ID, Tokenize(b"\xff"))
+    preparer.answer(CallKey(2), ID, Detokenize(pack_ids([1, 2])))
+    preparer.answer(CallKey(3), ID, Detokenize(b"abc"))
     good, bad, ids, wrong, text, odd = (results.get(timeout=30) for _ in range(6))
     assert isinstance(good, Prepared) and good.admit is not None
     assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "bad_request"
