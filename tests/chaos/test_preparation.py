@@ -136,7 +136,7 @@ def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Po
             process.kill()
         pool.in_state("m/0", phase="idle")
         (server,) = psutil.Process(int(pool.worker("m/0")["pid"])).children()
-        until(lambda: len([one for one in server.children() if not gone(one)]) <= 1, "its lane ended")
+        until(lambda: sum(not gone(one) for one in server.children()) <= 1, "its lane has ended")
         assert completes(client)
 
 
