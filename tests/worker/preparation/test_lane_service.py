@@ -197,7 +197,7 @@ def test_a_chat_that_cannot_be_sent_to_a_lane_ends_alone(make: Make) -> None:
     for _ in range(2000):
         deep = [deep]
     error = lanes.error(Render([{"role": "user", "content": deep}], [], None, 0.0, CONTEXT))
-    assert isinstance(error, Internal) and "could not be prepared" in error.message
+    assert isinstance(error, BadRequest) and "cannot be prepared" in error.message
     assert lanes.text() == "ok"
 
 
