@@ -26,7 +26,8 @@ from mlxpool.worker.process.prepare import (
 )
 from mlxpool.worker.prompt.text_model import Opened
 
-OPENED = Opened("digest", 32, 300, CountingText())
+TEXT = CountingText()
+OPENED = Opened("digest", 32, 300, TEXT)
 ID = bytes(16)
 
 
@@ -35,7 +36,7 @@ def work(*blobs: bytes, **body: Any) -> Admit:
     message = Work.parse(body, blobs)
     now = began_at(message, 1000.0)
     job = job_of(OPENED, message, now)
-    result = job if isinstance(job, Encoded) else perform(OPENED.text, job)
+    result = job if isinstance(job, Encoded) else perform(TEXT, job)
     if isinstance(result, PoolError):
         raise result
     assert isinstance(result, Encoded)

@@ -29,7 +29,7 @@ from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
-from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.text_model import Opened, TokenTable
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
@@ -73,6 +73,7 @@ def service_of(
     `memory_limit`: bytes of the worker and these processes together; 0: no limit.
     """
     if opened.source is None:
+        assert not isinstance(opened.text, TokenTable)
         return InlineService(opened.text, deliver)
     server = ForkServer(opened.source, limits)
     return LaneService(server, deliver, process_cpu_threads(), memory_limit)
