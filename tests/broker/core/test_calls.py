@@ -330,6 +330,22 @@ def test_a_call_of_a_lost_worker_is_sent_to_one_more(story: Story) -> None:
     story.assert_idle()
 
 
+def test_a_call_outlives_any_number_of_drained_workers(story: Story) -> None:
+    """As when its text takes longer than the grace of each drain."""
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    for _ in range(3):
+        worker = story.ready_worker()
+        assert [asked.header.id for asked in worker.asked] == [ident]
+        story.do(ev.RestartWorker("m/0"))
+        for _ in range(10):
+            story.hear()
+            story.later(1.0)
+        worker.die("stopped")
+    worker = story.ready_worker()
+    story.do(make.tokens(worker.epoch, ident, {}, (b"1234",)))
+    story.assert_sent(1, "tokens", id=ident)
+
+
 def test_a_call_of_a_lost_worker_goes_to_another_replica_at_once() -> None:
     story = Story({"m": model(replicas=2)})
     first, second = story.ready_worker(), story.ready_worker(replica=1)

@@ -11,13 +11,14 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.call import Call
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, WorkerLost
 from mlxpool.common.protocol.frames import VERSION, Content
 from mlxpool.common.protocol.to_broker import Cancel, TokenizerCall
 from mlxpool.common.protocol.to_client import Failed, ModelList, Pong
 
-MAX_TRIES = 2  # workers that a call is sent to, one after the other
+MAX_LOSSES = 2  # of workers that had a call
 
 
 class Calls:
@@ -97,7 +98,7 @@ class Calls:
         if worker is None:
             return
         for call in model.calls.values():
-            call.epoch, call.tries = worker.epoch, call.tries + 1
+            call.epoch = worker.epoch
             worker.calls.add(call.id)
             self._outbox.tell(worker, call.message, id=call.id)
         model.calls.clear()
@@ -138,11 +139,12 @@ class Calls:
         self._pool.work_ended(model, now)
 
     def worker_lost(self, worker: Worker, cause: str) -> None:
-        """Queue the calls of a lost worker again; those that were tried enough fail."""
+        """Queue the calls of a lost worker again; those that lost too many fail."""
         model = self._state.model_of_worker(worker)
         error = WorkerLost(f"two workers ended while they were asked: {cause}")
         for call in [self._state.calls[id] for id in sorted(worker.calls)]:
-            if call.tries < MAX_TRIES:
+            call.losses += cause not in exit_causes.COMMANDED
+            if call.losses < MAX_LOSSES:
                 call.epoch = 0
                 model.calls[call.id] = call
             else:

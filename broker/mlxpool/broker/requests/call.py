@@ -11,7 +11,7 @@ from mlxpool.common.protocol.to_broker import TokenizerCall
 class Call:
     """An open call. `epoch`: of the worker that has it, 0 while it waits in the model's record.
 
-    `tries` counts the workers that it was sent to; its answer goes to `link` with `attempt`.
+    `losses` counts workers that had it and ended; its answer goes to `link` with `attempt`.
     """
 
     id: bytes
@@ -20,7 +20,7 @@ class Call:
     attempt: int
     message: TokenizerCall
     epoch: int = 0
-    tries: int = 0
+    losses: int = 0
 
     @property
     def size(self) -> int:
