@@ -26,7 +26,7 @@ MAX_GROWTH = 300 * 2**20  # bytes
 CONFIG = """\
 [pool]
 prepare_limit = {limit}
-client_grace = 1.0
+client_grace = 3.0
 [models.m]
 path = "{folder}"
 sequences = 16

@@ -521,6 +521,25 @@ def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
     assert broker.kinds().count(kinds.CANCEL) == 1
 
 
+def test_a_call_that_the_broker_has_dropped_with_its_link_is_sent_again(broker: FakeBroker) -> None:
+    """As after a stop of the client for `client_grace`, before any other `pong`."""
+    broker.open()
+    pace = replace(NO_RESEND_PACE, ping=NEVER)
+    with Client(broker.run_dir, pace=pace) as client, ThreadPoolExecutor() as pool:
+        models = pool.submit(client.models)
+        asked = broker.receive(kinds.MODELS, pongs=False)
+        broker.say(kinds.MODELS, asked.header.id, {"models": []}, attempt=0)
+        assert models.result(PATIENCE) == []
+        call = pool.submit(client.tokenize, "m", "text")
+        asked = broker.receive(kinds.TOKENIZE, pongs=False)
+        broker.receive(kinds.PING)
+        broker.number += 1
+        broker.pong()
+        assert broker.receive(kinds.TOKENIZE).header.id == asked.header.id
+        broker.say(kinds.TOKENS, asked.header.id, {}, pack_ids([4]), attempt=0)
+        assert call.result(PATIENCE) == [4]
+
+
 def test_a_client_that_is_closed_cancels_its_calls(broker: FakeBroker, client: Client) -> None:
     broker.open()
     with ThreadPoolExecutor() as pool:

@@ -46,6 +46,11 @@ class Calls:
     def __contains__(self, ident: bytes | None) -> bool:
         return ident in self._open
 
+    @property
+    def peer_known(self) -> bool:
+        """Whether the broker has sent its boot and link on this connection."""
+        return self._peer != UNKNOWN_PEER
+
     def ask(
         self, ident: bytes, kind: str, parts: Sequence[bytes], on_reply: OnReply, now: float
     ) -> None:

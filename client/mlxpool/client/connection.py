@@ -163,6 +163,8 @@ class Connection:
         def send() -> None:
             now = self.timer.now
             self._calls.ask(ident, kind, parts, lambda reply: on_reply(question.answer(reply)), now)
+            if not self._calls.peer_known:
+                self._send(Ping())  # its `pong` tells which link has the call
             if kind == Cancel.kind and ident in self._streams:
                 self._streams[ident].retry.cancel_sent(now)
 
