@@ -151,7 +151,7 @@ def test_every_token_of_a_flood_arrives(batch: bool) -> None:
 def test_help_names_what_can_be_measured() -> None:
     done = bench("--help")
     assert done.returncode == 0
-    for what in ("engine", "end-to-end", "broker", "prefix", "checkpoint", "report"):
+    for what in ("engine", "end-to-end", "load", "broker", "prefix", "checkpoint", "report"):
         assert re.search(rf"^ +{what}\b", done.stdout, re.MULTILINE)
 
 

@@ -36,6 +36,12 @@ def test_no_ratio_without_another_contestant(line: Measurement) -> None:
     assert line.ratios() == []
 
 
+@pytest.mark.parametrize("less", [True, False])
+def test_no_ratio_where_it_would_divide_by_0(less: bool) -> None:
+    sides = {OURS: (0.0, 1.0), "a": (1.0, 0.0)}
+    assert Measurement("g", "n", "ms", sides, less_is_better=less).ratios() == []
+
+
 def test_the_order_of_contestants_rotates() -> None:
     order: list[str] = []
 

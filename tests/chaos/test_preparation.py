@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,21 +13,20 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxpool.client import Client
+from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError
-from support.pool import PATIENCE, Pool
-from support.worker_checkpoints import write_checkpoint, write_json
+from support.pool import PATIENCE, Pool, gone, until
+from support.slow_tokenizer import PANICS, SLOW, split_texts
+from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core")
 
 LARGE = "lorem ipsum " * (2**22 // 12)  # 4 MiB; the tokenizer needs seconds and 400 MB for it
-SLOW_PATTERN = r"(?:x+x+)+y"
-SLOW = ("x" * 20 + " ") * 700  # a short text that takes some 9 s of a core
-PANICS = "x" * 60  # the matcher of the pattern gives up, by a panic of native code
 MAX_GROWTH = 300 * 2**20  # bytes
 CONFIG = """\
 [pool]
-prepare_limit = 1.0
+prepare_limit = {limit}
+client_grace = 3.0
 [models.m]
 path = "{folder}"
 sequences = 16
@@ -38,17 +39,16 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
     Its vocabulary has every byte, so that a text has at most as many bytes as tokens.
     """
-    folder = write_checkpoint(tmp_path / "model", max_position_embeddings=32_768)
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": SLOW_PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    both = {"type": "Sequence", "pretokenizers": [split, raw["pre_tokenizer"]]}
-    write_json(folder / "tokenizer.json", {**raw, "pre_tokenizer": both})
-    with Pool(tmp_path, CONFIG.format(folder=folder)) as one:
+    folder = split_texts(write_checkpoint(tmp_path / "model", max_position_embeddings=32_768))
+    with Pool(tmp_path, CONFIG.format(folder=folder, limit=1.0)) as one:
+        yield one
+
+
+@pytest.fixture
+def patient_pool(tmp_path: Path) -> Iterator[Pool]:
+    """The same, whose tokenizer may take an hour."""
+    folder = split_texts(write_checkpoint(tmp_path / "model"))
+    with Pool(tmp_path, CONFIG.format(folder=folder, limit=3600.0)) as one:
         yield one
 
 
@@ -115,6 +115,42 @@ def test_a_worker_that_drains_answers_the_calls_it_has(pool: Pool) -> None:
         after = pool.worker("m/0")
         assert after["pid"] != first
         assert after["restarts"] == 0
+
+
+TOKENIZES = """\
+import sys
+from mlxpool.client import AsyncClient, Client
+
+Client(sys.argv[1]).tokenize("m", ("x" * 20 + " ") * 10**5)
+"""
+
+
+def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Pool) -> None:
+    """Its text would take a lane for 20 minutes."""
+    pool = patient_pool
+    with pool.client() as client:
+        assert completes(client)
+        arguments = [sys.executable, "-c", TOKENIZES, str(pool.run_dir)]
+        with subprocess.Popen(arguments) as process:
+            pool.in_state("m/0", phase="prepare")
+            process.kill()
+        pool.in_state("m/0", phase="idle")
+        (server,) = psutil.Process(int(pool.worker("m/0")["pid"])).children()
+        until(lambda: sum(not gone(one) for one in server.children()) <= 1, "its lane has ended")
+        assert completes(client)
+
+
+def test_a_caller_that_waits_no_longer_frees_the_lane(patient_pool: Pool) -> None:
+    async def ask() -> None:
+        async with AsyncClient(patient_pool.run_dir) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await client.tokenize("m", SLOW * 100)
+            patient_pool.in_state("m/0", phase="idle")
+
+    with patient_pool.client() as client:
+        assert completes(client)
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize("text", [SLOW, PANICS], ids=["hang", "panic"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,21 @@ def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@contextmanager
+def crowd(chaos: Chaos, count: int) -> Iterator[None]:
+    """So many connections to the front that send nothing, and redial whenever they are ended."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 2000)
+    front = sockets.ipc(chaos.pool.run_dir, "front")
+    dealers = [sockets.dealer(context, front) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in dealers:
+            each.close(linger=0)
+        context.term()
+
+
 def front_shut(chaos: Chaos) -> bool:
     """Whether the front is shut; before that, operators may get no descriptor either."""
     try:
@@ -45,16 +62,8 @@ def test_a_thousand_clients_and_300_descriptors(tmp_path: Path, monkeypatch: Pat
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(300)) as chaos:
         streams = chaos.start(200, 3)
         chaos.reach(streams, 10)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, 2000)
-        front = sockets.ipc(chaos.pool.run_dir, "front")
-        crowd = [sockets.dealer(context, front) for _ in range(1000)]
-        try:
+        with crowd(chaos, 1000):
             until(lambda: front_shut(chaos), "the front is shut")
-        finally:
-            for each in crowd:
-                each.close(linger=0)
-            context.term()
         chaos.finish(streams)
         later = chaos.new_client()
         chaos.start(10, 2, client=later)
@@ -67,16 +76,8 @@ def test_idle_connections_make_way_for_live_streams(tmp_path: Path, monkeypatch:
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(300)) as chaos:
         streams = chaos.start(2000, 4)
         chaos.reach(streams, 10)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, 2000)
-        front = sockets.ipc(chaos.pool.run_dir, "front")
-        crowd = [sockets.dealer(context, front) for _ in range(400)]
-        try:
+        with crowd(chaos, 400):
             chaos.finish(streams)
-        finally:
-            for each in crowd:
-                each.close(linger=0)
-            context.term()
         chaos.assert_all_done()
 
 

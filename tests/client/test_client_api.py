@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -432,3 +433,119 @@ def test_async_errors(broker: FakeBroker) -> None:
 def test_an_invalid_prompt_is_refused_by_the_client(asked: dict[str, Any], words: str) -> None:
     with Client("/nowhere") as client, pytest.raises(BadRequest, match=words):
         client.stream("m", **asked)
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+HUGE: Any = 10**4400  # Python shows no integer of so many digits
+DEEP: Any = nested(5000)
+CHAT: Any = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"messages": [{"role": "user", "content": DEEP}]}, "messages is nested deeper than 32"),
+        ({"messages": [{"role": "user", "n": HUGE}]}, r"messages\.0\.n .* at most 64 bits"),
+        ({"messages": [{"role": "user", HUGE: 1}]}, r"messages\.0 has the key"),
+        ({"messages": DEEP}, "a list of maps"),
+        ({"messages": CHAT, "tools": [{"function": DEEP}]}, "tools is nested deeper than 32"),
+        ({"messages": CHAT, "tools": [{"function": HUGE}]}, r"tools\.0\.function .* 64 bits"),
+        ({"prompt": HUGE}, "a text must be a str"),
+        ({"prompt": DEEP}, "a text must be a str"),
+        ({"tokens": [1, HUGE]}, "token ids .* at 1"),
+        ({"tokens": DEEP}, "token ids"),
+        ({"prompt": "x", "max_tokens": HUGE}, r"options\.max_tokens .* 64 bits"),
+        ({"prompt": "x", "deadline_ms": HUGE}, "deadline_ms .* 64 bits"),
+        ({"prompt": "x", "stop": DEEP}, "options is nested deeper than 32"),
+        ({"prompt": "x", "logit_bias": {HUGE: 1}}, "logit_bias has the key"),
+    ],
+)
+def test_what_cannot_be_sent_is_a_bad_request(
+    broker: FakeBroker, client: Client, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        client.stream("m", **given)
+    with pytest.raises(BadRequest, match=words):
+        client.generate("m", **given)
+
+    async def ask() -> None:
+        async with AsyncClient(broker.run_dir) as other:
+            with pytest.raises(BadRequest, match=words):
+                await other.generate("m", **given)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("value", [HUGE, DEEP], ids=["huge", "deep"])
+def test_a_call_that_cannot_be_sent_is_a_bad_request(
+    broker: FakeBroker, client: Client, value: Any
+) -> None:
+    calls = (client.tokenize, client.detokenize)
+    for call in (*(partial(each, "m", value) for each in calls), partial(client.cancel, value)):
+        with pytest.raises(BadRequest):
+            call()
+    with pytest.raises(BadRequest, match="cannot be sent: model"):
+        client.tokenize(value, "x")
+
+    async def ask() -> None:
+        async with AsyncClient(broker.run_dir) as other:
+            with pytest.raises(BadRequest):
+                await other.tokenize("m", value)
+            with pytest.raises(BadRequest):
+                await other.detokenize("m", [value])
+
+    asyncio.run(ask())
+
+
+def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
+    async def ask() -> None:
+        async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
+            task = asyncio.ensure_future(client.tokenize("m", "text"))
+            asked = await asyncio.to_thread(broker.receive, kinds.TOKENIZE)
+            task.cancel()
+            cancel = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+            assert cancel.header.id == asked.header.id
+            models = asyncio.ensure_future(client.models())
+            await asyncio.to_thread(broker.receive, kinds.MODELS)
+            models.cancel()
+            await asyncio.gather(models, return_exceptions=True)
+
+    broker.open()
+    asyncio.run(ask())
+    assert broker.kinds().count(kinds.CANCEL) == 1
+
+
+def test_a_call_that_the_broker_has_dropped_with_its_link_is_sent_again(broker: FakeBroker) -> None:
+    """As after a stop of the client for `client_grace`, before any other `pong`."""
+    broker.open()
+    pace = replace(NO_RESEND_PACE, ping=NEVER)
+    with Client(broker.run_dir, pace=pace) as client, ThreadPoolExecutor() as pool:
+        models = pool.submit(client.models)
+        asked = broker.receive(kinds.MODELS, pongs=False)
+        broker.say(kinds.MODELS, asked.header.id, {"models": []}, attempt=0)
+        assert models.result(PATIENCE) == []
+        call = pool.submit(client.tokenize, "m", "text")
+        asked = broker.receive(kinds.TOKENIZE, pongs=False)
+        broker.receive(kinds.PING)
+        broker.number += 1
+        broker.pong()
+        assert broker.receive(kinds.TOKENIZE).header.id == asked.header.id
+        broker.say(kinds.TOKENS, asked.header.id, {}, pack_ids([4]), attempt=0)
+        assert call.result(PATIENCE) == [4]
+
+
+def test_a_client_that_is_closed_cancels_its_calls(broker: FakeBroker, client: Client) -> None:
+    broker.open()
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(client.detokenize, "m", [1])
+        asked = broker.receive(kinds.DETOKENIZE)
+        client.close()
+        assert broker.receive(kinds.CANCEL).header.id == asked.header.id
+        with pytest.raises(BrokerLost):
+            call.result(PATIENCE)

@@ -176,6 +176,15 @@ def test_bounds_of_biases() -> None:
 
 def test_a_long_value_is_shown_in_short() -> None:
     assert len(refused(seed="x" * 10_000)) < 200
+    assert len(refused(seed=10**4000)) < 200
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**4400), float("nan"), float("inf")], ids=["400", "4400", "nan", "inf"]
+)
+def test_a_number_out_of_range_is_refused(value: float) -> None:
+    assert "must be from 0 to 100" in refused(temperature=value)
+    assert "must be from -100 to 100" in refused(logit_bias={"1": value})
 
 
 # ---- the way there and back ----------------------------------------------------------------------

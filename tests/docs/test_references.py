@@ -12,7 +12,9 @@ import make_architecture
 from support.doc_blocks import FENCE
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+NOTES = sorted(DOCS.glob("notes/*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *NOTES]
 TOPS = "bench|broker|client|cli|common|deploy|docs|examples|gateway|tests|worker"
 FILE = re.compile(
     rf"(?<![\w./~-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"

@@ -43,9 +43,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_in_the_site(site: Path) -> None:
-    pages = {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
-    built = {path.name for path in site.glob("*.html")}
+    docs = ROOT / "docs"
+    written = [*docs.glob("*.md"), *docs.glob("notes/*.md")]
+    pages = {str(path.relative_to(docs).with_suffix(".html")) for path in written}
+    built = {str(path.relative_to(site)) for path in site.rglob("*.html")}
     assert pages | {"contributing.html", "changelog.html"} <= built
+
+
+def test_folded_parts_are_rendered(site: Path) -> None:
+    """Markdown within <details> becomes HTML, with its tables and code."""
+    html = (site / "benchmarks.html").read_text("utf-8")
+    folded = re.findall(r"<details>(.*?)</details>", html, re.S)
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert len(folded) == page.count("<details markdown>") > 0
+    assert all("<p>" in part and "```" not in part and "| ---" not in part for part in folded)
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:

@@ -62,6 +62,16 @@ def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def roomy(pool: Pool) -> Iterator[httpx.Client]:
+    """A client of a gateway that takes large bodies."""
+    with (
+        GatewayThread(pool.run_dir) as running,
+        httpx.Client(base_url=running.url, timeout=PATIENCE) as made,
+    ):
+        yield made
+
+
 def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     """Assert an error in OpenAI's form and return it."""
     error: dict[str, Any] = response.json()["error"]
@@ -256,14 +266,28 @@ def test_unknown_members_of_messages_must_be_serialisable(
     assert response.status_code in (200, 400), response.text
 
 
-@pytest.mark.parametrize("depth", [100, 600])
-def test_a_deeply_nested_body(http: httpx.Client, depth: int) -> None:
+@pytest.mark.parametrize("depth", [100, 600, 5000, 100_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+def test_a_deeply_nested_body(roomy: httpx.Client, path: str, depth: int) -> None:
     message = {"role": "user", "content": "x", "more": "DEEP"}
-    content = json.dumps({**CHAT, "messages": [message]})
+    content = json.dumps({"model": "counting", "messages": [message]})
     content = content.replace('"DEEP"', "[" * depth + "]" * depth)
     headers = {"content-type": "application/json"}
-    response = http.post("/v1/chat/completions", content=content, headers=headers)
-    assert response.status_code in (200, 400), response.text
+    response = roomy.post(path, content=content, headers=headers)
+    assert response.status_code == 400 and "error" in response.json(), response.text
+
+
+@pytest.mark.parametrize("digits", [30, 400, 4400])
+@pytest.mark.parametrize(
+    "field",
+    ['"seed": HUGE', '"max_tokens": HUGE', '"temperature": HUGE', '"logit_bias": {"1": HUGE}'],
+)
+def test_an_integer_of_many_digits(roomy: httpx.Client, field: str, digits: int) -> None:
+    content = '{"model": "counting", "prompt": "x", FIELD}'.replace("FIELD", field)
+    content = content.replace("HUGE", "1" * digits)
+    headers = {"content-type": "application/json"}
+    response = roomy.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400 and "error" in response.json(), response.text
 
 
 def test_an_unknown_model_and_an_unknown_path(http: httpx.Client) -> None:

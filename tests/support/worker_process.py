@@ -37,7 +37,13 @@ class WorkerProcess(Closing):
     """A context manager. With `hearing` False the broker does not answer heartbeats."""
 
     def __init__(
-        self, tmp_path: Path, *, sequences: int = 8, incarnation: int = 0, **counting: Any
+        self,
+        tmp_path: Path,
+        *,
+        sequences: int = 8,
+        incarnation: int = 0,
+        path: str = "builtin:counting",
+        **counting: Any,
     ) -> None:
         self.tmp_path = tmp_path
         self.hearing = True
@@ -56,7 +62,7 @@ class WorkerProcess(Closing):
             TOKEN,
             "counting",
             ModelConfig(
-                path="builtin:counting",
+                path=path,
                 sequences=sequences,
                 counting=Counting(**{"step_us": 0, **counting}),
             ),

@@ -1,4 +1,4 @@
-"""The measurements of `mlxpool bench`: engine, end to end, broker and prefix cache, with peers.
+"""The measurements of `mlxpool bench`: engine, end to end, mixed load, broker and prefix cache.
 
-Each measures in rounds in which we and the peers take turns, and yields tables with ratios.
+Each measures in rounds in which we and peers take turns, and yields tables with ratios.
 """

@@ -1,4 +1,4 @@
-"""Draws figures: one PNG for each table whose rows are numbers of streams or tokens."""
+"""Draws figures: a PNG for each table over streams or tokens, and one of a load over rates."""
 
 from __future__ import annotations
 
@@ -10,21 +10,71 @@ from mlxpool.bench.measurement import Figures, Measurement
 from mlxpool.bench.report import grouped
 
 SIZE = (7.0, 4.0)  # inches
+LOAD_SIZE = (9.0, 9.0)
+LOAD_PANELS = (
+    *("output token throughput", "request throughput"),
+    *("TTFT median", "TTFT p99", "ITL median", "ITL p99"),
+)
 DPI = 120
 
 
 def draw(figures: Figures, folder: Path) -> Iterator[Path]:
     """Yields the files it draws. Raises ImportError naming the extra if matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'mlxpool[bench]'") from error
-    matplotlib.use("agg")
+    _use_matplotlib()
+    if figures.what == "load":
+        yield draw_load(figures, folder / "load.png")
+        return
     for lines in grouped(figures.lines):
         if len({line.at for line in lines}) > 1:
             yield _picture(figures, lines, folder)
             if lines[0].unit == "tokens/s" and lines[0].name.endswith(("stream", "streams")):
                 yield _picture(figures, [_latency(line) for line in lines], folder)
+
+
+def draw_load(figures: Figures, file: Path) -> Path:
+    """Draw the figures of `bench load` over the rate. Raises ImportError as `draw` does."""
+    _use_matplotlib()
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=LOAD_SIZE, layout="constrained")
+    panels = [name for name in LOAD_PANELS if any(line.name == name for line in figures.lines)]
+    every = list(picture.subplots(-(-len(panels) // 2), 2, squeeze=False).flat)
+    for axes, name in zip(every, panels, strict=False):
+        _panel(axes, [line for line in figures.lines if line.name == name])
+    for axes in every[len(panels) :]:
+        axes.set_visible(False)
+    picture.savefig(file, dpi=DPI, format="png")
+    return file
+
+
+def _panel(axes: Any, lines: Sequence[Measurement]) -> None:
+    """Draw one figure over the rate; all at once is the last place of the axis."""
+    ordered = sorted(lines, key=lambda line: line.at or float("inf"))
+    places = range(len(ordered))
+    for side in ordered[0].sides:
+        medians = [line.median(side) for line in ordered]
+        (drawn,) = axes.plot(places, medians, marker="o", label=side)
+        low, high = ([end(line.sides[side]) for line in ordered] for end in (min, max))
+        axes.fill_between(places, low, high, alpha=0.15, color=drawn.get_color(), linewidth=0)
+    axes.set_xticks(places, [f"{line.at:g}" if line.at else "all at once" for line in ordered])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("requests/s")
+    axes.set_title(f"{ordered[0].name}, {ordered[0].unit}", loc="left")
+    _finish(axes)
+
+
+def _use_matplotlib() -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'mlxpool[bench]'") from error
+    matplotlib.use("agg")
+
+
+def _finish(axes: Any) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
 
 
 def _latency(line: Measurement) -> Measurement:
@@ -51,9 +101,7 @@ def _picture(figures: Figures, lines: Sequence[Measurement], folder: Path) -> Pa
     axes.set_xlabel("tokens" if lines[0].name.endswith("tokens") else "streams")
     axes.set_ylabel(lines[0].unit)
     axes.set_title(lines[0].group, loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    _finish(axes)
     file = folder / f"{figures.what}-{_slug(lines[0])}.png"
     picture.savefig(file, dpi=DPI)
     return file

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,12 @@ from mlxpool.bench import runners
 if TYPE_CHECKING:
     from mlxpool.bench.measurement import Figures, Measurement
 
+COUNTS = (
+    *("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns"),
+    *("requests", "sequences"),
+)
+NUMBERS = ("rate", "context", "warm_up", "slo_ttft", "slo_tpot", "slo_itl", "slo_e2el")
+LEFT_OUT = ("--out", "--picture", "--api-key")  # flags that a saved command line does not have
 RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restart with OpenBLAS
 
 
@@ -21,13 +29,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `bench` and its subcommands."""
     bench = commands.add_parser(
         "bench",
-        help="measure this machine: engine, end to end, broker, prefix cache",
+        help="measure this machine: engine, end to end, mixed load, broker, prefix cache",
         description="Measures in rounds, beside peers where they are installed, and prints tables"
-        " with ratios. Needs no running pool: it starts its own.",
+        " with ratios. Starts a pool of its own; `load` can measure a running one.",
     )
     kinds = bench.add_subparsers(dest="kind", metavar="WHAT", required=True)
     _add_engine(kinds, common)
     _add_end_to_end(kinds, common)
+    _add_load(kinds, common)
     _add_broker(kinds, common)
     _add_prefix(kinds, common)
     _add_checkpoint(kinds, common)
@@ -77,6 +86,17 @@ def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, measure=runners.run_end_to_end)
 
 
+def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
+    from mlxpool.bench.load import options
+
+    text = "mixed load as users make it, on a pool and on any server with OpenAI's completions"
+    parser = _kind(kinds, common, "load", text, rounds=options.ROUNDS, peers=False)
+    which = _model(parser)
+    which.add_argument("--running", default="", metavar="NAME", help="a model of the running pool")
+    options.add_flags(parser)
+    parser.set_defaults(run=run, measure=runners.run_load)
+
+
 def _add_broker(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "broker", "the broker without a model, beside a bare relay")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a paced round (5)")
@@ -107,23 +127,32 @@ def _add_report(kinds: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _kind(
-    kinds: Any, common: argparse.ArgumentParser, name: str, text: str
+    kinds: Any,
+    common: argparse.ArgumentParser,
+    name: str,
+    text: str,
+    *,
+    rounds: int = 5,
+    peers: bool = True,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, parents=[common], help=text, description=text[0].upper() + text[1:] + "."
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of everything (5)")
-    parser.add_argument("--no-peers", action="store_true", help="without anything but mlxpool")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"of everything ({rounds})")
+    if peers:
+        parser.add_argument("--no-peers", action="store_true", help="without anything but mlxpool")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="figures as JSON, tables, and pictures there"
     )
     return parser
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
+def _model(parser: argparse.ArgumentParser) -> Any:
+    """Add the model's flags; returns the group of those that exclude each other."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
     _shape(parser, which)
+    return which
 
 
 def _shape(parser: argparse.ArgumentParser, which: Any = None, *, required: bool = False) -> None:
@@ -149,17 +178,22 @@ def run(options: argparse.Namespace) -> int:
     _with_openblas()
     from mlxpool.bench import report as pages
     from mlxpool.bench.measurement import Figures
+    from mlxpool.bench.pools import interrupt_at_signals
 
+    interrupt_at_signals()
     lines: list[Measurement] = []
     about, found = options.measure(options, _print_progress)
-    for line in found:
-        lines.append(line)
-        _print_progress(pages.short(line))
+    with closing(found):  # ends what it started, also when interrupted here
+        for line in found:
+            lines.append(line)
+            _print_progress(pages.short(line))
     figures = Figures(
         options.kind, about, pages.machine(), pages.versions(), _command(), tuple(lines)
     )
     if options.out is not None:
         _save(figures, options.out)
+    if getattr(options, "picture", None) is not None:
+        _draw_load(figures, options.picture)
     print(json.dumps(figures.as_json()) if options.json else pages.markdown(figures), end="")
     return 0
 
@@ -203,13 +237,26 @@ def _save(figures: Figures, folder: Path) -> None:
         _print_progress(str(error))
 
 
+def _draw_load(figures: Figures, file: Path) -> None:
+    from mlxpool.bench import charts
+
+    try:
+        charts.draw_load(figures, file)
+    except ImportError as error:
+        _print_progress(str(error))
+        return
+    _print_progress(f"wrote {file}")
+
+
 def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError naming a count below 1."""
-    for name in ("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns"):
-        value = getattr(options, name, None)
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None and one < 1:
-                raise ValueError(f"--{name} {one} must be at least 1")
+    """Raises ValueError naming a count below 1, or another number below 0."""
+    for names, least in ((COUNTS, 1), (NUMBERS, 0)):
+        for name in names:
+            value = getattr(options, name, None)
+            for one in value if isinstance(value, list) else [value]:
+                if one is not None and not least <= one < math.inf:
+                    flag = name.replace("_", "-")
+                    raise ValueError(f"--{flag} {one:g} must be at least {least}")
 
 
 def _with_openblas() -> None:
@@ -223,12 +270,15 @@ def _with_openblas() -> None:
 
 
 def _command() -> str:
-    """The command line without --out."""
-    words = sys.argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        words = words[:at] + words[at + 2 :]
-    return " ".join(["mlxpool", *words])
+    """The command line without the flags that say where output goes, and without keys."""
+    words, kept = iter(sys.argv[1:]), ["mlxpool"]
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag not in LEFT_OUT:
+            kept.append(word)
+        elif not value:
+            next(words, "")
+    return " ".join(kept)
 
 
 def _print_progress(text: str) -> None:

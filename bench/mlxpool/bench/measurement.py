@@ -18,15 +18,15 @@ OURS = "mlxpool"
 class Measurement:
     """One quantity: `sides` has the figures of each contestant, one a round.
 
-    `group`: the table it is a row of. `at`: its position on the axis of a chart, in streams or
-    tokens.
+    `group`: the table it is a row of. `at`: its position on the axis of a chart, in streams,
+    tokens or requests/s.
     """
 
     group: str
     name: str
     unit: str
     sides: Mapping[str, Sequence[float]]
-    at: int = 0
+    at: float = 0
     less_is_better: bool = False
     digits: int = 1
     note: str = ""
@@ -36,15 +36,20 @@ class Measurement:
         return statistics.median(self.sides[side])
 
     def ratios(self) -> list[float]:
-        """Our figure to the best other one, for each round; empty without another contestant."""
+        """Our figure to the best other one, for each round.
+
+        Empty without another contestant, and where a figure that divides is 0.
+        """
         others = [figures for side, figures in self.sides.items() if side != OURS]
         if not self.compared or OURS not in self.sides or not others:
             return []
         if self.less_is_better:
             best = [min(found) for found in zip(*others, strict=True)]
-            return [other / ours for ours, other in zip(self.sides[OURS], best, strict=True)]
-        best = [max(found) for found in zip(*others, strict=True)]
-        return [ours / other for ours, other in zip(self.sides[OURS], best, strict=True)]
+            pairs = list(zip(best, self.sides[OURS], strict=True))
+        else:
+            best = [max(found) for found in zip(*others, strict=True)]
+            pairs = list(zip(self.sides[OURS], best, strict=True))
+        return [above / below for above, below in pairs] if all(b for _, b in pairs) else []
 
     def as_json(self) -> dict[str, Any]:
         """The form that `from_json` reads, with the ratios."""

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 START_TIMEOUT = 600.0  # seconds
+
+
+def interrupt_at_signals() -> None:
+    """Make SIGTERM and SIGHUP interrupt this process as Ctrl-C does, so that it cleans up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
 
 
 @contextmanager

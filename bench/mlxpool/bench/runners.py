@@ -8,11 +8,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from mlxpool.bench.measurement import OURS
+
 if TYPE_CHECKING:
+    from mlxpool.bench.load.measure import Plan as LoadPlan
+    from mlxpool.bench.load.targets import Target
     from mlxpool.bench.measurement import Measurement
 
 Progress: TypeAlias = Callable[[str], None]  # prints a message
@@ -73,6 +77,45 @@ def run_end_to_end(
         f" at most {plan.clients} clients, {plan.rounds} rounds."
     )
     return about, lines()
+
+
+def run_load(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
+    from mlxpool.bench.load import measure as load
+    from mlxpool.bench.load import options as given
+
+    plan = given.plan_of(options)
+    other = given.other_server(options)
+
+    def lines() -> Iterator[Measurement]:
+        with ExitStack() as stack:
+            contestants = {}
+            if not options.no_pool:
+                contestants[OURS] = stack.enter_context(_pool_of(options, plan, progress))
+            if other is not None:
+                contestants[given.name_of(other)] = given.with_model(other)
+            yield from load.measure(plan, contestants, progress)
+
+    return given.about(options, plan, _named(options)), lines()
+
+
+@contextmanager
+def _pool_of(options: argparse.Namespace, plan: LoadPlan, progress: Progress) -> Iterator[Target]:
+    """A model of the running pool, or that of a pool of our own meanwhile."""
+    from mlxpool.bench.load import measure as load
+    from mlxpool.worker.weights import locate
+
+    if options.running:
+        yield load.loaded(options.run_dir, options.running, ignore_eos=options.ignore_eos)
+        return
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(_run_dir())
+        path = options.model or locate.DEMO
+        if options.shape:
+            path = str(stack.enter_context(_folder(options, progress)))
+        elif Path(path).exists():
+            path = str(Path(path).resolve())
+        progress("starting the pool")
+        yield stack.enter_context(load.pool(run_dir, path, plan, ignore_eos=options.ignore_eos))
 
 
 def run_broker(

@@ -13,6 +13,7 @@ from mlxpool.common.protocol.frames import Message
 
 # The others may wait for a model.
 ANSWERED_AT_ONCE = frozenset({to_broker.ListModels.kind, to_broker.Cancel.kind})
+CANCELLABLE = frozenset({to_broker.TOKENIZE, to_broker.DETOKENIZE})
 
 OnReply = Callable[[Message | PoolError], None]
 Send = Callable[[Sequence[bytes]], None]
@@ -45,6 +46,11 @@ class Calls:
     def __contains__(self, ident: bytes | None) -> bool:
         return ident in self._open
 
+    @property
+    def peer_known(self) -> bool:
+        """Whether the broker has sent its boot and link on this connection."""
+        return self._peer != UNKNOWN_PEER
+
     def ask(
         self, ident: bytes, kind: str, parts: Sequence[bytes], on_reply: OnReply, now: float
     ) -> None:
@@ -53,9 +59,14 @@ class Calls:
         call.replies.append(on_reply)
         self._send(call, now)
 
-    def forget(self, ident: bytes) -> None:
-        """Drop a call whose caller no longer waits."""
-        self._open.pop(ident, None)
+    def forget(self, ident: bytes) -> bool:
+        """Drop a call whose caller no longer waits; whether the broker has to be told."""
+        call = self._open.pop(ident, None)
+        return call is not None and call.kind in CANCELLABLE
+
+    def cancellable(self) -> list[bytes]:
+        """The ids of the open calls that a worker may be working on."""
+        return [ident for ident, call in self._open.items() if call.kind in CANCELLABLE]
 
     def answer(self, message: Message, now: float) -> None:
         """Give an answer to the callers that wait for it."""

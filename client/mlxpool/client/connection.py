@@ -163,24 +163,32 @@ class Connection:
         def send() -> None:
             now = self.timer.now
             self._calls.ask(ident, kind, parts, lambda reply: on_reply(question.answer(reply)), now)
+            if not self._calls.peer_known:
+                self._send(Ping())  # its `pong` tells which link has the call
             if kind == Cancel.kind and ident in self._streams:
                 self._streams[ident].retry.cancel_sent(now)
 
         self._do(send)
 
     def forget(self, question: Question[Answer]) -> None:
-        """Drop a call whose caller no longer waits."""
-        self._do(lambda: self._calls.forget(question.id))
+        """Drop a call whose caller no longer waits; a worker stops working on it."""
+
+        def send() -> None:
+            if self._calls.forget(question.id):
+                self._send(Cancel(), question.id)
+
+        with contextlib.suppress(BrokerLost):  # `close` has cancelled everything
+            self._do(send)
 
     # ---- the thread's loop -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serve until `closing` is set; then cancel the streams and end them with BrokerLost."""
+        """Serve until `closing` is set; then cancel what is open and end it with BrokerLost."""
         try:
             while not self._closing.is_set():
                 self._turn()
             self._run_commands()  # such as the cancel of a stream left early
-            for ident in self._streams:
+            for ident in [*self._streams, *self._calls.cancellable()]:
                 self._send(Cancel(), ident)
             self._dealer.flush()
         finally:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from mlxpool.client.stream import StreamState
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol import to_broker
@@ -45,8 +46,16 @@ def generate(
     sampling = {key: value for key, value in given.items() if key not in REQUEST_KEYS}
     biases = sampling.get("logit_bias")
     if isinstance(biases, Mapping):  # a map's keys are text on the wire
-        sampling["logit_bias"] = {str(token): bias for token, bias in biases.items()}
+        sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}
     return GenerateDraft(model, _prompt(prompt, messages, tokens), sampling, settings)
+
+
+def _digits(token: object) -> str:
+    """A key of logit_bias as text. Raises BadRequest for what has none."""
+    try:
+        return str(token)
+    except (RecursionError, ValueError):
+        raise BadRequest(f"logit_bias has the key {shown(token)}, which is no token id") from None
 
 
 def _prompt(
@@ -73,14 +82,14 @@ def _prompt(
 def _maps(messages: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     found = list(messages) if isinstance(messages, Iterable) else [messages]
     if not all(isinstance(one, Mapping) for one in found):
-        raise BadRequest(f"messages must be a list of maps, got {messages!r:.60}")
+        raise BadRequest(f"messages must be a list of maps, got {shown(messages)}")
     return [dict(one) for one in found]
 
 
 def _utf8(text: object) -> bytes:
     """The bytes of a text. Raises BadRequest for another type."""
     if not isinstance(text, str):
-        raise BadRequest(f"a text must be a str, got {text!r:.60}")
+        raise BadRequest(f"a text must be a str, got {shown(text)}")
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -154,7 +163,7 @@ def cancel(request_id: bytes) -> Question[dict[str, Any]]:
     """Cancel a request and ask for its fate. Raises BadRequest for an invalid id."""
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(
-            f"a request's id is {ID_BYTES} bytes, got {request_id!r:.60};"
+            f"a request's id is {ID_BYTES} bytes, got {shown(request_id)};"
             " of hexadecimal digits make them with bytes.fromhex"
         )
     return Question(request_id, Cancel(), lambda answer: dict(answer.body))

@@ -21,8 +21,11 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: its repr, at most 60 characters."""
-    text = repr(value)
+    """A value as an error quotes it: its repr, at most 60 characters; its type if it has none."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
+        text = f"a value of the type {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -9,7 +9,6 @@ request means the same in both.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,7 +38,7 @@ def _integer(low: int, high: int) -> Check:
         if not is_integer(value):
             raise BadRequest(f"option {name!r} must be an integer, got {shown(value)}")
         if not low <= value <= high:
-            raise BadRequest(f"option {name!r} is {value}, must be from {low} to {high}")
+            raise BadRequest(f"option {name!r} is {shown(value)}, must be from {low} to {high}")
         return value
 
     return check
@@ -51,8 +50,8 @@ def _number(low: float, high: float) -> Check:
     def check(name: str, value: Any) -> float:
         if not is_number(value):
             raise BadRequest(f"option {name!r} must be a number, got {shown(value)}")
-        if not math.isfinite(value) or not low <= value <= high:
-            raise BadRequest(f"option {name!r} is {value}, must be from {low:g} to {high:g}")
+        if not low <= value <= high:  # NaN and infinities are not, either
+            raise BadRequest(f"option {name!r} is {shown(value)}, must be from {low:g} to {high:g}")
         return float(value)
 
     return check

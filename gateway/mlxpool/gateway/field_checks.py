@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
@@ -62,7 +63,7 @@ def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     if value is None and default is not None:
         return default
     if not isinstance(value, str) or not (value or default is not None):
-        raise bad_request(f"{name!r} must be text, got {value!r:.60}", name)
+        raise bad_request(f"{name!r} must be text, got {shown(value)}", name)
     return value
 
 
@@ -70,7 +71,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") ->
     """A field that is true, false or absent. Raises HttpError."""
     value = body.get(name)
     if not isinstance(value, bool | None):
-        message = f"{prefix + name!r} must be true or false, got {value!r:.60}"
+        message = f"{prefix + name!r} must be true or false, got {shown(value)}"
         raise bad_request(message, prefix + name)
     return default if value is None else value
 
@@ -81,7 +82,7 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise bad_request(f"{name!r} must be an integer, got {value!r:.60}", name)
+        raise bad_request(f"{name!r} must be an integer, got {shown(value)}", name)
     if not low <= value <= high:
         raise bad_request(f"{name!r} is {value}, must be from {low} to {high}", name)
     return value
@@ -91,7 +92,7 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A field that is a map; empty if absent. Raises HttpError."""
     value = body.get(name)
     if not isinstance(value, Mapping | None):
-        raise bad_request(f"{name!r} must be a map, got {value!r:.60}", name)
+        raise bad_request(f"{name!r} must be a map, got {shown(value)}", name)
     return value or {}
 
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
+from mlxpool.common.protocol.frames import Header
 from support import core_events as make
 from support import kinds
 from support.core_harness import (
+    BOB,
     BOOT,
     FakeWorker,
     Story,
@@ -92,6 +95,115 @@ def test_waiting_calls_are_bounded_by_count_and_bytes() -> None:
     for _ in range(3):
         story.ask(kinds.TOKENIZE, model="m", text="a")
     story.assert_sent(1, "error", code="queue_full")
+
+
+def test_calls_in_work_are_bounded_as_well() -> None:
+    story = Story(queue_limit=2, queue_bytes=1024)
+    worker = story.ready_worker()
+    first = story.ask(kinds.TOKENIZE, 1, bytes(600), model="m", text=True)
+    story.ask(kinds.TOKENIZE, 1, bytes(600), model="m", text=True)
+    story.assert_sent(1, "error", code="queue_full")
+    story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.assert_sent(1, "error", code="queue_full")
+    story.do(make.tokens(worker.epoch, first, {}, (b"1234",)))
+    story.ask(kinds.TOKENIZE, model="m", text="a")
+    assert not story.to_client()
+    assert len(worker.asked) == 3
+
+
+# ---- cancels of calls ----------------------------------------------------------------------------
+
+
+def test_a_cancelled_call_has_no_answer_and_its_worker_is_told(story: Story) -> None:
+    worker = story.ready_worker()
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.cancel(ident, owner="")
+    story.assert_sent(1, "fate", id=ident, state="assigned", pos=0)
+    assert len(story.to_client()) == 1
+    assert worker.cancelled == [(ident, 0)]
+    story.assert_idle()
+    assert story.do(make.tokens(worker.epoch, ident, {}, (b"1234",))) == []
+    story.cancel(ident, owner="")
+    story.assert_sent(1, "fate", id=ident, state="unknown")
+    assert len(worker.cancelled) == 1
+
+
+def test_a_waiting_call_can_be_cancelled(story: Story) -> None:
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.cancel(ident, owner="")
+    story.assert_sent(1, "fate", id=ident, state="queued", pos=0)
+    story.assert_idle()
+    worker = story.ready_worker()
+    assert not worker.asked and not worker.cancelled
+
+
+def test_a_call_of_another_owner_cannot_be_cancelled(story: Story) -> None:
+    worker = story.ready_worker()
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.cancel(ident, link=2, owner=BOB)
+    story.assert_sent(2, "fate", id=ident, state="unknown")
+    assert not worker.cancelled
+    story.do(make.tokens(worker.epoch, ident, {}, (b"1234",)))
+    story.assert_sent(1, "tokens", id=ident)
+
+
+def test_a_call_of_another_owner_cannot_be_taken_over(story: Story) -> None:
+    story.ready_worker()
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    header = Header(kinds.TOKENIZE, ident, 0, 9)
+    story.do(make.client(2, BOB, header, {"model": "m", "text": "a"}))
+    story.assert_sent(2, "error", id=ident, code="duplicate_id")
+
+
+def test_a_silent_links_calls_are_cancelled_after_the_grace(story: Story) -> None:
+    worker = story.ready_worker()
+    in_work = story.ask(kinds.TOKENIZE, model="m", text="a")
+    waiting = story.ask(kinds.TOKENIZE, model="other", text="a")
+    other = story.ask(kinds.TOKENIZE, 2, model="m", text="a")
+    for _ in range(3):
+        story.later(3)
+        story.hear(2)
+    assert act.ForgetLink(1) not in story.last
+    assert act.ForgetLink(1) in story.later(1)
+    assert story.to_client() == []
+    assert worker.cancelled == [(in_work, 0)]
+    assert list(story.core.state.calls) == [other]
+    assert waiting not in story.model("other").calls
+
+
+def test_a_call_sent_again_outlives_the_link_of_its_first_sending(story: Story) -> None:
+    worker = story.ready_worker()
+    for link in (1, 2):
+        story.do(make.call(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+    for _ in range(5):
+        story.later(3)
+        story.hear(2)
+    assert list(story.core.state.links) == [2]
+    assert not worker.cancelled
+    story.do(make.tokens(worker.epoch, X, {}, (b"1234",)))
+    story.assert_sent(2, "tokens", id=X)
+
+
+def test_the_calls_of_a_revoked_owner_end(story: Story) -> None:
+    worker = story.ready_worker()
+    header = Header(kinds.TOKENIZE, X, 0, 1)
+    story.do(make.client(2, BOB, header, {"model": "m", "text": "a"}))
+    kept = story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.do(ev.Revoked(BOB))
+    story.assert_sent(2, "error", id=X, code="unauthorized")
+    assert worker.cancelled == [(X, 0)]
+    assert list(story.core.state.calls) == [kept]
+
+
+def test_a_drained_worker_ends_with_the_cancel_of_its_last_call(story: Story) -> None:
+    worker = story.ready_worker()
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.do(ev.RestartWorker("m/0"))
+    story.later(0.01)
+    assert not worker.stopped
+    story.cancel(ident, owner="")
+    assert worker.stopped
 
 
 def test_a_call_for_a_draining_worker_is_answered_by_the_next(story: Story) -> None:
@@ -216,6 +328,22 @@ def test_a_call_of_a_lost_worker_is_sent_to_one_more(story: Story) -> None:
     frame = story.assert_sent(1, "error", id=ident, code="worker_lost")
     assert "two workers" in body_of(frame)["message"] and "SIGSEGV" in body_of(frame)["message"]
     story.assert_idle()
+
+
+def test_a_call_outlives_any_number_of_drained_workers(story: Story) -> None:
+    """As when its text takes longer than the grace of each drain."""
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    for _ in range(3):
+        worker = story.ready_worker()
+        assert [asked.header.id for asked in worker.asked] == [ident]
+        story.do(ev.RestartWorker("m/0"))
+        for _ in range(10):
+            story.hear()
+            story.later(1.0)
+        worker.die("stopped")
+    worker = story.ready_worker()
+    story.do(make.tokens(worker.epoch, ident, {}, (b"1234",)))
+    story.assert_sent(1, "tokens", id=ident)
 
 
 def test_a_call_of_a_lost_worker_goes_to_another_replica_at_once() -> None:

@@ -171,9 +171,19 @@ class Pool(RuleBasedStateMachine):
     def hear(self, link: int) -> None:
         self.story.hear(link)
 
-    @rule()
-    def ask(self) -> None:
-        self.story.ask(kinds.TOKENIZE, model="m", text="a")
+    @rule(link=links)
+    def ask(self, link: int) -> None:
+        self.story.ask(kinds.TOKENIZE, link, model="m", text="a")
+
+    @rule(again=st.booleans(), link=links)
+    def cancel_or_repeat_call(self, again: bool, link: int) -> None:
+        ident = next(iter(self.story.core.state.calls), None)
+        if ident is not None and again:
+            body = {"model": "m", "text": "a"}
+            self.story.do(make.call(link, kinds.TOKENIZE, ident, 4, body))
+        elif ident is not None:
+            self.story.cancel(ident, link, "")
+            assert ident not in self.story.core.state.calls
 
     @rule()
     def lose_link(self) -> None:
@@ -398,9 +408,12 @@ class Pool(RuleBasedStateMachine):
         for number, link in state.links.items():
             assert ("link", number) in state.timers
             assert all(state.requests[request].reader.link == number for request in link.ids)
+            assert all(state.calls[call].link == number for call in link.calls)
         for epoch, worker in state.workers.items():
             assert worker.epoch == epoch and state.registry.slots[worker.slot].worker is worker
-        assert all(ident in state.workers[epoch].calls for ident, (_, epoch) in state.calls.items())
+        for call in state.calls.values():
+            holder = state.workers[call.epoch] if call.epoch else state.registry.models[call.model]
+            assert call.id in holder.calls and call.id in state.links[call.link].calls
 
     def check_worker(self, worker: Worker) -> None:
         assert worker.credit() >= 0

@@ -16,7 +16,14 @@ from support import snapshots
 from support.core_harness import Story, model
 
 BEAT = {
-    "memory": {"weights": 600, "kv": 100, "rss": 900, "limit": 1000, "preemptions": 3},
+    "memory": {
+        "weights": 600,
+        "kv": 100,
+        "rss": 900,
+        "prepare": 70,
+        "limit": 1000,
+        "preemptions": 3,
+    },
     "prefix": {"hits": 4, "misses": 6, "tokens": 80},
 }
 
@@ -93,6 +100,7 @@ def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     assert value(metrics, "mlxpool_model_state", model="other", state="cold") == 1
     at = {"model": "m", "worker": "m/0"}
     assert value(metrics, "mlxpool_worker_memory_bytes", kind="kv", **at) == 100
+    assert value(metrics, "mlxpool_worker_memory_bytes", kind="prepare", **at) == 70
     assert value(metrics, "mlxpool_worker_memory_limit_bytes", **at) == 1000
     assert value(metrics, "mlxpool_kv_cache_usage_ratio", **at) == 0.25
     assert value(metrics, "mlxpool_preemptions_total", **at) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import shutil
@@ -28,12 +27,15 @@ from mlxpool.worker.preparation.lanes import ForkServer
 from mlxpool.worker.preparation.limits import MAX_LANES, MAX_LANES_OF_OWNER, SHORT_TEXT, Limits
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
+from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.cpu_threads import CpuThreads
 from mlxpool.worker.weights.inspect import inspect
 from support.pool import PATIENCE, gone, until
-from support.worker_checkpoints import write_checkpoint, write_json
+from support.slow_tokenizer import PANICS, SLOW, SLOW_PATTERN, split_texts
+from support.worker_checkpoints import write_checkpoint
 
+Patch = pytest.MonkeyPatch
 CONTEXT = 10**6
 CHAT = [{"role": "user", "content": "hi \ud800 \U0001f600", "extra": [b"\0", 2**99]}]
 TWO = CHAT * 2  # the templates of these tests misbehave with two messages
@@ -48,11 +50,7 @@ RECURSIVE = (
     "{% for a in [1, 1] recursive %}{% if loop.depth < 30 %}{{ loop([1, 1]) }}{% endif %}"
     "{% endfor %}"
 )
-# A pattern whose matcher tries every way to divide a row of x: 13 ms for 20 of them.
-SLOW_PATTERN = r"(?:x+x+)+y"
-SLOW = ("x" * 20 + " ") * 700  # a short text that takes some 9 s
 LONG = SLOW * 2
-PANICS = "x" * 60  # the matcher gives up after its own limit, by a panic
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
 
 
@@ -110,15 +108,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         folder = tmp_path / str(len(made))
         write_checkpoint(folder, tokenizer_config={"chat_template": template})
         if split:
-            raw = json.loads((folder / "tokenizer.json").read_text())
-            by_regex = {
-                "type": "Split",
-                "pattern": {"Regex": split},
-                "behavior": "Isolated",
-                "invert": False,
-            }
-            both = {"type": "Sequence", "pretokenizers": [by_regex, raw["pre_tokenizer"]]}
-            write_json(folder / "tokenizer.json", {**raw, "pre_tokenizer": both})
+            split_texts(folder, split)
         made.append(Lanes(folder, **options))
         return made[-1]
 
@@ -209,8 +199,45 @@ def test_a_chat_that_cannot_be_sent_to_a_lane_ends_alone(make: Make) -> None:
     for _ in range(2000):
         deep = [deep]
     error = lanes.error(Render([{"role": "user", "content": deep}], [], None, 0.0, CONTEXT))
-    assert isinstance(error, Internal) and "could not be prepared" in error.message
+    assert isinstance(error, BadRequest) and "cannot be prepared" in error.message
     assert lanes.text() == "ok"
+
+
+def test_a_server_that_is_ended_while_it_starts_is_started_again(monkeypatch: Patch) -> None:
+    servers: list[BrittleServer] = []
+
+    def start(first: bytes) -> BrittleServer:
+        servers.append(BrittleServer(len(servers)))
+        if len(servers) == 3:
+            raise ConnectionResetError("it ended")
+        return servers[-1]
+
+    monkeypatch.setattr("mlxpool.worker.preparation.lanes._ServerProcess", start)
+    source = TextSource("", "", (), {}, {}, None)
+    server = ForkServer(source, Limits())
+    assert server.fork() == (0, 1)  # type: ignore[comparison-overlap]
+    servers[0].lives = False
+    assert server.fork() == (1, 1)  # type: ignore[comparison-overlap]
+    servers[1].lives = False
+    assert server.fork() == (3, 1)  # type: ignore[comparison-overlap]
+
+
+class BrittleServer:
+    """Stands for a fork server's process; forks numbers."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.lives = True
+        self.forked = 0
+
+    def fork(self) -> tuple[int, int]:
+        if not self.lives:
+            raise BrokenPipeError("it has ended")
+        self.forked += 1
+        return self.number, self.forked
+
+    def close(self) -> None:
+        self.lives = False
 
 
 def test_a_fault_of_the_thread_ends_the_worker(make: Make) -> None:
@@ -513,6 +540,7 @@ from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.cpu_threads import CpuThreads
 from mlxpool.worker.weights.inspect import inspect

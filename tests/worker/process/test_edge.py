@@ -6,28 +6,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Content, Header, Message
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import Hello
-from mlxpool.common.protocol.to_worker import Welcome
+from mlxpool.common.protocol.to_broker import Hello, TokenizerAnswer
+from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Welcome
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.__main__ import build
-from mlxpool.worker.compute.messages import Admit, DropAll
+from mlxpool.worker.compute.messages import Admit, DropAll, RunKey
 from mlxpool.worker.engine.counting_engine import piece
+from mlxpool.worker.process.calls import TokenizerCalls
 from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
-from mlxpool.worker.process.prepare import Prepared
+from mlxpool.worker.process.prepare import Answer, CallKey, Prepared, Preparer
 from mlxpool.worker.process.runs import LiveRun
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
 from support import kinds
 from support.counting_checker import expected_ids, text_of
-from support.pool import until
+from support.pool import gone, until
+from support.slow_tokenizer import SLOW, split_texts
+from support.worker_checkpoints import write_checkpoint
 from support.worker_process import TOKEN, WorkerProcess, id_of
 
 
@@ -239,3 +244,83 @@ def test_a_run_prepared_for_an_older_connection_is_dropped(tmp_path: Path) -> No
     finally:
         edge.link.close()
         edge.mailbox.waker.close()
+
+
+# ---- tokenizer calls -----------------------------------------------------------------------------
+
+
+class Preparations(Preparer):
+    """Remembers what it is asked for."""
+
+    def __init__(self) -> None:
+        self.begun: list[CallKey] = []
+        self.cancelled: list[RunKey | CallKey] = []
+
+    def answer(
+        self, key: CallKey, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0
+    ) -> None:
+        self.begun.append(key)
+
+    def cancel(self, key: RunKey | CallKey) -> None:
+        self.cancelled.append(key)
+
+
+class Sent(Link):
+    """A link that remembers what is sent on it."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[bytes | None, Content]] = []
+
+    def send(self, content: Content, id: bytes | None = None) -> None:
+        self.answers.append((id, content))
+
+
+def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
+    link, preparer = Sent(), Preparations()
+    calls = TokenizerCalls(link)
+    calls.opened(preparer)
+    message = Message(Header(kinds.TOKENIZE, id_of(1)), {"model": "m", "text": "a"})
+    calls.begin(message, 0)
+    calls.cancel(id_of(1))
+    calls.cancel(id_of(1))
+    calls.cancel(id_of(2))
+    assert preparer.cancelled == preparer.begun
+    calls.begin(message, 0)
+    answers = [
+        Answer(key, id_of(1), TokenizerAnswer({"text": str(number)}))
+        for number, key in enumerate(preparer.begun)
+    ]
+    for answer in answers:
+        calls.answered(answer)
+        calls.answered(answer)
+    assert link.answers == [(id_of(1), answers[1].content)]
+
+
+def test_calls_of_an_older_connection_are_forgotten() -> None:
+    link, preparer = Sent(), Preparations()
+    calls = TokenizerCalls(link)
+    calls.opened(preparer)
+    calls.begin(Message(Header(kinds.TOKENIZE, id_of(1)), {"model": "m", "text": "a"}), 0)
+    calls.drop_all()
+    calls.cancel(id_of(1))
+    calls.answered(Answer(preparer.begun[0], id_of(1), TokenizerAnswer({})))
+    assert not preparer.cancelled and not link.answers
+
+
+def test_a_cancel_ends_the_preparation_of_a_call(tmp_path: Path) -> None:
+    """Its text would take seconds of a core; the next call is answered, this one is not."""
+    pytest.importorskip("mlx.core")
+    folder = split_texts(write_checkpoint(tmp_path / "model"))
+    with WorkerProcess(tmp_path, path=str(folder)) as worker:
+        worker.welcome(1)
+        worker.say(kinds.TOKENIZE, {"model": "m", "text": SLOW}, id=id_of(1))
+        while worker.receive(kinds.BEAT, no=(kinds.TOKENS,)).body["phase"] != "prepare":
+            pass
+        worker.say(kinds.CANCEL, id=id_of(1))
+        while worker.receive(kinds.BEAT, no=(kinds.TOKENS,)).body["phase"] != "idle":
+            pass
+        (server,) = psutil.Process(worker.process.pid).children()
+        until(lambda: all(map(gone, server.children())), "its lane has ended")
+        worker.say(kinds.TOKENIZE, {"model": "m", "text": "ab"}, id=id_of(2))
+        answer = worker.receive(kinds.TOKENS)
+        assert answer.header.id == id_of(2) and answer.body["n"] == 2

@@ -16,6 +16,7 @@ from mlxpool.worker.preparation.jobs import Encoded, perform
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.process.prepare import (
     Answer,
+    CallKey,
     Prepared,
     Preparer,
     admit_of,
@@ -25,7 +26,8 @@ from mlxpool.worker.process.prepare import (
 )
 from mlxpool.worker.prompt.text_model import Opened
 
-OPENED = Opened("digest", 32, 300, CountingText())
+TEXT = CountingText()
+OPENED = Opened("digest", 32, 300, TEXT)
 ID = bytes(16)
 
 
@@ -34,7 +36,7 @@ def work(*blobs: bytes, **body: Any) -> Admit:
     message = Work.parse(body, blobs)
     now = began_at(message, 1000.0)
     job = job_of(OPENED, message, now)
-    result = job if isinstance(job, Encoded) else perform(OPENED.text, job)
+    result = job if isinstance(job, Encoded) else perform(TEXT, job)
     if isinstance(result, PoolError):
         raise result
     assert isinstance(result, Encoded)
@@ -163,10 +165,10 @@ def test_the_preparer_answers_in_order_and_survives_errors() -> None:
     preparer.prepare(
         (ID, 2), Work.parse({"prompt": "abc", "resume": {"facts": {"digest": "x"}}}, ())
     )
-    preparer.answer(ID, Tokenize("ab"))
-    preparer.answer(ID, Tokenize(b"\xff"))
-    preparer.answer(ID, Detokenize(pack_ids([1, 2])))
-    preparer.answer(ID, Detokenize(b"abc"))
+    preparer.answer(CallKey(0), ID, Tokenize("ab"))
+    preparer.answer(CallKey(1), ID, Tokenize(b"\xff"))
+    preparer.answer(CallKey(2), ID, Detokenize(pack_ids([1, 2])))
+    preparer.answer(CallKey(3), ID, Detokenize(b"abc"))
     good, bad, ids, wrong, text, odd = (results.get(timeout=30) for _ in range(6))
     assert isinstance(good, Prepared) and good.admit is not None
     assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "bad_request"

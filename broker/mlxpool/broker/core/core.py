@@ -63,7 +63,7 @@ class Core:
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
         ingest = TokenIngest(state, pool, delivery, failover)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
-        self._endings = endings = Endings(state, outbox, ended, delivery)
+        self._endings = endings = Endings(state, outbox, ended, delivery, calls)
         operations = Operations(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
             ev.ClientGenerate: admission.on_generate,

@@ -1,14 +1,16 @@
-"""Ends streams that were cancelled, or had their time: deadlines, slow readers, silent links."""
+"""Ends what was cancelled, or had its time: deadlines, slow readers, silent links."""
 
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import ForgetLink
+from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.common.errors import DeadlineExceeded, Unauthorized
+from mlxpool.common.protocol.to_client import Fate
 
 
 class Endings:
@@ -18,11 +20,13 @@ class Endings:
         outbox: Outbox,
         ended: EndedRequests,
         delivery: Delivery,
+        calls: Calls,
     ) -> None:
         self._state = state
         self._outbox = outbox
         self._ended = ended
         self._delivery = delivery
+        self._calls = calls
 
     # ---- asked for ---------------------------------------------------------------------------
 
@@ -30,7 +34,7 @@ class Endings:
         state, bound = self._state, self._state.config.quota_cancels
         if event.link is not None:
             state.heard(event.link, now)
-            fate = self._ended.fate(event.id, event.owner)
+            fate = self._fate(event.id, event.owner)
             self._outbox.send(event.link, fate, event.id, pos=fate.pos)
         if event.owner is not None and bound:
             state.cancel_rates.spend(event.owner, 1, bound, now)
@@ -38,12 +42,24 @@ class Endings:
         if request is not None and event.owner in (None, request.owner):
             self._delivery.cancel(request, now)
             self._ended.make_final(event.id)
+        elif (call := self._calls.known(event.id, event.owner)) is not None:
+            self._calls.cancel(call, now)
+
+    def _fate(self, id: bytes, owner: str | None) -> Fate:
+        """Where a stream or a call stands, as far as this owner may know."""
+        fate, call = self._ended.fate(id, owner), self._calls.known(id, owner)
+        if call is None or fate.state != "unknown":
+            return fate
+        return Fate("assigned" if call.epoch else "queued", 0)
 
     def on_revoked(self, event: ev.Revoked, now: float) -> None:
         error = Unauthorized(f"{event.owner} was revoked: nothing of it is served any more")
         for request in list(self._state.requests.values()):
             if request.owner == event.owner:
                 self._delivery.fail(request, error, now)
+        for call in list(self._state.calls.values()):
+            if call.message.owner == event.owner:
+                self._calls.cancel(call, now, error)
 
     # ---- links -------------------------------------------------------------------------------
 
@@ -57,7 +73,7 @@ class Endings:
             self._state.counters.links_lost += 1
 
     def on_link_timer(self, number: int, now: float) -> None:
-        """Cancel the streams of a link that was silent for `client_grace`, and forget it."""
+        """Cancel what a link has that was silent for `client_grace`, and forget the link."""
         link = self._state.links.get(number)
         if link is None:
             return
@@ -65,12 +81,14 @@ class Endings:
         if now < silent_until:
             self._state.timers.set(("link", number), silent_until)
             return
-        if link.ids:
+        if link.ids or link.calls:
             # It gets no terminal, and a new number: a client that wakes up sees that and retries.
             link.lost = True
             self._outbox.add(ForgetLink(number))
         for request_id in sorted(link.ids):
             self._delivery.cancel(self._state.requests[request_id], now)
+        for call_id in sorted(link.calls):
+            self._calls.cancel(self._state.calls[call_id], now)
         del self._state.links[number]
 
     # ---- time --------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class LinkLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class Revoked(Event):
-    """The key of an owner is no longer allowed: all streams of the owner end."""
+    """The key of an owner is no longer allowed: all streams and calls of the owner end."""
 
     owner: str
 

@@ -142,6 +142,4 @@ class Failover:
         self._pool.give_up(model)
         for request in list(model.queue):
             self._delivery.fail(request, why(request.message.model), now)
-        for call in model.calls:
-            self._calls.fail(call, why(call.message.model))
-        model.calls.clear()
+        self._calls.give_up(model, why)

@@ -85,10 +85,11 @@ class PoolPhase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """A client's connection that has live streams or was heard from lately."""
+    """A client's connection that has live streams or open calls, or was heard from lately."""
 
     heard_at: float
     ids: set[bytes] = field(default_factory=set)  # of its live streams
+    calls: set[bytes] = field(default_factory=set)  # ids of its open calls
     lost: bool = False  # nothing can be sent on it any more
 
 
@@ -109,7 +110,7 @@ class State:
     cancel_rates: Rates = field(default_factory=Rates)  # what each owner spends in cancels
     links: dict[int, Link] = field(default_factory=dict)
     workers: dict[int, Worker] = field(default_factory=dict)  # by epoch; not those that are fenced
-    calls: dict[bytes, tuple[Call, int]] = field(default_factory=dict)  # id -> call, its epoch
+    calls: dict[bytes, Call] = field(default_factory=dict)  # open ones, by id
     last_epoch: int = 0
     last_run: int = 0  # number of the newest run given to a worker
     last_arrival: int = 0  # number of the newest accepted request
@@ -167,3 +168,13 @@ class State:
 
     def detach(self, request: Request) -> None:
         self.links[request.reader.link].ids.discard(request.id)
+
+    def add_call(self, call: Call) -> None:
+        """A call is open; its link was heard from."""
+        self.calls[call.id] = call
+        self.links[call.link].calls.add(call.id)
+
+    def remove_call(self, call: Call) -> None:
+        """A call has ended."""
+        del self.calls[call.id]
+        self.links[call.link].calls.discard(call.id)

@@ -21,7 +21,7 @@ class Model:
     floor: int = 0  # bytes that one worker takes at least: its limit, or its files
     need: int = 0  # the floor, or the most that was seen of a worker
     queue: Queue = field(default_factory=Queue)
-    calls: list[Call] = field(default_factory=list)  # that wait for a worker
+    calls: dict[bytes, Call] = field(default_factory=dict)  # that wait for a worker, by id
     state: ModelState = ModelState.COLD
     failures: int = 0  # workers in a row that ended before they served
     retry_at: float = 0.0  # no worker is started before

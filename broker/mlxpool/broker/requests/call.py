@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from mlxpool.common.protocol.to_broker import TokenizerCall
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Call:
-    """A call; `tries` counts the workers that it was sent to."""
+    """An open call. `epoch`: of the worker that has it, 0 while it waits in the model's record.
+
+    `losses` counts workers that had it and ended; its answer goes to `link` with `attempt`.
+    """
 
     id: bytes
+    model: str
     link: int
     attempt: int
     message: TokenizerCall
-    tries: int = 0
+    epoch: int = 0
+    losses: int = 0
 
     @property
     def size(self) -> int:
@@ -25,4 +30,4 @@ class Call:
     def same_as(self, message: TokenizerCall) -> bool:
         """Whether a message with its id is the same call, sent again."""
         mine = self.message
-        return (mine.kind, mine.model) == (message.kind, message.model)
+        return (mine.kind, mine.model, mine.owner) == (message.kind, message.model, message.owner)

@@ -27,7 +27,7 @@ MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "b
 WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
-MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss")
+MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss", "prepare")
 
 Value = float | Sequence[float] | Frozen
 Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value

@@ -98,8 +98,8 @@ class MemoryGuard:
 
 
 def _bytes_held(state: State) -> int:
-    """Payloads and tokens of all live requests, and ids of tokens not acknowledged."""
-    return sum(
+    """Payloads of open calls; of live requests also tokens, and ids of those not acknowledged."""
+    return sum(call.size for call in state.calls.values()) + sum(
         request.message.size
         + len(request.run.ids)
         + request.reader.unread_bytes
@@ -109,11 +109,11 @@ def _bytes_held(state: State) -> int:
 
 
 def busy_descriptors(front: Peers, state: State, since: float = -math.inf) -> set[int]:
-    """Descriptors of clients with live streams that sent a message after `since`."""
+    """Descriptors of clients with live streams or open calls that were heard from after `since`."""
     return {
         peer.descriptor
         for number, link in state.links.items()
-        if link.ids and link.heard_at > since
+        if (link.ids or link.calls) and link.heard_at > since
         if (peer := front.by_number.get(number)) is not None
     }
 

@@ -23,6 +23,9 @@ CONNECTION_ENDED = "its connection ended"
 KEY_REVOKED = "its key was revoked"
 OUT_OF_MEMORY = "killed by the kernel: out of memory"
 
+# What nothing that a worker was asked for can have caused.
+COMMANDED = {STOPPED, DRAINED, IDLE, UNLOADED, BROKER_ENDS, LEFT, NEW_CONNECTION, KEY_REVOKED}
+
 # Signals that a process brings on itself.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 

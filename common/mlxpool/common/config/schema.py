@@ -146,7 +146,7 @@ class PoolConfig:
     queue_bytes: Annotated[Bytes, Within(1024, 2**50)] = 256 * 1024 * 1024
     # Of a request that names no deadline.
     deadline: Annotated[Seconds, Within(0.001, 10**7)] = 3600.0
-    # How long the streams of a silent client are kept.
+    # How long the streams and calls of a silent client are kept.
     client_grace: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
     # How long a stream with unread data may go without an ack.
     ack_grace: Annotated[Seconds, Within(0.1, 10**6)] = 30.0

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge, VersionMismatch
 
 VERSION = 1
@@ -99,17 +100,23 @@ def _pack(body: Mapping[str, Any]) -> bytes:
     try:
         return bytes(msgpack.packb(body, use_bin_type=True))
     except (OverflowError, TypeError, ValueError) as error:
-        raise BadRequest(f"cannot be sent: {_culprit(body, '') or error}") from error
+        raise BadRequest(f"cannot be sent: {_culprit(body, '', MAX_DEPTH) or error}") from None
 
 
-def _culprit(value: Any, path: str) -> str:
+def _culprit(value: Any, path: str, depth: int) -> str:
     """The first thing in it that msgpack cannot hold, and why; "" when there is none."""
     if isinstance(value, Mapping | list | tuple):
+        if depth == 0:
+            return f"{path.partition('.')[0]} is nested deeper than {MAX_DEPTH}"
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        inner = (_culprit(entry, f"{path}.{key}" if path else str(key)) for key, entry in entries)
-        return next(filter(None, inner), "")
+        for key, entry in entries:
+            if isinstance(value, Mapping) and not isinstance(key, str | bytes):
+                return f"{path or 'the body'} has the key {shown(key)}, keys are text"
+            if found := _culprit(entry, f"{path}.{key}" if path else str(key), depth - 1):
+                return found
+        return ""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return f"{path} is {value!r:.60}, an integer has at most 64 bits"
+        return f"{path} is {shown(value)}, an integer has at most 64 bits"
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 
 ID_WIDTH = 4  # bytes of one id
@@ -33,7 +34,7 @@ def _wrong(ids: Any) -> str:
     every = enumerate(ids if isinstance(ids, list | tuple) else ())
     wrong = ((at, one) for at, one in every if not isinstance(one, int) or not 0 <= one < 2**32)
     at, one = next(wrong, (None, ids))
-    return f", got {one!r:.60}" + ("" if at is None else f" at {at}")
+    return f", got {shown(one)}" + ("" if at is None else f" at {at}")
 
 
 def unpack_ids(blob: bytes) -> list[int]:

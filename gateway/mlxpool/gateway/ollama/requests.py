@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
@@ -136,5 +137,5 @@ def _message(path: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     kept = {renamed.get(key, key): value for key, value in message.items() if key != "images"}
     for key in renamed.values():
         if not isinstance(kept.get(key), str | None):
-            raise bad_request(f"{path}.{key} must be text, got {kept[key]!r:.60}", "messages")
+            raise bad_request(f"{path}.{key} must be text, got {shown(kept[key])}", "messages")
     return kept

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
@@ -230,7 +231,7 @@ def _think(body: Mapping[str, Any]) -> bool | str | None:
         return False
     if effort is not None:
         if effort not in LEVELS:
-            message = f"'reasoning_effort' is {effort!r:.40}, must be none, {', '.join(LEVELS)}"
+            message = f"'reasoning_effort' is {shown(effort)}, must be none, {', '.join(LEVELS)}"
             raise bad_request(message, "reasoning_effort")
         return str(effort)
     given = fields.mapping(body, "chat_template_kwargs")
@@ -256,7 +257,7 @@ def _prompt(given: object) -> dict[str, Any]:
         return {"tokens": given}
     raise bad_request(
         "'prompt' must be text, a list of token ids, or a list of these, none of them empty;"
-        f" got {given!r:.60}",
+        f" got {shown(given)}",
         "prompt",
     )
 

@@ -12,11 +12,12 @@ from mlxpool.worker import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
-from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files
 
 NO_BACK_END = (
@@ -69,7 +70,8 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     folder = inspect(files)
     if config.deterministic:
         require_deterministic(folder)
-    text = ChatTokenizer.from_folder(folder)
+    text, source = _text_of(folder)
+    release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
     context = min(folder.context, config.context or folder.context)
 
     def load(on_progress: OnProgress) -> Engine:
@@ -110,9 +112,15 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         return ModelEngine(loaded, text, **settings)
 
     opened = Opened(
-        versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, text.source
+        versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, source
     )
     return ModelSource(opened, load, config.sequences)
+
+
+def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
+    """Checks the tokenizer and the chat templates, and keeps neither."""
+    text = ChatTokenizer.from_folder(folder)
+    return text.table(folder.plan.vocab_size), text.source
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:

@@ -28,6 +28,7 @@ from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
@@ -59,7 +60,7 @@ class ModelEngine(RowEngine[CacheRow]):
     def __init__(
         self,
         loaded: LoadedModel,
-        text: ChatTokenizer | None = None,
+        text: ChatTokenizer | TokenTable | None = None,
         *,
         context: int | None = None,
         prefix: str = "tree",

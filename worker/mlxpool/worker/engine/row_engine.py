@@ -19,6 +19,7 @@ from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
+from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SamplerOutput
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
@@ -75,7 +76,7 @@ class RowEngine(ABC, Generic[R]):
     def __init__(
         self,
         folder: ModelFolder,
-        text: ChatTokenizer | None,
+        text: ChatTokenizer | TokenTable | None,
         *,
         weights: int,
         context: int | None,

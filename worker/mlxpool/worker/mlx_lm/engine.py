@@ -23,6 +23,7 @@ from mlxpool.worker.engine.row_engine import Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
@@ -91,7 +92,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         self,
         model: Any,
         folder: ModelFolder,
-        text: ChatTokenizer | None = None,
+        text: ChatTokenizer | TokenTable | None = None,
         *,
         context: int | None = None,
         prefix: str = "tree",

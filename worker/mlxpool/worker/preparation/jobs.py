@@ -162,7 +162,11 @@ def unpack(fields: dict[str, Any]) -> Any:
 
 
 def pack_map(fields: Mapping[str, Any]) -> bytes:
-    data: bytes = msgpack.packb(fields, default=_pack_big_int, unicode_errors="surrogatepass")
+    """One map. Raises BadRequest for a chat that is nested too deep for it."""
+    try:
+        data: bytes = msgpack.packb(fields, default=_pack_big_int, unicode_errors="surrogatepass")
+    except (RecursionError, ValueError) as error:
+        raise BadRequest(f"the chat cannot be prepared: {error}") from None
     return data
 
 

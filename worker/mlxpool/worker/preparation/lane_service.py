@@ -18,7 +18,7 @@ from time import monotonic
 
 import psutil
 
-from mlxpool.common.errors import Internal
+from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.transport.waker import Waker
 from mlxpool.worker.preparation.errors import (
     CANCELLED,
@@ -229,10 +229,10 @@ class LaneService(threading.Thread):
         try:
             message = pack(waiting.job)
             lane = lane or self._new_lane()
-        except Exception as error:  # it cannot be sent: nested too deep, for one
+        except Exception as error:  # it cannot be sent, or no lane can be had
             self._idle = lane or self._idle
             failed = Internal(f"the prompt could not be prepared: {error!r}")
-            self._deliver(waiting.key, error if isinstance(error, Internal) else failed)
+            self._deliver(waiting.key, error if isinstance(error, PoolError) else failed)
             return
         one = self._running[waiting.key] = Running(waiting, lane, now, False, tries)
         if long:

@@ -32,7 +32,7 @@ from mlxpool.worker.prompt.text_model import TextSource
 
 START_TIMEOUT = 60.0  # seconds for the fork server to start
 REPLY_TIMEOUT = 2.0  # seconds for each of its replies: it has nothing else to do
-MAX_STARTS = 2  # a server that was ended from outside is started again
+MAX_STARTS = 2  # of servers in a row that were ended from outside
 _LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # the preloaded BLAS takes memory for nothing
 
 
@@ -51,7 +51,7 @@ class ForkServer:
     def fork(self) -> Lane:
         """A new lane. Raises Internal when there is none to be had."""
         why = ""
-        for _ in range(MAX_STARTS):
+        for _ in range(MAX_STARTS + (self._process is not None)):
             try:
                 if self._process is None:
                     self._process = _ServerProcess(self._first)

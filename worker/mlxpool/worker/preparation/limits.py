@@ -7,8 +7,8 @@ from dataclasses import dataclass
 SHORT_TEXT = 16 * 1024  # characters or bytes; to encode so many takes a few milliseconds
 QUIET_TIME = 0.003  # seconds after which steps leave a core to a preparation
 SHORT_TIME = 0.05  # seconds after which a preparation counts as long, whatever its size
-MAX_LANES = 6  # processes at once: one for short preparations, the others for long ones
-MAX_LANES_OF_OWNER = 3  # his next short preparation waits for one of them
+MAX_LANES = 6  # with a job: one with a short one, the others with long ones; another may be idle
+MAX_LANES_OF_OWNER = 3  # with a job of this owner, whose next short one waits for them
 ENCODE_MEMORY = 3 * 2**29  # bytes of address space that the tokenizer may take
 BYTES_PER_SECOND = 100_000  # of text; every tokenizer is faster
 

@@ -18,18 +18,19 @@ import psutil
 import zmq
 
 from mlxpool.common.config.schema import WorkerConfig
-from mlxpool.common.errors import PoolError, TooLarge, from_body
+from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
 from mlxpool.common.protocol import to_broker, to_worker
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, ProgressSample, TokenizerAnswer
-from mlxpool.common.protocol.to_worker import Detokenize, Stop, Tokenize, Welcome
+from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, ProgressSample
+from mlxpool.common.protocol.to_worker import Stop, Welcome
 from mlxpool.common.trace import History
 from mlxpool.common.transport.waker import Waker
-from mlxpool.worker.compute.messages import Loaded, Outbound, StepDeltas, Unusable
+from mlxpool.worker.compute.messages import Loaded, Outbound, RunKey, StepDeltas, Unusable
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.preparation.service import Load
+from mlxpool.worker.process.calls import TokenizerCalls
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
 from mlxpool.worker.process.runs import Runs
@@ -133,6 +134,7 @@ class Edge:
         self.progress = progress
         self.link = link
         self.compute = compute
+        self.calls = TokenizerCalls(link)
         self.runs = Runs(link, compute.send, history)
         self.heartbeat = Heartbeat(progress, with_sample=config.dials)
         self._make_preparer = make_preparer
@@ -208,7 +210,12 @@ class Edge:
         epoch_ended = self.link.redial(now)
         poller.register(self.link.socket, zmq.POLLIN)
         if epoch_ended:
-            self.runs.drop_all()
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        """The epoch has ended: what it brought is given to other workers."""
+        self.calls.drop_all()
+        self.runs.drop_all()
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -254,7 +261,7 @@ class Edge:
         elif isinstance(mail, Prepared):
             self.runs.prepared(mail)
         elif isinstance(mail, Answer):
-            self._answer(mail.id, mail.content)
+            self.calls.answered(mail)
         else:
             self.runs.handed_back()
 
@@ -262,6 +269,7 @@ class Edge:
         self._preparer = self._make_preparer(opened, self.mailbox.post)
         self._preparer.start()
         self.runs.opened(self._preparer)
+        self.calls.opened(self._preparer)
         self._introduce(opened.digest, opened.context)
 
     def _introduce(self, digest: str, context: int) -> None:
@@ -282,12 +290,6 @@ class Edge:
             self._introduce("", 0)
         self._unusable = error
         self._leave_at = monotonic() + WELCOME_TIMEOUT
-
-    def _answer(self, id: bytes | None, answer: TokenizerAnswer) -> None:
-        try:
-            self.link.send(answer, id)
-        except TooLarge as error:
-            self.link.send(TokenizerAnswer(error.body()), id)
 
     # ---- from the broker -----------------------------------------------------------------------
 
@@ -320,21 +322,30 @@ class Edge:
         if kind == to_worker.Work.kind:
             self.runs.work(message, key)
         elif kind in (to_worker.Tokenize.kind, to_worker.Detokenize.kind):
-            self._call_tokenizer(message)
+            self.calls.begin(message, self.runs.fence)
         elif kind == to_broker.Cancel.kind:
-            self.runs.cancel(key)
+            self._cancel(key)
         elif kind == to_worker.Drain.kind:
             self.runs.drain()
 
+    def _cancel(self, key: RunKey) -> None:
+        """Cancel a run, or the tokenizer call of this id: runs are numbered from 1."""
+        id, number = key
+        if number:
+            self.runs.cancel(key)
+        else:
+            self.calls.cancel(id)
+
     def _welcome(self, epoch: int, welcome: Welcome) -> None:
         if self.link.welcome(epoch, welcome):
+            self.calls.drop_all()
             self.runs.new_epoch()
             self.heartbeat.send_soon()
 
     def _who(self) -> None:
         if self.link.lose_epoch(monotonic()):
             log.warning("the broker does not know this connection: saying hello again")
-            self.runs.drop_all()
+            self._drop_all()
 
     def _stop(self, stop: Stop) -> None:
         if stop.error is None:
@@ -344,14 +355,3 @@ class Edge:
                 "the broker refuses this worker", extra={"why": from_body(stop.error).message}
             )
             self._exit(REFUSED)
-
-    def _call_tokenizer(self, message: Message) -> None:
-        if self._preparer is None:
-            return
-        parse = Tokenize.parse if message.kind == to_worker.Tokenize.kind else Detokenize.parse
-        try:
-            call = parse(message.body, message.blobs)
-        except PoolError as error:
-            self._answer(message.header.id, TokenizerAnswer(error.body()))
-        else:
-            self._preparer.answer(message.header.id, call, self.runs.fence)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from time import monotonic
 
 from mlxpool.common.errors import BadRequest, Internal, PoolError
@@ -30,7 +29,7 @@ from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
-from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.text_model import Opened, TokenTable
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
@@ -46,9 +45,17 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see StepDeltas."""
+class CallKey:
+    """Names a tokenizer call among all preparations of this worker."""
 
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a `tokenize` or `detokenize` with this id. `fence`: see StepDeltas."""
+
+    key: CallKey
     id: bytes | None
     content: TokenizerAnswer
     fence: int = 0
@@ -66,6 +73,7 @@ def service_of(
     `memory_limit`: bytes of the worker and these processes together; 0: no limit.
     """
     if opened.source is None:
+        assert not isinstance(opened.text, TokenTable)
         return InlineService(opened.text, deliver)
     server = ForkServer(opened.source, limits)
     return LaneService(server, deliver, process_cpu_threads(), memory_limit)
@@ -84,7 +92,6 @@ class Preparer:
         self._post = post
         self._service = make_service(opened, self._deliver)
         self._finish: dict[Hashable, Finish] = {}  # by key, of what is not posted yet
-        self._calls = count()
 
     def start(self) -> None:
         self._service.start()
@@ -121,18 +128,19 @@ class Preparer:
             waiting = Waiting(key, work.owner, work.prompt.size, job, received + left)
             self._service.submit(waiting)
 
-    def answer(self, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0) -> None:
+    def answer(
+        self, key: CallKey, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0
+    ) -> None:
         """Begin a tokenizer call."""
-        key = ("call", next(self._calls))
         job: Job = Encode(call.text) if isinstance(call, Tokenize) else self._decode(call)
-        self._finish[key] = lambda result: Answer(id, answer_of(result), fence)
+        self._finish[key] = lambda result: Answer(key, id, answer_of(result), fence)
         self._service.submit(Waiting(key, call.owner, call.size, job))
 
     def _decode(self, call: Detokenize) -> Decode:
         return Decode(call.packed, self.opened.vocab_size)
 
-    def cancel(self, key: RunKey) -> None:
-        """End a preparation; its `Prepared` follows unless it was posted already."""
+    def cancel(self, key: RunKey | CallKey) -> None:
+        """End a preparation; its `Prepared` or `Answer` follows unless it was posted already."""
         self._service.cancel(key)
 
     def drop_all(self) -> None:

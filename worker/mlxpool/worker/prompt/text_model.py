@@ -46,6 +46,21 @@ class TextModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The bytes of each token, by its id: all that the compute thread needs of a tokenizer.
+
+    `max_bytes_per_token`: see size_bound.
+    """
+
+    pieces: Sequence[bytes]
+    max_bytes_per_token: int | None
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
+        return self.pieces[token] if 0 <= token < len(self.pieces) else b""
+
+
+@dataclass(frozen=True, slots=True)
 class TextSource:
     """What another process needs to prepare requests of a model, see ChatTokenizer.from_source.
 
@@ -65,11 +80,11 @@ class TextSource:
 class Opened:
     """The model's folder was checked; its weights are not loaded yet.
 
-    `source`: what another process needs to run `text`; None for one of our own code.
+    `source`: what other processes need to prepare requests; None: `text` is our own code, and does.
     """
 
     digest: str
     context: int
     vocab_size: int
-    text: TextModel
+    text: TextModel | TokenTable
     source: TextSource | None = None

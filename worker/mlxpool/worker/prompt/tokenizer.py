@@ -16,7 +16,7 @@ from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.size_bound import max_bytes_per_token
-from mlxpool.worker.prompt.text_model import RenderedChat, TextSource
+from mlxpool.worker.prompt.text_model import RenderedChat, TextSource, TokenTable
 from mlxpool.worker.prompt.token_bytes import TokenBytes
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_file
@@ -79,6 +79,11 @@ class ChatTokenizer:
     def piece(self, token: int) -> bytes:
         """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
         return self._token_bytes[token]
+
+    def table(self, vocab_size: int) -> TokenTable:
+        """The bytes of the tokens with ids below `vocab_size`, without this tokenizer's memory."""
+        pieces = tuple(map(self.piece, range(vocab_size)))
+        return TokenTable(pieces, self.max_bytes_per_token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids; bytes that are not UTF-8 become U+FFFD."""

@@ -1,0 +1,149 @@
+"""Measures loads at several rates, on each contestant in turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mlxpool.bench.load.processes import run
+from mlxpool.bench.load.samples import Sample, Slo, errors, summarise, tokens_per_piece
+from mlxpool.bench.load.sender import Job
+from mlxpool.bench.load.targets import Target
+from mlxpool.bench.load.workload import Workload
+from mlxpool.bench.measurement import Measurement
+from mlxpool.bench.pools import serving
+from mlxpool.common.errors import Internal
+
+MODEL = "bench"  # name of the model in a pool of our own
+CONTEXT_BLOCK = 256  # a context of our own choice is a multiple of it
+MIN_QUEUE = 512  # requests, the pool's own default
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured. `rates`: requests/s, 0: all at once. `warm_up`: requests before the first.
+
+    `clients`: processes that send. `sequences` and `context` are settings of a pool of our own.
+    """
+
+    workload: Workload
+    rates: Sequence[float] = (0.0,)
+    seed: int = 0
+    clients: int = 4
+    warm_up: int = 0
+    rounds: int = 1
+    sequences: int = 32
+    context: int = 0
+    slo: Slo = field(default_factory=Slo)
+
+    @property
+    def whole_context(self) -> int:
+        """The context in tokens: that of the longest request if none was chosen."""
+        longest = self.workload.prompt.maximum + self.workload.output.maximum
+        return self.context or -(-longest // CONTEXT_BLOCK) * CONTEXT_BLOCK
+
+
+def measure(
+    plan: Plan, targets: Mapping[str, Target], progress: Callable[[str], None]
+) -> Iterator[Measurement]:
+    """Yields the rows of each rate when its rounds have ended.
+
+    Every load has a draw of its own, which all contestants get: a repeated draw would find its
+    prompts in caches and its lengths compiled. Raises Internal if a load has no answer at all.
+    """
+    names = list(targets)
+    if plan.warm_up:
+        workload = replace(plan.workload, requests=plan.warm_up)
+        for name in names:
+            progress(f"warming up: {name}")
+            _answered(name, run(_job(plan, workload, targets[name], 0.0, 0)))
+    load = 0
+    for rate in plan.rates:
+        found: dict[str, list[Sequence[Sample]]] = {name: [] for name in names}
+        for number in range(plan.rounds):
+            load += 1
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                progress(f"{title(rate)}, round {number + 1}: {name}")
+                samples = run(_job(plan, plan.workload, targets[name], rate, load))
+                found[name].append(_answered(name, samples))
+        yield from rows(rate, found, plan.slo)
+
+
+def _job(plan: Plan, workload: Workload, target: Target, rate: float, load: int) -> Job:
+    processes = min(plan.clients, workload.requests)
+    return Job(target, workload, rate, f"{plan.seed} {load}", 0, processes)
+
+
+def _answered(name: str, samples: Sequence[Sample]) -> Sequence[Sample]:
+    if all(sample.error for sample in samples):
+        raise Internal(f"{name} answered no request: {errors(samples)}")
+    return samples
+
+
+def title(rate: float) -> str:
+    """Returns the name of a table."""
+    return f"{rate:g} requests/s" if rate else "all at once"
+
+
+def rows(
+    rate: float, found: Mapping[str, Sequence[Sequence[Sample]]], slo: Slo
+) -> Iterator[Measurement]:
+    """Yields the rows of one rate from the samples of each contestant, one load a round."""
+    figures = {name: [summarise(one, slo) for one in loads] for name, loads in found.items()}
+    every = [one for loads in figures.values() for one in loads]
+    # Some loads lack a metric, such as ITL where every answer came in one piece.
+    shown = [metric for metric in every[0] if all(metric in one for one in every)]
+    for metric in shown:
+        yield Measurement(
+            title(rate),
+            metric.name,
+            metric.unit,
+            {name: tuple(one[metric] for one in loads) for name, loads in figures.items()},
+            at=rate,
+            less_is_better=metric.less_is_better,
+            digits=metric.digits,
+            note="\n\n".join(_notes(found)) if metric is shown[-1] else "",
+            compared=metric.compared,
+        )
+
+
+def _notes(found: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
+    """Yields what the figures of a contestant do not say by themselves."""
+    for name, loads in found.items():
+        samples = [sample for load in loads for sample in load]
+        if failed := sum(bool(sample.error) for sample in samples):
+            yield (
+                f"{name}: {failed:,} of {len(samples):,} requests failed and are in no other"
+                f" figure: {errors(samples)}."
+            )
+        if not all(sample.exact for sample in samples if not sample.error):
+            yield f"{name} reports no usage: each event of its streams counts as one token."
+        elif (per_piece := tokens_per_piece(samples)) > 1.005:
+            yield f"{name}: a piece of a stream has {per_piece:.2f} tokens; ITL is between pieces."
+
+
+# ---- a pool of our own ---------------------------------------------------------------------------
+
+
+@contextmanager
+def pool(run_dir: Path, path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
+    """Run a broker with one model meanwhile; entered when the model is loaded."""
+    settings = (
+        f"[pool]\nqueue_limit = {max(MIN_QUEUE, plan.workload.requests)}\n"
+        f"[models.{MODEL}]\npath = {json.dumps(path)}\nsequences = {plan.sequences}\n"
+        f'context = {plan.whole_context}\nkeep_alive = "-1"\nprefix_cache = "off"\n'
+    )
+    with serving(run_dir, settings):
+        yield loaded(run_dir, MODEL, ignore_eos=ignore_eos)
+
+
+def loaded(run_dir: Path, model: str, *, ignore_eos: bool) -> Target:
+    """Returns the target for a model of a running pool, after one token of it."""
+    from mlxpool.client import Client
+
+    with Client(run_dir) as client:
+        client.generate(model, tokens=[1], max_tokens=1, ignore_eos=True)
+    return Target(model, run_dir=str(run_dir), ignore_eos=ignore_eos)

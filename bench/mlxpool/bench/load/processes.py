@@ -1,0 +1,77 @@
+"""Starts the processes that send a load, and collects what they saw."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+
+from mlxpool.bench.load.samples import Sample
+from mlxpool.bench.load.sender import Job
+
+START_DELAY = 0.3  # seconds from the time all processes are ready to the start of the load
+
+
+def run(job: Job) -> list[Sample]:
+    """Send a whole load from `job.processes` processes, which all end with this call.
+
+    Raises ChildProcessError if one of them fails; its traceback is on standard error.
+    """
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(_started(replace(job, number=number)))
+            for number in range(job.processes)
+        ]
+        for child in children:
+            if _line_of(child) != "ready\n":
+                raise ChildProcessError(f"a process that sends to {_named(job)} ended: see above")
+        begin = time.monotonic() + START_DELAY
+        for child in children:
+            _tell(child, str(begin))
+        return [sample for child in children for sample in _samples(job, child)]
+
+
+def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:
+    assert child.stdout is not None
+    output = child.stdout.read()
+    if child.wait() != 0:
+        raise ChildProcessError(f"a process that sends to {_named(job)} ended: see above")
+    return [Sample(**one) for one in json.loads(output)]
+
+
+@contextmanager
+def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
+    """Run a sender meanwhile; it is killed if it has not ended by itself."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mlxpool.bench.load.sender"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        try:
+            _tell(child, json.dumps(asdict(job)))
+            yield child
+        finally:
+            child.kill()  # does nothing to a process that was waited for
+
+
+def _tell(child: subprocess.Popen[str], line: str) -> None:
+    assert child.stdin is not None
+    try:
+        print(line, file=child.stdin, flush=True)
+    except BrokenPipeError:
+        pass  # it has ended, which the next read from it shows
+
+
+def _line_of(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def _named(job: Job) -> str:
+    return job.target.url or job.target.run_dir

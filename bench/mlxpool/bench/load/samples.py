@@ -1,0 +1,157 @@
+"""Computes the figures of a load from its requests, with the names of the field.
+
+TTFT: time to first token, from the moment at which the request was due. ITL: inter-token latency,
+between two pieces of a stream. TPOT: time per output token after the first, the mean of a request.
+E2EL: end-to-end latency, from the moment at which the request was due to its last token.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request as its client saw it. Times are seconds after the start of the load."""
+
+    due: float
+    sent: float
+    times: Sequence[float]  # of each piece of the answer; a piece has one token or several
+    prompt_tokens: int
+    output_tokens: int
+    error: str = ""  # why it failed
+    exact: bool = True  # False: tokens were not reported, and each piece counts as one
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.due
+
+    @property
+    def e2el(self) -> float:
+        return self.times[-1] - self.due
+
+    @property
+    def tpot(self) -> float:
+        """Seconds; 0 for an answer of a single token."""
+        return (self.times[-1] - self.times[0]) / max(1, self.output_tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.times)]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Service level objectives of one request, in milliseconds; 0: none.
+
+    `itl` is the bound of every gap of the request.
+    """
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+    itl: float = 0.0
+    e2el: float = 0.0
+
+    def given(self) -> dict[str, float]:
+        """Returns the objectives that are not 0."""
+        found = {"ttft": self.ttft, "tpot": self.tpot, "itl": self.itl, "e2el": self.e2el}
+        return {name: bound for name, bound in found.items() if bound}
+
+    def met_by(self, sample: Sample) -> bool:
+        """Returns whether the request meets every objective."""
+        had = {
+            "ttft": sample.ttft,
+            "tpot": sample.tpot,
+            "itl": max(sample.itl, default=0.0),
+            "e2el": sample.e2el,
+        }
+        return all(1000 * had[name] <= bound for name, bound in self.given().items())
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A row of the report. `compared`: whether a ratio has a meaning."""
+
+    name: str
+    unit: str
+    less_is_better: bool = False
+    digits: int = 1
+    compared: bool = True
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns a percentile, interpolated linearly between the two nearest values."""
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * percent / 100
+    below, above = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return below + (above - below) * (at - math.floor(at))
+
+
+STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "p99": lambda values: percentile(values, 99),
+    "max": max,
+}
+SHOWN: Mapping[str, Sequence[str]] = {
+    "TTFT": ("mean", "median", "p99"),
+    "TPOT": ("mean", "median", "p99"),
+    "ITL": ("mean", "median", "p99", "max"),
+    "E2EL": ("mean", "median", "p99"),
+}
+
+
+def summarise(samples: Sequence[Sample], slo: Slo) -> dict[Metric, float]:
+    """Returns the figures of one load; times are milliseconds. Failed requests only count as such.
+
+    Raises ValueError if every request failed.
+    """
+    done = [sample for sample in samples if not sample.error]
+    if not done:
+        raise ValueError(f"no request was answered: {errors(samples)}")
+    seconds = max(sample.times[-1] for sample in done) - min(sample.due for sample in samples)
+    output = sum(sample.output_tokens for sample in done)
+    prompts = sum(sample.prompt_tokens for sample in done)
+    found = {
+        Metric("request throughput", "requests/s", digits=2): len(done) / seconds,
+        Metric("output token throughput", "tokens/s"): output / seconds,
+        Metric("total token throughput", "tokens/s"): (prompts + output) / seconds,
+    }
+    if slo.given():
+        good = sum(map(slo.met_by, done))
+        found[Metric("goodput", "requests/s", digits=2)] = good / seconds
+    latencies = {
+        "TTFT": [sample.ttft for sample in done],
+        "TPOT": [sample.tpot for sample in done if sample.output_tokens > 1],
+        "ITL": [gap for sample in done for gap in sample.itl],
+        "E2EL": [sample.e2el for sample in done],
+    }
+    for name, values in latencies.items():
+        for what in SHOWN[name] if values else ():
+            metric = Metric(f"{name} {what}", "ms", less_is_better=True)
+            found[metric] = 1000 * STATISTICS[what](values)
+    late = [sample.sent - sample.due for sample in samples]
+    for what in ("median", "p99", "max"):
+        metric = Metric(f"sender late, {what}", "ms", less_is_better=True, compared=False)
+        found[metric] = 1000 * STATISTICS[what](late)
+    failed = Metric("failed requests", "", less_is_better=True, digits=0, compared=False)
+    found[failed] = len(samples) - len(done)
+    return found
+
+
+def errors(samples: Sequence[Sample]) -> str:
+    """Returns the names of errors, each with its number of requests; "" if none failed."""
+    counts = Counter(sample.error for sample in samples if sample.error)
+    return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
+
+
+def tokens_per_piece(samples: Sequence[Sample]) -> float:
+    """Returns how many output tokens a piece of an answer has, in the mean; 0 without any."""
+    done = [sample for sample in samples if not sample.error]
+    pieces = sum(len(sample.times) for sample in done)
+    return sum(sample.output_tokens for sample in done) / pieces if pieces else 0.0

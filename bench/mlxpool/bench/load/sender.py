@@ -1,0 +1,152 @@
+"""A process that sends its share of a load on schedule, whatever the answers do.
+
+python -m mlxpool.bench.load.sender   # in: a Job as JSON; out: the Samples of its share
+
+It prints `ready`, then reads the time of the monotonic clock at which the load starts. It ends when
+its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from mlxpool.bench.load.http_stream import HttpFailure
+from mlxpool.bench.load.samples import Sample
+from mlxpool.bench.load.targets import Answer, Send, Target, opened
+from mlxpool.bench.load.workload import Lengths, Request, Workload, draw
+from mlxpool.common.errors import PoolError
+
+REQUEST_TIMEOUT = 600.0  # seconds from sending a request to the end of its answer
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One process's share of a load: every `processes`-th request from `number` on."""
+
+    target: Target
+    workload: Workload
+    rate: float
+    seed: str
+    number: int
+    processes: int
+
+    def requests(self) -> list[Request]:
+        """Returns the requests that this process sends."""
+        return draw(self.workload, self.rate, self.seed)[self.number :: self.processes]
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        workload = found["workload"]
+        lengths = {name: Lengths(**workload[name]) for name in ("prompt", "output")}
+        return cls(
+            **{
+                **found,
+                "target": Target(**found["target"]),
+                "workload": Workload(**{**workload, **lengths}),
+            }
+        )
+
+
+async def run(job: Job) -> list[Sample]:
+    """Send every request when it is due, and return when all answers have ended."""
+    requests = job.requests()
+    async with opened(job.target) as send:
+        begin = _read_start_time()
+        ignore_eos = job.target.ignore_eos
+        each = (sample_of(send, request, begin, exact=ignore_eos) for request in requests)
+        return await asyncio.gather(*each)
+
+
+async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) -> Sample:
+    """Send one request when it is due. `exact`: it fails unless it has all its tokens."""
+    await asyncio.sleep(max(0.0, begin + request.due - time.monotonic()))
+    answer = Answer(begin, len(request.prompt))
+    sent = time.monotonic() - begin
+    error = ""
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT):
+            await send(request, answer)
+        error = _fault(request, answer, exact=exact)
+    except Exception as problem:
+        error = name_of(problem)
+    return Sample(
+        request.due,
+        sent,
+        answer.times,
+        answer.prompt_tokens,
+        answer.output_tokens,
+        error,
+        answer.exact,
+    )
+
+
+def _fault(request: Request, answer: Answer, *, exact: bool) -> str:
+    """Returns what is wrong with an answer that ended; "" if nothing is."""
+    if not answer.times:
+        return "no token"
+    if exact and answer.exact and answer.output_tokens != request.output:
+        fewer = answer.output_tokens < request.output
+        return "fewer tokens than asked for" if fewer else "more tokens than asked for"
+    return ""
+
+
+def name_of(problem: Exception) -> str:
+    """Returns the name under which an error is counted."""
+    if isinstance(problem, PoolError):
+        return problem.code
+    if isinstance(problem, TimeoutError):
+        return f"no end after {REQUEST_TIMEOUT:g} s"
+    if isinstance(problem, HttpFailure):
+        return str(problem)
+    if isinstance(problem, OSError):
+        return type(problem).__name__
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _read_start_time() -> float:
+    """Print `ready`; returns the time to start. Blocks this process until it is known."""
+    print("ready", flush=True)
+    begin = float(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    return begin
+
+
+def _end_with_input() -> None:
+    """End this process when the one that started it has gone."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files to the highest that is allowed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError):
+        pass  # macOS reports a limit that it does not accept
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
+    line = sys.stdin.readline()
+    if not line:
+        return
+    _allow_connections()
+    samples = asyncio.run(run(Job.from_json(json.loads(line))))
+    json.dump([asdict(sample) for sample in samples], sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # the thread that reads standard input never ends by itself
+
+
+if __name__ == "__main__":
+    main()

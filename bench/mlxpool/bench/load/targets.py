@@ -1,0 +1,157 @@
+"""What a load is sent to: a model of a pool, or a server with OpenAI's completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from mlxpool.bench.load import http_stream
+from mlxpool.bench.load.http_stream import HttpFailure
+from mlxpool.bench.load.workload import Request, text_of
+
+MODELS_TIMEOUT = 30.0  # seconds until a server has named its models
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model of the pool at a run directory, or of the server at a URL that ends with /v1."""
+
+    model: str
+    run_dir: str = ""
+    url: str = ""
+    api_key: str = field(default="", repr=False)
+    as_text: bool = False  # prompts are text instead of token ids; servers only
+    ignore_eos: bool = True
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come of one answer. `begin`: the monotonic time from which its times count."""
+
+    begin: float
+    prompt_tokens: int
+    times: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    exact: bool = True  # False: the server did not report its tokens
+
+    def add(self, tokens: int) -> None:
+        """Records a piece that has just come."""
+        self.times.append(time.monotonic() - self.begin)
+        self.output_tokens += tokens
+
+
+Send: TypeAlias = Callable[[Request, Answer], Awaitable[None]]
+
+
+@asynccontextmanager
+async def opened(target: Target) -> AsyncIterator[Send]:
+    """Yields a function that sends one request and records its answer until the end.
+
+    The function raises PoolError, HttpFailure or OSError for a request that fails.
+    """
+    if target.url:
+        yield lambda request, answer: _to_server(target, request, answer)
+        return
+    from mlxpool.client import AsyncClient
+
+    async with AsyncClient(Path(target.run_dir)) as client:
+        await client.models()  # connected
+        yield lambda request, answer: _to_pool(client, target, request, answer)
+
+
+async def _to_pool(client: Any, target: Target, request: Request, answer: Answer) -> None:
+    stream = client.stream(
+        target.model,
+        tokens=request.prompt,
+        max_tokens=request.output,
+        temperature=0.0,
+        ignore_eos=target.ignore_eos,
+    )
+    async with stream:
+        async for delta in stream:
+            if delta.ids:
+                answer.add(len(delta.ids))
+
+
+async def _to_server(target: Target, request: Request, answer: Answer) -> None:
+    async with http_stream.opened(
+        f"{target.url}/completions", api_key=target.api_key, body=body_of(target, request)
+    ) as response:
+        ended = False
+        async for line in response.lines():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                ended = True
+                break
+            _take(json.loads(data), answer)
+    if not ended:
+        raise HttpFailure("the stream ended without [DONE]")
+
+
+def body_of(target: Target, request: Request) -> dict[str, Any]:
+    """Returns the body of POST /v1/completions."""
+    body: dict[str, Any] = {
+        "model": target.model,
+        "prompt": text_of(request.prompt) if target.as_text else list(request.prompt),
+        "max_tokens": request.output,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return {**body, "ignore_eos": True} if target.ignore_eos else body
+
+
+def _take(event: Mapping[str, Any], answer: Answer) -> None:
+    """Records an event. One that only says why the answer ended has no token."""
+    if event.get("error"):
+        raise HttpFailure(http_stream.message_of(json.dumps(event)))
+    choices = event.get("choices") or ()
+    if choices and (choices[0].get("text") or not choices[0].get("finish_reason")):
+        answer.add(1)
+        answer.exact = False
+    usage = event.get("usage")
+    if usage:
+        answer.output_tokens = usage["completion_tokens"]
+        answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
+        answer.exact = True
+
+
+# ---- the name of a server and of its model -------------------------------------------------------
+
+
+def server_url(given: str) -> str:
+    """Returns the URL with /v1 at its end. Raises ValueError if it is none of http or https."""
+    parts = urlsplit(given)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--against {given}: give a URL such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment or parts.username:
+        raise ValueError(f"--against {given}: give a URL without a query, a fragment or a user")
+    url = given.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def first_model(url: str, api_key: str) -> str:
+    """Returns the first model that the server names. Raises ValueError if it names none."""
+
+    async def ask() -> bytes:
+        async with (
+            asyncio.timeout(MODELS_TIMEOUT),
+            http_stream.opened(f"{url}/models", api_key=api_key) as response,
+        ):
+            return await response.body()
+
+    try:
+        return str(json.loads(asyncio.run(ask()))["data"][0]["id"])
+    except (HttpFailure, OSError) as error:
+        raise ValueError(f"{url}/models: {str(error) or type(error).__name__}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{url}/models names no model; give --against-model NAME") from error

@@ -1,0 +1,83 @@
+"""Draws the requests of a load: lengths, token ids, and the times at which they are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+VOCABULARY = 256  # ids of prompts are below it, so that every model has them
+# Common tokenizers have each of these words, with the space before it, as one token.
+TEXT = (
+    "the of and to in is that for it was on are as with his they at be this from have or by one had"
+    " not but what all were when we there can an your which their said if do will each about how up"
+    " out them then she many some so these would other into has more her two like him see time"
+)
+WORDS = TEXT.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A log-normal distribution of tokens, clipped. Raises ValueError if it makes no sense."""
+
+    median: float
+    sigma: float  # of the logarithm; 0: every length is the median
+    minimum: int
+    maximum: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.maximum:
+            raise ValueError(f"lengths from {self.minimum} to {self.maximum}: need 1 <= MIN <= MAX")
+        if not (0 < self.median < math.inf and 0 <= self.sigma < math.inf):
+            raise ValueError(
+                f"lengths of median {self.median:g} and sigma {self.sigma:g}: need a median above"
+                " 0, and a sigma of 0 or more"
+            )
+
+    def draw(self, random: Random) -> int:
+        """Returns a length in tokens."""
+        drawn = random.lognormvariate(math.log(self.median), self.sigma)
+        return int(min(max(drawn, self.minimum), self.maximum))
+
+    def __str__(self) -> str:
+        return f"median {self.median:g}, sigma {self.sigma:g}, {self.minimum:,} to {self.maximum:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is drawn: the number of requests and their lengths in tokens."""
+
+    requests: int
+    prompt: Lengths
+    output: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `due`: seconds after the start of the load. `output`: tokens to generate."""
+
+    due: float
+    prompt: Sequence[int]  # token ids
+    output: int
+
+
+def draw(workload: Workload, rate: float, seed: str) -> list[Request]:
+    """Returns the requests in the order in which they are due; the same for the same arguments.
+
+    They arrive as a Poisson process of `rate` requests/s, or all at once when `rate` is 0. Lengths
+    and ids do not depend on the rate.
+    """
+    lengths, ids, arrivals = (Random(f"{seed} {what}") for what in ("lengths", "ids", "arrivals"))
+    requests, due = [], 0.0
+    for _ in range(workload.requests):
+        prompt = workload.prompt.draw(lengths)
+        output = workload.output.draw(lengths)
+        requests.append(Request(due, ids.choices(range(VOCABULARY), k=prompt), output))
+        due += arrivals.expovariate(rate) if rate else 0.0
+    return requests
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Returns a text of about as many tokens: a common word for each id."""
+    return " ".join(WORDS[token % len(WORDS)] for token in ids)
