@@ -134,6 +134,9 @@ class Layout:
         """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
         return [array for row in rows for array in row.arrays()]
 
+    def trace(self) -> None:
+        """Builds the passes of all `sizes`, so that their kernels are compiled; computes none."""
+
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged."""
 
@@ -308,6 +311,11 @@ class PagedLayout(Layout):
                 break
             number += 1
         return number
+
+    def trace(self) -> None:
+        """See Layout."""
+        if self.ragged is not None:
+            self.ragged.trace()
 
     def invalidate(self) -> None:
         """See Layout."""

@@ -91,11 +91,12 @@ class RaggedRunner:
         self._arrived = ragged_attention.counters(max(tile.kv_heads for tile in tiles))
         self._none = mx.zeros((rows,), dtype=mx.int32)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], mx.array]] = {}
+        self._computed: set[PlanShape] = set()
 
     def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
         """Returns whether a pass over these spans was not computed before."""
         lines = sum(span.count for span in spans)
-        return self._shape(lines, wanted) not in self._passes
+        return self._shape(lines, wanted) not in self._computed
 
     def step(
         self,
@@ -109,12 +110,23 @@ class RaggedRunner:
         for span in spans:
             cast(PagedRow, span.row).reserve(span.row.offset + span.count)
         plan = mx.array(self._packed(shape, spans, ids, wanted))
-        if shape not in self._passes:
-            self._passes[shape] = mx.compile(partial(self._one_pass, shape))
-        logits = self._passes[shape](plan, self._padded(drawn))
+        logits = self._compiled(shape)(plan, self._padded(drawn))
+        self._computed.add(shape)
         for span in spans:
             span.row.advance(span.count)
         return logits[: len(wanted)] if wanted else logits
+
+    def trace(self) -> None:
+        """Builds the passes of all sizes, with logits of every line and of some; computes none."""
+        for size in self.sizes:
+            for wanted in (0, min(size, self._rows)):
+                shape = PlanShape(size, wanted, self._tables, self._tiles)
+                self._compiled(shape)(mx.zeros((shape.size,), dtype=mx.int32), self._none)
+
+    def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], mx.array]:
+        if shape not in self._passes:
+            self._passes[shape] = mx.compile(partial(self._one_pass, shape))
+        return self._passes[shape]
 
     def _shape(self, lines: int, wanted: int) -> PlanShape:
         """Returns the shape of a pass over so many lines, of which `wanted` get logits."""

@@ -26,6 +26,7 @@ from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels.kernel_cache import compiled_in_parallel
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -105,6 +106,9 @@ class ModelEngine(RowEngine[CacheRow]):
         self._pairs = pairs if loaded.deterministic else pairs_in_memory(shape, pairs)
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
+        if self._layout.sizes:  # attention of compiled passes keeps no scores
+            self.chunk = min(self.chunk, self._layout.sizes[-1])
+            self._pairs = self.chunk**2
         self._spare = self._layout.spare
         self.blocks = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
@@ -154,8 +158,8 @@ class ModelEngine(RowEngine[CacheRow]):
     def limits(self) -> StepLimits:
         """See Engine.limits."""
         return StepLimits(
-            lines=self._layout.sizes[-1] if self._layout.sizes else self.chunk,
-            pairs=pair_budget(self.chunk),
+            lines=self.chunk,
+            pairs=pair_budget(device.prefill_chunk()),
             context=self.context,
             seconds=self._target.seconds(self.cost.seconds(ONE_ROW)),
             ahead=int(self._lookahead),
@@ -234,6 +238,9 @@ class ModelEngine(RowEngine[CacheRow]):
         pooled = self._layout.holds_prefixes and self._fixed_blocks is None
         if pooled:  # a small pool leaves memory for the measurement
             self._remake_layout(blocks_for(sizes[-1] + 3))
+        with compiled_in_parallel(on_progress):
+            self._layout.trace()
+        on_progress()
         small, large = map(self._measure_chunk, sizes)
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
