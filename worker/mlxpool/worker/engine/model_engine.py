@@ -240,7 +240,6 @@ class ModelEngine(RowEngine[CacheRow]):
             self._remake_layout(blocks_for(sizes[-1] + 3))
         with compiled_in_parallel(on_progress):
             self._layout.trace()
-        on_progress()
         small, large = map(self._measure_chunk, sizes)
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
