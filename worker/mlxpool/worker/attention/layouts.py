@@ -253,17 +253,20 @@ class PagedLayout(Layout):
         if self._deterministic:
             return super().forward(spans, ids, wanted)
         found: dict[int, mx.array] = {}
+        without: list[mx.array] = []  # of passes without logits
         starts = [0, *accumulate(span.count for span in spans)]
         for part in self._passes(spans, set(wanted)):
             inside = [number for number in part if number in set(wanted)]
             every = [ids[starts[number] : starts[number + 1]] for number in part]
             some = [spans[number] for number in part]
             got = self._pass(some, mx.concatenate(every), [part.index(n) for n in inside])
+            if not inside:
+                without.append(got)
             for row, number in enumerate(inside):
                 found[number] = got[row : row + 1]
-            if not wanted:
-                return got
-        return mx.concatenate([found[number] for number in wanted])
+        logits = mx.concatenate([found[number] for number in wanted]) if wanted else mx.zeros(1)
+        complete: list[mx.array] = mx.depends([logits], without) if without else [logits]
+        return complete[0]
 
     def _passes(self, spans: Sequence[RowSpan], wanted: set[int]) -> list[list[int]]:
         """Returns the indices of the spans of each pass."""
