@@ -1,8 +1,13 @@
-"""Admissions, prefill chunks, decode rows and preemptions."""
+"""Admissions, the spans of a step and preemptions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling import scheduler
@@ -15,23 +20,32 @@ from mlxpool.worker.scheduling.kv_blocks import (
     blocks_to_finish,
 )
 from mlxpool.worker.scheduling.scheduler import (
-    MAX_STREAM_PAUSE,
     MIN_CHUNK,
+    PROMPT_SHARE,
+    Span,
+    Step,
+    StepLimits,
     longest_chunk,
     pair_budget,
-    prefill_budget,
+    schedule,
 )
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.step_cost import Load
 
 AREA = pair_budget(2048)
-
-
-def plan(live: list[Sequence], budget: int) -> scheduler.StepPlan:
-    return scheduler.plan_step(live, budget, AREA)
+LIMITS = StepLimits(lines=2048, pairs=AREA, context=10**6)
 
 
 def sequence(
-    phase: Phase, prompt: int = 10, prefilled: int = 0, *, blocks: int = 0, max_tokens: int = 10
+    prompt: int = 10,
+    submitted: int = 0,
+    *,
+    ids: int = 0,
+    blocks: int = 0,
+    max_tokens: int = 10,
+    awaited: int = 0,
+    read_alone: bool = False,
+    phase: Phase = Phase.RUNNING,
 ) -> Sequence:
     return Sequence(
         b"",
@@ -40,47 +54,96 @@ def sequence(
         Options(),
         0,
         max_tokens,
+        list(range(ids)),
         phase=phase,
-        prefilled=prefilled,
+        submitted=submitted,
+        awaited=awaited,
         blocks=blocks,
+        read_alone=read_alone,
     )
 
 
+def decoding(prompt: int = 10, ids: int = 1, **changes: int) -> Sequence:
+    """A sequence whose next input is known."""
+    return sequence(prompt, prompt + ids - 1, ids=ids, **{"max_tokens": 100, **changes})
+
+
+def whole(seq: Sequence, tokens: int) -> int:
+    """As of an engine without restore points."""
+    return tokens
+
+
+def free(load: Load) -> float:
+    return 0.0
+
+
+def per_line(seconds: float) -> Callable[[Load], float]:
+    return lambda load: seconds * load.lines
+
+
+def plan(live: list[Sequence], limits: StepLimits = LIMITS, *, alone: bool = True) -> Step:
+    return schedule(live, limits, free, whole, alone=alone)
+
+
+def spans(step: Step) -> list[tuple[Sequence, int, int, bool]]:
+    return [(span.sequence, span.start, span.end, span.draws) for span in step.spans]
+
+
+# ---- admissions ----------------------------------------------------------------------------------
+
+
 def test_waiting_sequences_are_admitted_in_order_up_to_the_free_slots() -> None:
-    live = [sequence(Phase.DECODE), *(sequence(Phase.WAITING) for _ in range(3))]
+    live = [sequence(), *(sequence(phase=Phase.WAITING) for _ in range(3))]
     assert scheduler.next_admissions(live, 3) == live[1:3]
     assert scheduler.next_admissions(live, 1) == []
 
 
 def test_preempted_sequences_are_admitted_first_in_order_of_arrival() -> None:
-    fresh, *gone = (sequence(Phase.WAITING) for _ in range(3))
+    fresh, *gone = (sequence(phase=Phase.WAITING) for _ in range(3))
     for one in gone:
         one.preempt()
     assert scheduler.next_admissions([fresh, *gone], 8) == [*gone, fresh]
 
 
-def test_the_oldest_prompt_gets_the_budget_first() -> None:
-    first, second, third = (sequence(Phase.PREFILL, size) for size in (51, 101, 11))
-    step = plan([first, second, third], 120)
-    assert step.prefill == ((first, 50), (second, 70))
-    assert plan([third], 4).prefill == ((third, 4),)
+# ---- the spans of a step -------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_all_cached_needs_no_budget() -> None:
-    ready = sequence(Phase.PREFILL, 10, prefilled=9)
-    assert plan([ready], 100).prefill == ((ready, 0),)
+def test_the_oldest_prompts_get_the_lines_of_a_step_first() -> None:
+    first, second, third = (sequence(size) for size in (51, 101, 11))
+    step = plan([first, second, third], replace(LIMITS, lines=120))
+    assert spans(step) == [(first, 0, 51, True), (second, 0, 69, False)]
+    assert spans(plan([third], replace(LIMITS, lines=4))) == [(third, 0, 4, False)]
 
 
-def test_a_prompt_without_a_share_waits_for_the_next_step() -> None:
-    """A prompt uses all query-key pairs of a step; the next prompt waits."""
-    first, second = sequence(Phase.PREFILL, 70_061, 70_000), sequence(Phase.PREFILL, 501)
-    assert plan([first, second], 2048).prefill == ((first, 60),)
+def test_the_last_chunk_of_a_prompt_draws_its_first_token() -> None:
+    begun = sequence(100, 60)
+    assert spans(plan([begun])) == [(begun, 60, 100, True)]
 
 
-def test_every_decoding_row_gets_a_token_while_others_prefill() -> None:
-    rows = [sequence(Phase.DECODE), sequence(Phase.PREFILL), sequence(Phase.DECODE)]
-    assert plan(rows, 5).decode == (rows[0], rows[2])
-    assert plan([], 5) == plan([sequence(Phase.FINISHED)], 5)
+def test_a_prompt_that_is_all_cached_only_decodes() -> None:
+    ready, single = sequence(10, 9), sequence(1)
+    step = plan([ready, single])
+    assert spans(step) == [(ready, 9, 10, True), (single, 0, 1, True)]
+    assert step.chunks == []
+
+
+def test_a_resumed_sequence_reads_prompt_and_ids() -> None:
+    resumed = sequence(10, ids=5)
+    assert spans(plan([resumed])) == [(resumed, 0, 15, True)]
+
+
+def test_a_prompt_without_query_key_pairs_waits_for_the_next_step() -> None:
+    first, second = sequence(70_061, 70_000), sequence(501)
+    assert spans(plan([first, second])) == [(first, 70_000, 70_061, True)]
+
+
+def test_every_decoding_row_is_in_a_step_before_the_prompts() -> None:
+    first, prompt, second = decoding(), sequence(50), decoding(20)
+    step = plan([first, prompt, second], replace(LIMITS, lines=5))
+    assert [span.sequence for span in step.spans] == [first, second, prompt]
+    assert step.spans[2].count == 3
+    ended = [sequence(phase=Phase.FINISHED), sequence(phase=Phase.WAITING)]
+    assert plan([]) == plan(ended) == Step()
 
 
 @pytest.mark.parametrize("at", [0, 1, 2048, 4096, 60_000])
@@ -92,53 +155,345 @@ def test_chunks_get_shorter_as_the_context_gets_longer(at: int) -> None:
 
 
 def test_prompts_share_the_query_key_pairs_of_a_step() -> None:
-    long = sequence(Phase.PREFILL, 5000, prefilled=4096)
-    after = sequence(Phase.PREFILL, 5000)
-    assert plan([long, after], 2048).prefill == ((long, longest_chunk(4096, AREA)),)
-    short = sequence(Phase.PREFILL, 1025)
-    step = plan([short, after], 2048)
-    assert step.prefill == ((short, 1024), (after, 1024))
+    long, after = sequence(5000, 4096), sequence(5000)
+    end = 4096 + longest_chunk(4096, AREA)
+    assert end < 5000
+    assert spans(plan([long, after])) == [(long, 4096, end, False)]
+    short = sequence(1025)
+    step = plan([short, after])
+    assert spans(step) == [(short, 0, 1025, True), (after, 0, 1023, False)]
+
+
+def test_prompts_of_a_pass_are_bounded_where_the_engine_says_so() -> None:
+    live = [sequence(20), sequence(30), sequence(40)]
+    for most in (1, 2):
+        step = plan(live, replace(LIMITS, prompts=most))
+        assert [span.sequence for span in step.chunks] == live[:most]
+    assert len(plan(live).chunks) == 3
 
 
 @pytest.mark.parametrize(
-    ("streams", "token_seconds", "expected"),
+    ("streams", "line_seconds", "expected"),
     [
-        (False, 0.01, 2048),  # no stream is delayed
-        (True, 0.0, 2048),  # the time of a token is unknown
-        (True, 1e-9, 2048),
-        (True, MAX_STREAM_PAUSE / 500, 500),
-        (True, 1.0, MIN_CHUNK),
+        (0, 1.0, 2048),  # nobody waits for a token
+        (4, 0.0, 2044),  # the time of a line is unknown
+        (4, 1e-9, 2044),
+        (4, 0.1 / 500, 496),
+        (100, 0.1 / 150, 50),
+        (100, 0.1 / 100, 25),  # a quarter of the time, although the rows take all of it
+        (100, 0.1 / 10, MIN_CHUNK),
+        (4, 1.0, MIN_CHUNK),
     ],
 )
-def test_a_chunk_delays_running_streams_for_a_bounded_time(
-    streams: bool, token_seconds: float, expected: int
+def test_a_chunk_beside_streams_takes_a_bounded_time(
+    streams: int, line_seconds: float, expected: int
 ) -> None:
-    assert prefill_budget(2048, streams, token_seconds) == pytest.approx(expected, abs=1)
-    assert prefill_budget(16, streams, token_seconds) == 16
+    live = [*(decoding() for _ in range(streams)), sequence(5000)]
+    limits = replace(LIMITS, seconds=0.1)
+    step = schedule(live, limits, per_line(line_seconds), whole)
+    (chunk,) = step.chunks
+    assert chunk.count == pytest.approx(max(expected, MIN_CHUNK), abs=1)
+
+
+def test_only_the_first_prompt_has_a_least_chunk() -> None:
+    live = [decoding(), sequence(500), sequence(500)]
+    step = schedule(live, replace(LIMITS, seconds=0.1), per_line(1.0), whole)
+    assert [span.count for span in step.chunks] == [MIN_CHUNK]
+
+
+def test_a_chunk_ends_at_a_restore_point_and_the_next_prompt_gets_the_rest() -> None:
+    first, second = sequence(100), sequence(100)
+    step = schedule(
+        [first, second], LIMITS, free, lambda seq, tokens: 30 if seq is first else tokens
+    )
+    assert spans(step) == [(first, 0, 30, False), (second, 0, 100, True)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "sizes", "count"),
+    [
+        (0, 5000, (64, 512), 512),
+        (4, 5000, (64, 512), 508),
+        (4, 300, (64, 512), 300),  # it ends its prompt: another pass would cost more than padding
+        (4, 5000, (64, 512, 2048), 2044),
+        (4, 5000, (8, 64, 100), 96),
+    ],
+)
+def test_a_chunk_inside_a_prompt_fills_a_compiled_size(
+    rows: int, prompt: int, sizes: tuple[int, ...], count: int
+) -> None:
+    live = [*(decoding() for _ in range(rows)), sequence(prompt)]
+    (chunk,) = plan(live, replace(LIMITS, sizes=sizes)).chunks
+    assert chunk.count == count
+
+
+def test_a_chunk_is_not_cut_to_nothing() -> None:
+    live = [*(decoding() for _ in range(60)), sequence(5000)]
+    limits = replace(LIMITS, lines=100, sizes=(60, 200))
+    (chunk,) = plan(live, limits).chunks
+    assert chunk.count == 40
+
+
+# ---- passes in flight ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_row_is_submitted_ahead_as_often_as_the_engine_allows(ahead: int) -> None:
+    limits, row = replace(LIMITS, ahead=ahead), decoding()
+    for awaited in range(1, 4):
+        row.submitted, row.awaited = row.submitted + 1, awaited
+        step = plan([row], limits)
+        if awaited <= ahead:
+            assert spans(step) == [(row, row.submitted, row.submitted + 1, True)]
+        else:
+            assert step == Step()
+
+
+def test_a_row_whose_last_token_is_in_flight_is_not_submitted() -> None:
+    limits = replace(LIMITS, ahead=1)
+    ending = decoding(10, 5, max_tokens=6)
+    full = decoding(10, 5)
+    for row in (ending, full):
+        row.submitted, row.awaited = row.submitted + 1, 1
+    assert plan([ending], limits) == Step()
+    assert plan([full], replace(limits, context=16)) == Step()
+    assert len(plan([full], replace(limits, context=17)).spans) == 1
+    ending.max_tokens += 1
+    assert len(plan([ending], limits).spans) == 1
+
+
+# ---- prompts that failed before ------------------------------------------------------------------
+
+
+def test_a_prompt_that_failed_is_read_alone() -> None:
+    row, suspect, other = decoding(), sequence(50, read_alone=True), sequence(50)
+    step = plan([row, suspect, other])
+    assert step.alone and spans(step) == [(suspect, 0, 50, True)]
+    step = plan([row, suspect, other], alone=False)
+    assert not step.alone and [span.sequence for span in step.spans] == [row]
+    step = plan([suspect, other], alone=False)  # no stream waits
+    assert step.alone and [span.sequence for span in step.spans] == [suspect]
+
+
+def test_prompts_before_one_that_failed_are_read_without_it() -> None:
+    first, suspect, last = sequence(50), sequence(50, read_alone=True), sequence(50)
+    step = plan([first, suspect, last])
+    assert not step.alone and [span.sequence for span in step.spans] == [first]
+
+
+def test_a_sequence_that_failed_decodes_with_the_others() -> None:
+    row, suspect = decoding(), decoding(read_alone=True)
+    assert [span.sequence for span in plan([row, suspect]).spans] == [row, suspect]
+
+
+# ---- all of it, over random sequences ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A predicted time that grows with everything that a pass computes."""
+
+    line: float
+    key: float
+    pair: float
+
+    def __call__(self, load: Load) -> float:
+        return self.line * load.lines + self.key * load.keys + self.pair * load.pairs
+
+
+@st.composite
+def running(draw: st.DrawFn) -> Sequence:
+    prompt, ids = draw(st.integers(1, 4000)), draw(st.integers(0, 40))
+    length = prompt + ids
+    seq = sequence(prompt, ids=ids, max_tokens=ids + draw(st.integers(1, 40)))
+    seq.read_alone = draw(st.sampled_from([False] * 5 + [True]))
+    seq.phase = draw(st.sampled_from([Phase.RUNNING] * 6 + [Phase.WAITING, Phase.FINISHED]))
+    if seq.phase is Phase.RUNNING:
+        state = draw(st.sampled_from(["reads", "decodes", "in flight"]))
+        if state == "reads":
+            seq.submitted = draw(st.integers(0, length - 1))
+        elif state == "decodes":
+            seq.submitted = length - 1
+        else:
+            seq.awaited = draw(st.integers(1, 2))
+            seq.submitted = length + seq.awaited - 1
+    return seq
+
+
+LIMITS_OF_ALL = st.builds(
+    StepLimits,
+    lines=st.integers(40, 1200),
+    pairs=st.sampled_from([10_000, 500_000, AREA]),
+    context=st.just(4060),
+    seconds=st.sampled_from([0.0, 0.01, 0.2]),
+    prompts=st.integers(0, 3),
+    ahead=st.integers(0, 1),
+    sizes=st.sampled_from([(), (64, 256, 1024), (48,)]),
+)
+COSTS = st.builds(
+    Cost,
+    st.sampled_from([0.0, 1e-5, 1e-3]),
+    st.sampled_from([0.0, 1e-8, 1e-6]),
+    st.sampled_from([0.0, 1e-9, 1e-7]),
+)
+RESTORE_AT = st.sampled_from([0, 37, 300])  # tokens between two restore points; 0: there are none
+
+
+def clip_at(every: int) -> Callable[[Sequence, int], int]:
+    def clip(seq: Sequence, tokens: int) -> int:
+        return min(tokens, every - seq.submitted % every) if every else tokens
+
+    return clip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(running(), max_size=12), LIMITS_OF_ALL, COSTS, RESTORE_AT, st.booleans())
+def test_a_step_keeps_every_bound(
+    live: list[Sequence], limits: StepLimits, cost: Cost, every: int, alone: bool
+) -> None:
+    clip = clip_at(every)
+    step = schedule(live, limits, cost, clip, alone=alone)
+    inside = [span.sequence for span in step.spans]
+    assert len(set(inside)) == len(inside)
+    for span in step.spans:
+        seq = span.sequence
+        assert seq.phase is Phase.RUNNING
+        assert span.start == seq.submitted and span.count >= 1
+        assert seq.awaited == 0 or (span.decodes and seq.awaited <= limits.ahead)
+        made = len(seq.ids) + seq.awaited
+        assert made < seq.max_tokens and len(seq.prompt) + made < limits.context + 1
+        assert span.draws == (span.end == seq.length + seq.awaited)
+    rows = [span for span in step.spans if span.decodes]
+    assert list(step.spans) == [*rows, *step.chunks]
+    order = [live.index(span.sequence) for span in step.chunks]
+    assert order == sorted(order)
+    waits = [one for one in live if one.reads_prompt]
+    if step.alone:
+        assert len(inside) == 1 and inside[0].read_alone and inside[0] is waits[0]
+    else:
+        due = [one for one in live if one.phase is Phase.RUNNING and one.unread == 1]
+        assert set(due) <= {span.sequence for span in rows}
+        assert not any(span.sequence.read_alone for span in step.chunks)
+        bounds_of(step, rows, limits, cost, clip)
+    if waits and not waits[0].read_alone and len(rows) < limits.lines:
+        assert step.chunks, "the oldest prompt gets a part of every step"
+
+
+def bounds_of(
+    step: Step,
+    rows: list[Span],
+    limits: StepLimits,
+    cost: Cost,
+    clip: Callable[[Sequence, int], int],
+) -> None:
+    chunks = step.chunks
+    if not chunks:
+        return
+    lines = sum(span.count for span in step.spans)
+    assert lines <= limits.lines
+    assert not limits.prompts or len(chunks) <= limits.prompts
+    before = sum(span.count * span.end for span in chunks[:-1])
+    last = chunks[-1]
+    assert last.count <= MIN_CHUNK or before + last.count * last.end <= limits.pairs
+    if rows and limits.seconds:
+        load = Load.of(rows)
+        bound = max(limits.seconds, cost(load) + PROMPT_SHARE * limits.seconds)
+        least = len(chunks) == 1 and last.count <= MIN_CHUNK
+        assert least or cost(Load.of(step.spans)) <= bound + 1e-12
+    if limits.sizes and last.end < last.sequence.length:
+        smaller = [size for size in limits.sizes if size <= lines]
+        spare = lines - smaller[-1] if smaller else 0
+        assert spare == 0 or not smaller or lines - last.count >= smaller[-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 700), st.integers(1, 9), st.integers(0, 5), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    LIMITS_OF_ALL,
+    COSTS,
+    RESTORE_AT,
+)
+def test_every_sequence_ends_with_its_tokens(
+    requests: list[tuple[int, int, int, bool]], limits: StepLimits, cost: Cost, every: int
+) -> None:
+    """Steps are submitted and collected as by the compute thread.
+
+    A request has a prompt, tokens, the steps before the next one arrives, and may have failed.
+    """
+    arriving = [
+        (sequence(size, max_tokens=count, read_alone=alone), gap)
+        for size, count, gap, alone in requests
+    ]
+    live: list[Sequence] = []
+    flights: list[Step] = []
+    was_alone, gap = False, 0
+    for _ in range(2000):
+        gap -= 1
+        if arriving and gap < 0:
+            seq, gap = arriving.pop(0)
+            live.append(seq)
+        step = schedule(live, limits, cost, clip_at(every), alone=not was_alone)
+        if step.alone and flights:
+            collect(flights, live)
+            continue
+        if step.alone:
+            beside = [one for one in live if one.phase is Phase.RUNNING and one.unread == 1]
+            assert not (was_alone and beside), "streams wait for one such step at most"
+        if step.spans:
+            was_alone = step.alone
+            for span in step.spans:
+                span.sequence.submitted = span.end
+                span.sequence.awaited += span.draws
+            flights.append(step)
+        if flights and (step.alone or not step.spans or len(flights) > limits.ahead):
+            collect(flights, live)
+        if not arriving and not live and not flights:
+            return
+    raise AssertionError("some sequence never ends")
+
+
+def collect(flights: list[Step], live: list[Sequence]) -> None:
+    for span in flights.pop(0).spans:
+        seq = span.sequence
+        if span.draws:
+            seq.awaited -= 1
+            seq.ids.append(len(seq.ids))
+            assert len(seq.ids) <= seq.max_tokens
+        if len(seq.ids) == seq.max_tokens:
+            assert seq.awaited == 0 and seq.submitted == seq.length - 1
+            seq.phase = Phase.FINISHED
+            live.remove(seq)
+
+
+# ---- blocks --------------------------------------------------------------------------------------
 
 
 def test_a_row_gets_blocks_before_its_step_and_none_beyond_its_end() -> None:
-    row = sequence(Phase.DECODE, KV_BLOCK_TOKENS - 2, blocks=1, max_tokens=10)
+    row = sequence(KV_BLOCK_TOKENS - 2, blocks=1, max_tokens=10)
     assert scheduler.needing_blocks([row]) == []
     row.ids.append(1)
     assert scheduler.needing_blocks([row]) == [row] and blocks_for_step(row) == 2
-    last = sequence(Phase.DECODE, KV_BLOCK_TOKENS - 1, blocks=1, max_tokens=1)
+    last = sequence(KV_BLOCK_TOKENS - 1, blocks=1, max_tokens=1)
     assert scheduler.needing_blocks([last]) == []
 
 
 def test_the_newest_row_is_preempted_but_never_the_only_one() -> None:
-    rows = [sequence(Phase.DECODE), sequence(Phase.PREFILL), sequence(Phase.WAITING)]
+    rows = [sequence(), sequence(), sequence(phase=Phase.WAITING)]
     assert scheduler.preemption_victim(rows) is rows[1]
     assert scheduler.preemption_victim([rows[0], rows[2]]) is None
 
 
 def test_blocks_needed_at_admission_and_after_a_preemption() -> None:
-    seq = sequence(Phase.WAITING, 300, max_tokens=2000)
+    seq = sequence(300, max_tokens=2000, phase=Phase.WAITING)
     assert (blocks_to_finish(seq), blocks_to_admit(seq, 100)) == (9, 3)
-    assert blocks_to_admit(sequence(Phase.WAITING, 300, max_tokens=5), 100) == 2
+    assert blocks_to_admit(sequence(300, max_tokens=5, phase=Phase.WAITING), 100) == 2
     seq.ids += [1] * 300
     seq.preempt()
-    assert (seq.phase, seq.blocks, seq.prefilled) == (Phase.WAITING, 0, 0)
+    assert (seq.phase, seq.blocks, seq.submitted) == (Phase.WAITING, 0, 0)
     assert (blocks_to_admit(seq, 100), blocks_to_admit(seq, 5), blocks_to_admit(seq, 3)) == (
         9,
         5,
@@ -165,7 +520,7 @@ def test_block_capacity_and_activation_bytes() -> None:
 
 
 def test_token_range_equals_a_slice_of_all_tokens() -> None:
-    seq = sequence(Phase.WAITING, 5)
+    seq = sequence(5)
     seq.ids += [70, 71, 72]
     for start in range(8):
         for end in range(start, 9):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed
+from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.scheduling.scheduler import Span
+from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.testing import faults
 from mlxpool.worker.testing.faults import (
     DEVICE,
@@ -34,6 +37,7 @@ from mlxpool.worker.testing.faults import (
 from mlxpool.worker.testing.faulty_engine import FaultyEngine
 from support import kinds
 from support.counting_checker import expected_ids
+from support.engine_steps import decode_spans
 from support.pool import PATIENCE, until
 from support.worker_process import WorkerProcess, id_of
 
@@ -153,31 +157,79 @@ def test_no_fault_without_a_name_and_no_frame_fault_outside_send() -> None:
     assert Faults(Counting(fault="late", fault_in="decode")).site == ""
 
 
-def admitted(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Sequence]:
+def sequence(prompt: Many[int] = (1,)) -> Sequence:
+    return Sequence(b"", 1, tuple(prompt), Options(), 9, 10)
+
+
+def armed(**settings: Any) -> FaultyEngine:
     given = Counting(step_us=0, **{"fault": "raise", **settings})
-    engine = FaultyEngine(CountingEngine(given, 100_000), Faults(given))
-    return engine, Sequence(b"", 1, tuple(prompt), Options(), 9, 10)
+    return FaultyEngine(CountingEngine(given, 100_000), Faults(given))
+
+
+def admitted(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Sequence]:
+    """Returns an engine and a sequence whose prompt it has read but for the last token."""
+    engine, seq = armed(**settings), sequence(prompt)
+    engine.admit(seq)
+    seq.submitted = len(prompt) - 1
+    return engine, seq
+
+
+def decoded(engine: FaultyEngine, rows: Many[Sequence]) -> StepResult:
+    """Computes a decode step and appends its tokens."""
+    engine.submit(decode_spans(rows))
+    found = engine.collect()
+    for one in found.drawn:
+        one.sequence.ids.append(one.token)
+    return found
+
+
+def read(engine: FaultyEngine, seq: Sequence, tokens: int) -> StepResult:
+    """Computes the next chunk of a prompt."""
+    engine.submit([Span(seq, seq.submitted, tokens, draws=seq.submitted + tokens == seq.length)])
+    return engine.collect()
 
 
 def test_decode_strikes_at_its_position() -> None:
     engine, seq = admitted(fault_at=1)
-    assert engine.decode([seq])
-    seq.ids.append(5)
-    with pytest.raises(SequenceFailed, match="raise") as caught:
-        engine.decode([Sequence(b"", 1, (1,), Options(), 9, 10), seq])
-    assert caught.value.sequence is seq
+    other = sequence()
+    engine.admit(other)
+    assert not decoded(engine, [seq]).failed
+    found = decoded(engine, [other, seq])
+    assert [one.sequence for one in found.drawn] == [other]
+    (failure,) = found.failed
+    assert failure.sequence is seq and "raise" in str(failure)
+
+
+def test_the_last_chunk_of_a_prompt_draws_token_0() -> None:
+    engine, seq = armed(fault_at=0), sequence(range(9))
+    engine.admit(seq)
+    assert not read(engine, seq, 5).failed
+    found = read(engine, seq, 4)
+    assert [failure.sequence for failure in found.failed] == [seq] and found.drawn == []
 
 
 def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
-    engine, seq = admitted(b"x" * 5000, fault_in="prefill", fault_at=2048)
-    assert engine.prefill_batch([(seq, 4096)]) == [2048]
-    with pytest.raises(SequenceFailed):
-        engine.prefill_batch([(seq, 4096)])
+    engine, seq = armed(fault_in="prefill", fault_at=2048), sequence(range(5000))
+    engine.admit(seq)
+    assert read(engine, seq, 2048) == StepResult([], [])
+    assert [failure.sequence for failure in read(engine, seq, 2048).failed] == [seq]
+    assert not read(engine, seq, 904).failed
+
+
+def test_prefill_strikes_one_prompt_of_a_pass_over_several() -> None:
+    engine = armed(fault_in="prefill", fault_at=3, fault_prompt="poison")
+    rows = [sequence(prompt) for prompt in (b"good one", b"some poison", b"another")]
+    for seq in rows:
+        engine.admit(seq)
+    engine.submit([Span(seq, 0, seq.length, draws=True) for seq in rows])
+    found = engine.collect()
+    assert [one.sequence for one in found.drawn] == [rows[0], rows[2]]
+    assert [failure.sequence for failure in found.failed] == [rows[1]]
 
 
 def test_load_strikes_in_its_step() -> None:
     seen: list[int] = []
-    engine, _ = admitted(fault_in="load", fault_at=4)
+    engine = armed(fault_in="load", fault_at=4)
     with pytest.raises(Struck):
         engine.load(lambda tensors, size: seen.append(tensors))
     assert seen == [1, 2, 3, 4]
@@ -185,17 +237,19 @@ def test_load_strikes_in_its_step() -> None:
 
 def test_fault_prompt_selects_prompts() -> None:
     engine, bad = admitted(b"some poison", fault_prompt="poison")
-    good = Sequence(b"", 1, (400, 401), Options(), 9, 10)
-    assert engine.decode([good])
-    with pytest.raises(SequenceFailed):
-        engine.decode([good, bad])
+    good = sequence((400,))
+    engine.admit(good)
+    assert not decoded(engine, [good]).failed
+    found = decoded(engine, [good, bad])
+    assert [one.sequence for one in found.drawn] == [good]
+    assert [failure.sequence for failure in found.failed] == [bad]
 
 
 @pytest.mark.parametrize(
     ("place", "call"),
     [
-        ("decode", lambda engine, seq: engine.decode([seq, seq, seq])),
-        ("prefill", lambda engine, seq: engine.prefill_batch([(seq, 2)])),
+        ("decode", lambda engine, seq: decoded(engine, [seq])),
+        ("prefill", lambda engine, seq: read(engine, seq, 2)),
         ("load", lambda engine, seq: engine.load(lambda tensors, size: None)),
     ],
 )
@@ -206,21 +260,29 @@ def test_slow_is_slow_in_each_step_chunk_and_shard(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    engine, seq = admitted(fault="slow", fault_in=place, fault_at=77)
+    engine, seq = armed(fault="slow", fault_in=place, fault_at=77), sequence(b"abc")
+    engine.admit(seq)
+    if place == "decode":
+        seq.submitted = 2
     call(engine, seq)
     assert slept.count(0.2) == (10 if place == "load" else 1)
 
 
 @pytest.mark.parametrize("place", ["accept", "prefill", "decode", "end"])
 def test_nothing_computes_after_a_lost_device(place: str) -> None:
-    engine, seq = admitted(fault="device", fault_in=place)
+    engine, seq = armed(fault="device", fault_in=place), sequence(b"abc")
     engine.admit(seq)
     assert engine.device_works()
     if place in ("accept", "end"):
         engine.faults.strike()  # by others: it raises nothing itself
+
+    def at(submitted: int) -> Sequence:
+        seq.submitted = submitted
+        return seq
+
     calls: dict[str, Callable[[], object]] = {
-        "prefill": lambda: engine.prefill_batch([(seq, 2)]),
-        "decode": lambda: engine.decode([seq]),
+        "prefill": lambda: read(engine, at(0), 2),
+        "decode": lambda: decoded(engine, [at(2)]),
     }
     first = calls.pop(place, lambda: engine.admit(seq))
     for call in (first, *calls.values(), first):
@@ -230,7 +292,7 @@ def test_nothing_computes_after_a_lost_device(place: str) -> None:
 
 
 def test_a_device_lost_in_the_load_fails_the_load() -> None:
-    engine, _ = admitted(fault="device", fault_in="load", fault_at=2)
+    engine = armed(fault="device", fault_in="load", fault_at=2)
     with pytest.raises(DeviceGone):
         engine.load(lambda tensors, size: None)
 

@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxpool.worker.scheduling.spans import Span
 
 OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes into account
 FIT_INTERVAL = 16  # observations between two fits
+FIT_ROUNDS = 4  # of a fit; each takes the predictions of the one before to weight errors
 MIN_OBSERVATIONS = 2
 # The sizes of lines, keys, pairs and drawn tokens that the fit counts as one.
 _UNITS = np.array([1.0, 1e3, 1e5, 1e6, 1e2])
 _RIDGE = 1e-6
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +103,32 @@ class StepCost:
             self._fit()
 
     def _fit(self) -> None:
-        """Least squares of relative errors; a negative coefficient is dropped and fitted again."""
+        """Least squares of relative errors, each at most 1: of the longer time.
+
+        So neither a pass that waited for another process nor one whose end was read late, which
+        makes the next one seem to take no time, has much weight.
+        """
         every = [*self._rows, *self._mixed]
-        seconds = np.maximum(np.array([took for _, took in every]), 1e-9)
-        features = np.array([row for row, _ in every]) / _UNITS / seconds[:, None]
-        kept = list(range(5))
-        while kept:
-            part = features[:, kept]
-            square = part.T @ part
-            square += _RIDGE * np.trace(square) * np.eye(len(kept))
-            found = np.linalg.solve(square, part.sum(axis=0))
-            if (found >= 0).all():
-                break
-            kept.pop(int(found.argmin()))
-        weights = np.zeros(5)
-        if kept:
-            weights[kept] = found
+        seconds = np.array([took for _, took in every])
+        features = np.array([row for row, _ in every]) / _UNITS
+        weights = _least_squares(features, seconds)
+        for _ in range(FIT_ROUNDS):
+            scale = np.maximum(np.maximum(seconds, features @ weights), 1e-9)
+            weights = _least_squares(features / scale[:, None], seconds / scale)
         self._weights = (weights / _UNITS).tolist()
+
+
+def _least_squares(features: Floats, seconds: Floats) -> Floats:
+    """Solves for coefficients [5]; a negative one is dropped and the others are fitted again."""
+    weights = np.zeros(features.shape[1])
+    kept = list(range(features.shape[1]))
+    while kept:
+        part = features[:, kept]
+        square = part.T @ part
+        square += _RIDGE * np.trace(square) * np.eye(len(kept))
+        found = np.linalg.solve(square, part.T @ seconds)
+        if (found >= 0).all():
+            weights[kept] = found
+            break
+        kept.pop(int(found.argmin()))
+    return weights
