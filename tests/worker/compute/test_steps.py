@@ -25,8 +25,9 @@ from mlxpool.worker.compute.steps import MAX_FAILED_JOINT_STEPS, DeviceLost, Ste
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece
 from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.scheduling.scheduler import Span, StepLimits
+from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.spans import Span
 from support.counting_checker import expected_ids
 
 Pass = tuple[Span, ...]

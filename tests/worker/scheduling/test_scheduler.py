@@ -22,14 +22,13 @@ from mlxpool.worker.scheduling.kv_blocks import (
 from mlxpool.worker.scheduling.scheduler import (
     MIN_CHUNK,
     PROMPT_SHARE,
-    Span,
-    Step,
     StepLimits,
     longest_chunk,
     pair_budget,
     schedule,
 )
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
 
 AREA = pair_budget(2048)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.common.options import Options
-from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import (
     MIN_OBSERVATIONS,
     OBSERVATIONS,

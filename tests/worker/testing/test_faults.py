@@ -22,8 +22,8 @@ from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.testing import faults
 from mlxpool.worker.testing.faults import (
     DEVICE,
