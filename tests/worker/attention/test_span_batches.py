@@ -98,7 +98,7 @@ def layout_of(name: str, model: LoadedModel, chunk: int = 300) -> Layout:
     exact = model.deterministic
     shape = RowShape(model.folder.plan.caches, model.dtype, CONTEXT, chunk)
     name, shape = choose_layout(name, shape, deterministic=exact, on_gpu=ON_GPU)
-    return make_layout(name, shape, model.model, 40, deterministic=exact, on_gpu=ON_GPU)
+    return make_layout(name, shape, model.model, 40, rows=32, deterministic=exact, on_gpu=ON_GPU)
 
 
 def logits_of(
@@ -180,7 +180,7 @@ class Attention:
 def test_only_the_tokens_with_logits_pass_the_last_layer(layout: str) -> None:
     model = Attention(3, 4, 8)
     shape = RowShape((KeyValueSpec(2, 8, 8),) * 3, mx.float32, CONTEXT)
-    rows = make_layout(layout, shape, model, 0, deterministic=False, on_gpu=ON_GPU)
+    rows = make_layout(layout, shape, model, 0, rows=32, deterministic=False, on_gpu=ON_GPU)
     spans = [RowSpan(rows.store.new_row(), count) for count in (1, 9, 1, 30)]
     ids = mx.zeros(41, dtype=mx.int32)
     assert rows.forward(spans, ids, [3, 0, 2]).shape == (3, 32)
@@ -194,7 +194,7 @@ def test_a_mixed_pass_copies_no_slab() -> None:
     """MLX copies an array that is written while a view of it is to be read."""
     model = Attention(2, 4, 64)
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.float32, CONTEXT)
-    slabs = make_layout("slabs", shape, model, 0, deterministic=False, on_gpu=False)
+    slabs = make_layout("slabs", shape, model, 0, rows=32, deterministic=False, on_gpu=False)
     rows = [slabs.store.new_row() for _ in range(8)]
     for row in rows:
         mx.eval(slabs.forward([RowSpan(row, 20)], mx.zeros(20, dtype=mx.int32), ()))
