@@ -562,3 +562,18 @@ def test_a_row_refuses_more_than_its_capacity() -> None:
     row.trim(4)
     row.trim(7)
     assert row.offset == 4
+
+
+def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTokenizer) -> None:
+    engine = ModelEngine(loaded, text, blocks=100, layout="pool", max_sequences=16, context=2048)
+    shared = prompt_of(1024)
+    ids_of(engine, sequence(shared), 3)
+    rows = [sequence((*shared, *prompt_of(20, salt))) for salt in range(1, 17)]
+    for row in rows:
+        enter(engine, row)
+        row.blocks = 5
+    held = {block for row in rows for block in engine._rows[row].table}
+    assert len(held) <= 16 + 4  # the block behind the shared ones is each stream's own
+    assert 100 - engine.free_blocks() <= len(held) + 2  # the tree has the end of the first stream
+    for row in rows:
+        engine.release(row)
