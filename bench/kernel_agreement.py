@@ -33,6 +33,7 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
 
     if not kernels:  # before another module of kernels imports the name
         kernel_builder.kernel_works = lambda what, trial: False
+    from mlxpool.bench.our_engine import decode, enter
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.model_engine import ModelEngine
     from mlxpool.worker.scheduling.sequence import Sequence
@@ -54,15 +55,12 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
         count = min(length, context - steps - 1)
         prompt = tuple(draw.randrange(vocabulary) for _ in range(count))
         rows.append(Sequence(b"", 0, prompt, settings, seed, steps))
-        engine.admit(rows[-1])
-        while engine.prefill(rows[-1], engine.chunk):
-            pass
+        enter(engine, rows[-1])
     found: list[list[Any]] = [[] for _ in rows]
     for _ in range(steps):
-        for one, line in zip(engine.decode(rows), found, strict=True):
+        for one, line in zip(decode(engine, rows), found, strict=True):
             assert one.logprob is not None
             line.append((one.token, one.logprob.top))
-            one.sequence.ids.append(one.token)
     return {"layout": engine.layout, "rows": found}
 
 

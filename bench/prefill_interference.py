@@ -20,8 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +61,22 @@ class Arrival:
 
 
 class TimedProgress(Progress):
-    """Records the seconds of every step and chunk."""
+    """Records the seconds of every step, with chunks of prompts and without."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
         self.durations: dict[str, list[float]] = {"prefill": [], "decode": []}
+        self._awaited_from = 0.0
 
-    @contextmanager
-    def _computing(self, phase: str, shape: Hashable, units: int) -> Iterator[None]:
-        started = time.perf_counter()
-        with super()._computing(phase, shape, units):
-            yield
-        self.durations[phase].append(time.perf_counter() - started)
+    def awaits(self, request: bytes | None, tokens: int, rows: int) -> None:
+        """See Progress."""
+        super().awaits(request, tokens, rows)
+        self._awaited_from = time.perf_counter()
+
+    def ended(self, *, fresh: bool) -> None:
+        """See Progress."""
+        self.durations[self.phase].append(time.perf_counter() - self._awaited_from)
+        super().ended(fresh=fresh)
 
 
 class ComputeHarness:

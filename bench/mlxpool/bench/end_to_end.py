@@ -138,6 +138,7 @@ def _alone(
     engine: Any, numbers: Sequence[int], plan: Plan
 ) -> tuple[RoundFigures, dict[int, list[int]]]:
     """The same requests in the engine alone, without queues, sockets or text."""
+    from mlxpool.bench.our_engine import decode, enter
     from mlxpool.common.options import Options
     from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 
@@ -147,13 +148,10 @@ def _alone(
     for number in numbers:
         ids = tuple(engine.text.encode(text_of(number, plan.prompt)))
         sequences.append(EngineSequence(b"", 0, ids, greedy, number, plan.tokens))
-        batch.admit(sequences[-1])
-        while batch.prefill(sequences[-1], batch.chunk):
-            pass
+        enter(batch, sequences[-1])
     started, took = time.perf_counter(), list[float]()
     for _ in range(plan.tokens):
-        for drawn in batch.decode(sequences):
-            drawn.sequence.ids.append(drawn.token)
+        decode(batch, sequences)
         took.append(time.perf_counter())
     for sequence in sequences:
         batch.release(sequence)

@@ -12,13 +12,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
-from mlxpool.worker.attention.layouts import PagedLayout
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+from mlxpool.worker.scheduling.scheduler import longest_chunk, schedule
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken
 from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
 
@@ -73,16 +76,12 @@ class OurEngine:
     ) -> tuple[ModelEngine, list[EngineSequence]]:
         """An engine and its rows after prefill: prompts of these lengths, each with a seed."""
         engine = self.engine(len(lengths), max(lengths) + self._spare)
-        if (
-            isinstance(engine._layout, PagedLayout) and engine._layout.compiles_chunks
-        ):  # as a worker does at load
-            engine._layout.runner.compile_decode([len(lengths)], engine.context, _nothing)
         settings = Options.parse({**options, "ignore_eos": True})
         sequences = []
         for number, length in enumerate(lengths):
             ids = tuple(prompt(length, self.vocabulary, number))
             sequences.append(EngineSequence(b"", 0, ids, settings, number, UNLIMITED_TOKENS))
-            _prefill(engine, sequences[-1])
+            enter(engine, sequences[-1])
         return engine, sequences
 
     def steps(
@@ -91,11 +90,7 @@ class OurEngine:
         """A function whose call decodes one token of each row."""
         engine, sequences = self.running(lengths, options)
 
-        def step() -> None:
-            for drawn in engine.decode(sequences):
-                drawn.sequence.ids.append(drawn.token)
-
-        return step
+        return partial(decode, engine, sequences)
 
     def prefill(self, tokens: int) -> Callable[[], object]:
         """A function whose call prefills a prompt, draws its first token and releases the row."""
@@ -132,8 +127,8 @@ class OurEngine:
 
     def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> EngineSequence:
         sequence = EngineSequence(b"", 0, ids, Options.parse(GREEDY), 0, 1)
-        _prefill(engine, sequence)
-        engine.decode([sequence])
+        admit(engine, sequence)
+        decode(engine, [sequence])
         return sequence
 
 
@@ -151,13 +146,52 @@ class NotDeterministic(OurEngine):
         return {self.NAME: partial(burst, self.prefill(tokens))}
 
 
-def _nothing() -> None: ...
-
-
-def _prefill(engine: ModelEngine, sequence: EngineSequence) -> None:
+def admit(engine: Engine, sequence: EngineSequence) -> None:
+    """Gives a sequence a row; `decode` reads its prompt."""
     engine.admit(sequence)
-    while engine.prefill(sequence, engine.chunk):
-        pass
+    sequence.phase = Phase.RUNNING
+
+
+def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKENS) -> None:
+    """Admits a sequence and reads its prompt in chunks, up to the input of its first decode step.
+
+    Also collects the passes in flight.
+    """
+    admit(engine, sequence)
+    limits = engine.limits
+    while sequence.unread > 1:
+        start = sequence.submitted
+        most = min(chunk, sequence.unread - 1, limits.lines, longest_chunk(start, limits.pairs))
+        engine.submit([Span(sequence, start, engine.clip(sequence, most), draws=False)])
+        while engine.in_flight:
+            _collect(engine)
+
+
+def decode(engine: Engine, rows: Sequence[EngineSequence]) -> list[SampledToken]:
+    """Runs scheduled steps until each row has another token; returns all tokens they drew.
+
+    The tokens are appended. Where the engine looks ahead, a pass stays in flight, so a row may get
+    a second token while a new one gets its first.
+    """
+    wanted = [len(one.ids) for one in rows]
+    drawn: list[SampledToken] = []
+    while any(len(one.ids) <= count for one, count in zip(rows, wanted, strict=True)):
+        limits = engine.limits
+        step = schedule(rows, limits, engine.cost.seconds, engine.clip)
+        if step.spans:
+            engine.submit(step.spans)
+        if not step.spans or engine.in_flight > limits.ahead:
+            drawn += _collect(engine)
+    return drawn
+
+
+def _collect(engine: Engine) -> list[SampledToken]:
+    found = engine.collect()
+    for failure in found.failed:
+        raise failure
+    for one in found.drawn:
+        one.sequence.ids.append(one.token)
+    return found.drawn
 
 
 def burst(step: Callable[[], object], steps: int) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxpool.bench import mlx_lm
 from mlxpool.bench.measurement import OURS, Measurement
-from mlxpool.bench.our_engine import OurEngine
+from mlxpool.bench.our_engine import OurEngine, admit, decode
 
 SYSTEM_TOKENS = 100  # at the start of every conversation
 ANSWER_TOKENS = 40
@@ -57,20 +57,17 @@ class OurCache:
         self.engine = ours.engine(8, context, prefix=mode)
 
     def begin(self, prompt: list[int]) -> Any:
-        """A sequence after prefill."""
+        """A sequence with a row."""
         from mlxpool.common.options import Options
         from mlxpool.worker.scheduling.sequence import Sequence
 
         seq = Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
-        self.engine.admit(seq)
-        while self.engine.prefill(seq, self.engine.chunk):
-            pass
+        admit(self.engine, seq)
         return seq
 
     def step(self, seq: Any) -> None:
-        """Decode one token."""
-        (drawn,) = self.engine.decode([seq])
-        seq.ids.append(drawn.token)
+        """Draw one token; the first step reads the prompt."""
+        decode(self.engine, [seq])
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
         """See Contestant."""

@@ -14,6 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.engine_steps import (
+    ScheduledSteps,
+    decode,
+    decode_spans,
+    drain,
+    enter,
+    read_chunk,
+)
 from support.worker_checkpoints import GLM, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -33,6 +41,7 @@ from mlxpool.worker.attention.paged_runner import (  # noqa: E402
     padded_tokens,
     padded_width,
 )
+from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_room  # noqa: E402
@@ -40,6 +49,7 @@ from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
@@ -171,42 +181,19 @@ def engine_of(
     return ModelEngine(loaded, layout=layout, prefix=prefix, blocks=blocks, lookahead=ON_GPU)
 
 
-def enter(engine: ModelEngine, seq: Sequence) -> None:
-    engine.admit(seq)
-    while engine.prefill(seq, 300):
-        pass
-
-
-def enter_together(engine: ModelEngine, rows: list[Sequence]) -> None:
-    """Prefills sequences in one pass, as the compute thread does."""
-    for seq in rows:
-        engine.admit(seq)
-    while rows:
-        shares = [(seq, 300) for seq in rows]
-        group = shares[: engine.prefill_batch_size(shares)]
-        counts = engine.prefill_batch(group)
-        done = [seq for (seq, _), count in zip(group, counts, strict=True) if not count]
-        rows = [seq for seq in rows if seq not in done]
-
-
-def step(engine: ModelEngine, rows: list[Sequence]) -> None:
-    for one in engine.decode(rows):
-        one.sequence.ids.append(one.token)
-
-
 @pytest.mark.parametrize("chunk", [1, 127, 128])
 def test_a_short_chunk_is_one_compiled_pass(
     loaded: LoadedModel, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens see each other and earlier ones, as in an uncompiled chunk.
 
-    The last chunk also gives the first token, if one more token fits into the pass.
+    The last chunk draws the first token; one of 129 inputs has no compiled pass.
     """
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, PagedLayout)
     engine._layout.compiles_chunks = True
     if chunk == 1:
-        engine._layout.compile_ahead(2, 40, lambda: None)
+        engine._layout.runner.compile_ahead(2, 40, lambda: None)
     kinds = []
     compute = PagedRunner._computed
 
@@ -221,14 +208,17 @@ def test_a_short_chunk_is_one_compiled_pass(
         for each, seq in zip((engine, slow), pair, strict=True):
             each.admit(seq)
             if before:
-                each.prefill(seq, before)
+                read_chunk(each, seq, before)
             kinds.clear()
-            while each.prefill(seq, chunk):
-                pass
+            for span in (
+                Span(seq, before, chunk, draws=False),
+                Span(seq, before + chunk, chunk + 1, draws=True),
+            ):
+                each.submit([span])
+                drain(each)
             if each is engine and not ON_GPU:  # our kernels do not read float32 chunks
-                assert kinds == [CHUNK, CHUNK_WITH_LOGITS if chunk < CHUNK_WIDTHS[-1] else CHUNK]
-            for _ in range(12):
-                step(each, [seq])
+                assert kinds == [CHUNK, CHUNK_WITH_LOGITS][: 1 + (chunk < CHUNK_WIDTHS[-1])]
+            decode(each, [seq], 11)
             each.release(seq)
         assert pair[0].ids == pair[1].ids
 
@@ -304,54 +294,59 @@ class Bare:
         return read
 
 
-def test_prompts_prefilled_in_one_pass_decode_beside_others(loaded: LoadedModel) -> None:
-    """They may be released before their first token, or fail and be prefilled again."""
+def greedy(prompt: tuple[int, ...], count: int = 20) -> Sequence:
+    return Sequence(b"", 1, prompt, Options(temperature=0.0), 1, count)
+
+
+def answer(slow: ModelEngine, seq: Sequence) -> list[int]:
+    """Returns the tokens of an engine that computes the sequence alone, as many as it has."""
+    alone = greedy(seq.prompt, len(seq.ids))
+    enter(slow, alone, 300)
+    decode(slow, [alone], len(seq.ids))
+    slow.release(alone)
+    return alone.ids
+
+
+def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> None:
+    """They may be released before their first token arrives, or fail and be read again."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, PagedLayout)
     engine._layout.compiles_chunks, engine._layout.runner.max_width = True, 64
     prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
-
-    def alone(prompt: tuple[int, ...], count: int) -> list[int]:
-        seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, count)
-        enter(slow, seq)
-        for _ in range(count):
-            step(slow, [seq])
-        slow.release(seq)
-        return seq.ids
-
-    rows: list[Sequence] = []
-    first = Sequence(b"", 1, prompts[0][::-1], Options(temperature=0.0), 1, 20)
-    enter(engine, first)
-    rows.append(first)
+    rows = [greedy(prompts[0][::-1])]
+    enter(engine, rows[0])
     for prompt in prompts:
-        for leaves in (True, False):
-            seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20)
-            enter(engine, seq)
-            assert (
-                seq in engine._prefill_logits
-            ) == leaves  # the other one finds all tokens but its last
-            if leaves:
-                engine.release(seq)
-        rows.append(seq)
-        step(engine, rows)
-    with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
-        seq = Sequence(b"", 1, (1, 2, 3), Options(temperature=0.0), 1, 20)
+        leaving, seq = greedy(prompt), greedy(prompt)
+        engine.admit(leaving)
+        drain(engine)
+        engine.submit(
+            [*decode_spans(rows), Span(leaving, leaving.submitted, leaving.unread, draws=True)]
+        )
+        engine.release(leaving)
+        assert [one.sequence for one in drain(engine)] == rows
         enter(engine, seq)
-        patch.setattr(engine, "_sample", _spoilt)
-        engine.decode([seq])
-    assert not engine._prefill_logits
-    engine.release(seq)
-    enter(engine, Sequence(b"", 1, (4, 5, 6), Options(temperature=0.0), 1, 20))
-    assert len(engine._prefill_logits) == 1
-    if not engine._layout.shares_arrays:
-        for _ in range(5):
-            step(engine, rows)
-    for seq in rows:
-        assert seq.ids == alone(seq.prompt, len(seq.ids))
+        assert seq.cached == len(prompt) - 1
+        rows.append(seq)
+        decode(engine, rows)
+    drain(engine)
+    with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
+        seq = greedy((1, 2, 3))
+        engine.admit(seq)
+        patch.setattr(engine, "_draw", _spoilt)
+        engine.submit([*decode_spans(rows[:1]), Span(seq, 0, 3, draws=True)])
+    assert seq.submitted == 0 and not engine.in_flight
+    lost = rows if engine._layout.shares_arrays else rows[:1]
+    assert [engine.lost(one) for one in rows] == [one in lost for one in rows]
+    for one in (seq, *lost):
+        engine.release(one)
+        one.return_to_waiting()
+        enter(engine, one)
+    decode(engine, [*rows, seq], 5)
+    for one in (*rows, seq):
+        assert one.ids == answer(slow, one)
     engine.close()
-    assert not engine._prefill_logits
     engine.warm_up()
-    assert not engine._prefill_logits
+    assert not engine.in_flight and engine.memory().kv == 0
 
 
 def _spoilt(*args: Any, **others: Any) -> Any:
@@ -365,33 +360,29 @@ def test_chunks_of_several_rows_are_computed_in_one_pass(loaded: LoadedModel) ->
     assert isinstance(layout, PagedLayout)
     layout.compiles_chunks = True
     first = tuple((3 * n + n * n) % 256 for n in range(330))
-    before = Sequence(b"", 1, first[:300], Options(temperature=0.0), 1, 20)
+    before = greedy(first[:300])
     enter(engine, before)
     engine.release(before)
-    prompts = [first[5:260], (7,), first[:40], first[::-1][:33], first[:301], first]
-    rows = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20) for prompt in prompts]
+    prompts = [first[5:260], (7,), first[:40], first[::-1][:33], first[:300], first]
+    rows = [greedy(prompt) for prompt in prompts]
     for seq in rows:
         engine.admit(seq)
-    shares = [(seq, 200) for seq in rows]
-    assert engine.prefill_batch_size(shares) == len(rows)
+    assert [seq.cached for seq in rows] == [0, 0, 39, 0, 299, 299]
+    spans = [
+        Span(seq, seq.submitted, min(200, seq.unread), draws=seq.unread <= 200) for seq in rows
+    ]
+    assert layout._batch_size([RowSpan(engine._rows[s.sequence], s.count) for s in spans]) == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout.runner, "chunk", _spoilt)
-        patch.setattr(layout, "forward", _spoilt)
-        done = engine.prefill_batch(shares)
-    assert done == [200, *[seq.length - 1 - seq.cached for seq in rows[1:]]]
+        patch.setattr(layouts.Layout, "forward", _spoilt)
+        engine.submit(spans)
     late, running = rows[0], rows[1:]
-    assert [seq in engine._prefill_logits for seq in rows] == [False, *[n > 0 for n in done[1:]]]
-    while engine.prefill(late, 200):
-        step(engine, running)
-    for _ in range(3):
-        step(engine, rows)
+    assert [one.sequence for one in drain(engine)] == running
+    engine.submit([*decode_spans(running), Span(late, 200, 55, draws=True)])
+    assert [one.sequence for one in drain(engine)] == [*running, late]
+    decode(engine, rows, 3)
     for seq in rows:
-        alone = Sequence(b"", 1, seq.prompt, Options(temperature=0.0), 1, 20)
-        enter(slow, alone)
-        for _ in seq.ids:
-            step(slow, [alone])
-        slow.release(alone)
-        assert alone.ids == seq.ids
+        assert seq.ids == answer(slow, seq)
 
 
 def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
@@ -404,75 +395,68 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
     layout.runner.max_width = 128
     layout.runner.compile_ahead(3, 4000, lambda: None)
     warmed = set(layout.runner._pass._passes)
-    prompts = [tuple(n * n % 251 for n in range(size)) for size in (30, 3000, 20)]
-    rows = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20) for prompt in prompts]
-    for seq in rows:
-        engine.admit(seq)
-    while rows[1].prefilled < 2960:
-        engine.prefill(rows[1], 2960 - rows[1].prefilled)
-    shares = [(seq, 100) for seq in rows]
+    rows = [greedy(tuple(n * n % 251 for n in range(size))) for size in (30, 3000, 20)]
+
+    def last_chunks() -> list[Span]:
+        for seq in rows:
+            engine.admit(seq)
+        while rows[1].submitted < 2960:
+            read_chunk(engine, rows[1], 2960 - rows[1].submitted)
+        return [Span(seq, seq.submitted, seq.unread, draws=True) for seq in rows]
+
+    spans = last_chunks()
+    assert [span.count for span in spans] == [30, 40, 20]
     with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout.runner, "_computed", _spoilt)
-        engine.prefill_batch(shares)
-    assert not engine._prefill_logits
+        engine.submit(spans)
     assert [engine._rows[seq].offset for seq in rows] == [0, 0, 0]
+    assert [engine.lost(seq) for seq in rows] == [False, True, False]
     for seq in rows:
         engine.release(seq)
         seq.preempt()
-        engine.admit(seq)
-    while rows[1].prefilled < 2960:
-        engine.prefill(rows[1], 2960 - rows[1].prefilled)
-    assert engine.prefill_batch_size(shares) == (
-        1 if layout.runner.gathers else 3
-    )  # no kernel reads float32
-    assert engine.prefill_batch(shares) == [29, 39, 19]
+    spans = last_chunks()
+    # No kernel reads float32.
+    size = layout._batch_size([RowSpan(engine._rows[s.sequence], s.count) for s in spans])
+    assert size == (0 if layout.runner.gathers else 3)
+    engine.submit(spans)
+    assert [one.sequence for one in drain(engine)] == rows
     assert layout.runner.gathers or set(layout.runner._pass._passes) == warmed
-    step(engine, rows)
     for seq in rows:
-        alone = Sequence(b"", 1, seq.prompt, Options(temperature=0.0), 1, 20)
-        enter(slow, alone)
-        step(slow, [alone])
-        assert alone.ids == seq.ids
+        assert len(seq.ids) == 1 and seq.ids == answer(slow, seq)
 
 
 def test_the_chunks_of_a_pass_are_bounded(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, "pool", "off", blocks=200)
     layout = engine._layout
     assert isinstance(layout, PagedLayout)
+    paged: PagedLayout = layout
 
-    def shares(*sizes: int) -> list[tuple[Sequence, int]]:
-        found = []
-        for size in sizes:
-            prompt = tuple(n % 256 for n in range(size + 1))
-            seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 9)
-            engine.admit(seq)
-            found.append((seq, size))
-        return found
+    def together(*sizes: int) -> int:
+        """Returns how many chunks of these sizes a pass has; they are the first of their rows."""
+        return paged._batch_size([RowSpan(paged.store.new_row(), size) for size in sizes])
 
-    assert engine.prefill_batch_size(shares(*[20] * 50)) == 1  # where chunk passes are not compiled
+    def passes(*spans: tuple[int, bool]) -> list[list[int]]:
+        every = [RowSpan(paged.store.new_row(), size) for size, _ in spans]
+        return paged._passes(every, {n for n, (_, draws) in enumerate(spans) if draws})
+
+    mixed = (20, True), (1, True), (30, False), (1, False), (1, True)
+    assert together(*[20] * 50) == 0  # where chunk passes are not compiled
+    assert passes(*mixed) == [[1, 4], [0], [2], [3]]
     layout.compiles_chunks, layout.runner.max_width = True, 2048
-    assert engine.prefill_batch_size(shares(*[15] * 50)) == MAX_PREFILL_ROWS
-    assert engine.prefill_batch_size(shares(*[200] * 50)) == 2048 // padded_tokens(201)
-    assert engine.prefill_batch_size(shares(512, 512, 512)) == 1  # too many query-key pairs
+    assert passes(*mixed) == [[1, 4], [0, 2, 3]]
+    assert passes((1, True), (1, True)) == [[0, 1]] and passes((9, False)) == [[0]]
+    assert together(*[15] * 50) == MAX_PREFILL_ROWS
+    assert together(*[200] * 50) == 2048 // padded_tokens(200)
+    assert (together(512, 512, 512), together(513, 513)) == (2, 1)  # too many query-key pairs
     layout.runner.max_width = 512
-    assert engine.prefill_batch_size(shares(20, 300, 400, 20)) == 2
+    assert together(20, 300, 400, 20) == 2
+    assert passes((20, True), (300, True), (400, True), (20, True)) == [[0, 1], [2, 3]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             layouts, "MAX_TABLE_BLOCKS", 64
         )  # of blocks: two rows of 32 lines, with one block each
-        assert engine.prefill_batch_size(shares(20, 20, 20)) == 2
-        assert engine.prefill_batch_size(shares(20, 300, 20)) == 1
-    suspects = shares(20, 20, 20)
-    suspects[1][0].prefill_alone = True
-    assert engine.prefill_batch_size(suspects) == engine.prefill_batch_size(suspects[1:]) == 1
-    lost = shares(20, 20, 20)
-    for seq, size in lost:
-        engine.prefill(seq, size // 2)
-    engine._rows[lost[1][0]].release()
-    assert engine.prefill_batch_size(lost) == 1
-    assert engine.prefill_batch_size(lost[1:]) == 1
-    with pytest.raises(OutOfMemory, match="10 tokens were lost"):
-        engine.prefill_batch(lost[1:2])
+        assert together(20, 20, 20) == 2
+        assert together(20, 300, 20) == 1
 
 
 @pytest.mark.parametrize("kernels", ["kernels"], indirect=True)
@@ -509,45 +493,35 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, PagedLayout)
     pool = engine._layout.store._pool
-    running: list[Sequence] = []
-    done, steps = 0, 0
+    steps = ScheduledSteps(engine)
+    done = drawn = mixed = 0
     longest, last = (300, 20) if kernels and not ON_GPU else (700, 60)
     pooled = engine._layout.pool
     assert pooled.in_place == kernels
     assert pooled.reads == (kernels and getattr(pooled.shape.caches[0], "key_dim", 0) == 64)
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
-    while steps < most:
-        while pool.free < 5 * (4 - len(running)) + 3 and engine.shrink(
+    while drawn < most:
+        while pool.free < 5 * (4 - len(steps.live)) + 3 and engine.shrink(
             4
         ):  # as the compute thread does
             pass
-        if len(running) < 4 and draw.random() < 0.1:
-            new = []
-            for _ in range(draw.randrange(1, 5 - len(running))):
-                tail = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
-                prompt = draw.choice(heads)[: draw.randrange(1, longest)] + tail
-                options, count = Options(temperature=0.0), draw.randrange(1, last)
-                new.append(Sequence(b"", 1, prompt, options, 1, count))
+        if len(steps.live) < 4 and draw.random() < 0.1:
             # Without kernels each token copies its row, which is slow; so is the simulator.
             engine._layout.compiles_chunks = ON_GPU or (not kernels and draw.random() < 0.3)
-            enter_together(engine, new)
-            running += new
-        if running:
-            step(engine, running)
-            steps += 1
-        for seq in [one for one in running if len(one.ids) >= one.max_tokens]:
-            running.remove(seq)
-            engine.release(seq)
+            for _ in range(draw.randrange(1, 5 - len(steps.live))):
+                tail = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
+                prompt = draw.choice(heads)[: draw.randrange(1, longest)] + tail
+                steps.admit(greedy(prompt, draw.randrange(1, last)))
+        reading = sum(seq.reads_prompt for seq in steps.live)
+        mixed += 0 < reading < len(steps.live)
+        drawn += bool(steps.step())
+        for seq in [one for one in steps.live if len(one.ids) >= one.max_tokens]:
+            steps.leave(seq)
             done += 1
             if not ON_GPU or done % 50 == 0:
-                alone = Sequence(b"", 1, seq.prompt, seq.options, 1, seq.max_tokens)
-                enter(slow, alone)
-                while len(alone.ids) < alone.max_tokens:
-                    step(slow, [alone])
-                slow.release(alone)
-                assert alone.ids == seq.ids
-    assert engine.prefix.hits > 1 and done > 3
-    for seq in running:
-        engine.release(seq)
+                assert seq.ids == answer(slow, seq)
+    assert engine.prefix.hits > 1 and done > 3 and mixed > 3
+    for seq in list(steps.live):
+        steps.leave(seq)
     engine.shrink(1000)
     assert pool.free == 36

@@ -22,8 +22,8 @@ from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.scheduling.scheduler import Span  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 

@@ -62,9 +62,12 @@ def sequence(
     )
 
 
-def decoding(prompt: int = 10, ids: int = 1, **changes: int) -> Sequence:
+def decoding(
+    prompt: int = 10, ids: int = 1, *, max_tokens: int = 100, read_alone: bool = False
+) -> Sequence:
     """A sequence whose next input is known."""
-    return sequence(prompt, prompt + ids - 1, ids=ids, **{"max_tokens": 100, **changes})
+    submitted = prompt + ids - 1
+    return sequence(prompt, submitted, ids=ids, max_tokens=max_tokens, read_alone=read_alone)
 
 
 def whole(seq: Sequence, tokens: int) -> int:
