@@ -33,6 +33,7 @@ HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
 WARPS = 4  # of a thread block
 WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
+DECODE_KEYS = 32  # in the warps' tiles of a stage, halved since keys and values have memory each
 LINE_GAP = 8  # numbers between lines of shared memory
 
 
@@ -190,6 +191,7 @@ def _kernel(
         "SINKS": sinks,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
+        "DECODE_STAGES": keys_of(size) // DECODE_KEYS,
         "MATRICES": tiles.rows // (16 * WARPS),
         "TILE_UNITS": tiles.rows // UNIT_ROWS,
         "UNIT_ROWS": UNIT_ROWS,

@@ -70,14 +70,41 @@ float* const parts = (float*)partial + mine * UNIT_ROWS * (SIZE + 2);
 auto to = [&](int i) -> N* { return output_at(i / SIZE) + i % SIZE; };
 
 if (decodes) {
-  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8;
-  // The order of a head's numbers in the matrices is free as long as both operands agree, so a thread
-  // reads neighbouring numbers.
-  constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
-  constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
-  using KeyPart = Some<unsigned, KEY_EACH / 2>;
-  using ValuePart = Some<unsigned, VALUE_EACH / 2>;
-  unsigned query[SETS][KEY_CHUNKS][KEY_EACH / 2];
+  // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: those that it multiplies
+  // and those that it has asked for. A tile's keys are free, and asked for anew, before its values.
+  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
+  constexpr int MATRIX = TILE * LINE, PENDING = 2 * DECODE_STAGES - 1;  // bytes; groups of copies
+  const unsigned base = shared_address(space) + warp * DECODE_STAGES * 2 * MATRIX;
+  const int* const blocks = (const int*)tables + table_at;
+  auto block_of = [&](int token) -> long { return blocks[min(token, last - 1) / BLOCK]; };
+  auto fetch = [&](const void* pool, int token, long block, unsigned into) {
+    if (token < last) {
+      const N* const from = (const N*)pool + ((block * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
+      if (token >= low && token + TILE <= last) {
+        #pragma unroll
+        for (int n = 0; n < TILE * PIECES / 32; n++) {
+          const int i = n * 32 + lane;
+          copy(into + i / PIECES * LINE + i % PIECES * 16, from + i * 8);
+        }
+      } else {
+        #pragma unroll 1
+        for (int i = lane; i < TILE * PIECES; i += 32)
+          copy(into + i / PIECES * LINE + i % PIECES * 16,
+               from + (inside(token + i / PIECES) - token) * SIZE + i % PIECES * 8);
+      }
+    }
+    commit_copies();
+  };
+  int token = first + warp * TILE;
+  if (token + TILE <= low) token += STEP;
+  #pragma unroll
+  for (int stage = 0; stage < DECODE_STAGES; stage++) {
+    const long block = block_of(token + stage * STEP);
+    fetch(keys, token + stage * STEP, block, base + stage * 2 * MATRIX);
+    fetch(values, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
+  }
+  long block = block_of(token + DECODE_STAGES * STEP);
+  unsigned query[SETS][SIZE / 16][2];
   float most[SETS], total[SETS], sum[SIZE / 8][4];
   int begin[SETS], end[SETS];
   #pragma unroll
@@ -85,19 +112,13 @@ if (decodes) {
     const int g = min(row + 8 * set, asked - 1);
     const N* const numbers = query_at(g);
     #pragma unroll
-    for (int c = 0; c < KEY_CHUNKS; c++) {
-      const int at = (c * 4 + quarter) * KEY_EACH;
-      if (neat) {
-        const KeyPart some = *(const KeyPart*)(numbers + at);
-        #pragma unroll
-        for (int i = 0; i < KEY_EACH / 2; i++) query[set][c][i] = some.n[i];
-      } else {
-        #pragma unroll
-        for (int i = 0; i < KEY_EACH / 2; i++)
-          query[set][c][i] = pair(up(numbers[(at + 2 * i) * q_strides[2]]),
-                                  up(numbers[(at + 2 * i + 1) * q_strides[2]]), N());
+    for (int c = 0; c < SIZE / 16; c++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int at = c * 16 + i * 8 + 2 * quarter;
+        query[set][c][i] = neat ? *(const unsigned*)(numbers + at)
+                                : pair(up(numbers[at * q_strides[2]]), up(numbers[(at + 1) * q_strides[2]]), N());
       }
-    }
     most[set] = NONE;
     total[set] = 0;
     begin[set] = begin_of(g / GROUP);
@@ -105,55 +126,33 @@ if (decodes) {
   }
   #pragma unroll
   for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
-  // Where there are few thread blocks, rows are divided, and memory must be asked early.
-  auto ask = [&](int token) {
-    constexpr int PIECES = TILE * SIZE * 2 / 128;
-    if (PARTED && token < last) {
-      const long at = place(token);
-      #pragma unroll
-      for (int i = lane; i < PIECES; i += 32) {
-        prefetch((const N*)keys + at + i * 64);
-        prefetch((const N*)values + at + i * 64);
-      }
-    }
-  };
-  ask(first + warp * TILE + STEP);
-  for (int token = first + warp * TILE; token < last; token += STEP) {
-    if (token + TILE <= low) continue;
-    ask(token + 2 * STEP);
-    const long at = place(token);
-    const N* const key_from = (const N*)keys + at + quarter * KEY_EACH;
-    const N* const value_from = (const N*)values + at + row * VALUE_EACH;
-    KeyPart key[2][KEY_CHUNKS];
-    ValuePart value[4][VALUE_CHUNKS];
-    #pragma unroll
-    for (int n = 0; n < 2; n++)
-      #pragma unroll
-      for (int c = 0; c < KEY_CHUNKS; c++)
-        key[n][c] = *(const KeyPart*)(key_from + (inside(token + n * 8 + row) - token) * SIZE
-                                      + c * 4 * KEY_EACH);
-    #pragma unroll
-    for (int n = 0; n < 4; n++)
-      #pragma unroll
-      for (int c = 0; c < VALUE_CHUNKS; c++)
-        value[n][c] = *(const ValuePart*)(
-            value_from + (inside(token + 2 * quarter + n % 2 + n / 2 * 8) - token) * SIZE
-            + c * 8 * VALUE_EACH);
+  // The addresses that a lane gives for the first matrices of keys and values.
+  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
+  const unsigned value_from = base + MATRIX + lane % 16 * LINE + lane / 16 * 16;
+  unsigned here = 0;  // bytes before the stage
+  #pragma unroll 1
+  for (; token < last; token += STEP) {
+    const int next = token + DECODE_STAGES * STEP;
+    const long next_block = block_of(next + STEP);  // long before it is needed
+    wait_copies<PENDING>();
+    __syncwarp();
     float score[2][4];
     #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
-      #pragma unroll
-      for (int c = 0; c < KEY_CHUNKS; c++)
-        #pragma unroll
-        for (int i = 0; i < KEY_EACH / 2; i += 2) {
-          const unsigned a[4] = {query[0][c][i], SETS > 1 ? query[SETS - 1][c][i] : 0, query[0][c][i + 1],
-                                 SETS > 1 ? query[SETS - 1][c][i + 1] : 0};
-          mma(score[n], a, key[n][c].n[i], key[n][c].n[i + 1], N());
-        }
+    for (int n = 0; n < 2; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++) {
+      unsigned b[4];
+      load_matrices(b, key_from + here + c * 32);
+      const unsigned a[4] = {query[0][c][0], SETS > 1 ? query[SETS - 1][c][0] : 0, query[0][c][1],
+                             SETS > 1 ? query[SETS - 1][c][1] : 0};
+      mma(score[0], a, b[0], b[1], N());
+      mma(score[1], a, b[2], b[3], N());
     }
+    __syncwarp();
+    fetch(keys, next, block, base + here);
     unsigned share[4] = {0, 0, 0, 0};
     float shrink[2] = {1, 1};
+    const bool masked = lines > 1 || token < low || token + TILE > last;
     #pragma unroll
     for (int set = 0; set < SETS; set++) {
       float top = most[set];
@@ -162,36 +161,45 @@ if (decodes) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
           float& one = score[n][2 * set + i];
-          const int here = token + n * 8 + 2 * quarter + i;
-          one = here < end[set] && here >= begin[set] ? scored(one) * RATE : NONE;
+          const int at = token + n * 8 + 2 * quarter + i;
+          one = scored(one) * RATE;
+          if (masked && (at >= end[set] || at < begin[set])) one = NONE;
           top = fmaxf(top, one);
         }
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-      const float base = top == NONE ? 0.f : top;
-      shrink[set] = power2(most[set] - base);
+      const float less = top == NONE ? 0.f : top;
+      shrink[set] = power2(most[set] - less);
       most[set] = top;
       total[set] *= shrink[set];
       #pragma unroll
       for (int n = 0; n < 2; n++) {
-        const float left = power2(score[n][2 * set] - base), right = power2(score[n][2 * set + 1] - base);
+        const float left = power2(score[n][2 * set] - less), right = power2(score[n][2 * set + 1] - less);
         total[set] += left + right;
         share[2 * n + set] = pair(left, right, N());
       }
     }
     #pragma unroll
-    for (int c = 0; c < VALUE_CHUNKS; c++)
-      #pragma unroll
-      for (int j = 0; j < VALUE_EACH; j++) {
-        float(&one)[4] = sum[c * VALUE_EACH + j];
-        one[0] *= shrink[0];
-        one[1] *= shrink[0];
-        if (SETS > 1) { one[2] *= shrink[1]; one[3] *= shrink[1]; }
-        const unsigned which = j % 2 ? 0x7632 : 0x5410;
-        mma(one, share, __byte_perm(value[0][c].n[j / 2], value[1][c].n[j / 2], which),
-            __byte_perm(value[2][c].n[j / 2], value[3][c].n[j / 2], which), N());
-      }
+    for (int j = 0; j < SIZE / 8; j++) {
+      sum[j][0] *= shrink[0];
+      sum[j][1] *= shrink[0];
+      if (SETS > 1) { sum[j][2] *= shrink[1]; sum[j][3] *= shrink[1]; }
+    }
+    wait_copies<PENDING>();
+    __syncwarp();
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++) {
+      unsigned b[4];
+      load_transposed(b, value_from + here + c * 32);
+      mma(sum[2 * c], share, b[0], b[1], N());
+      mma(sum[2 * c + 1], share, b[2], b[3], N());
+    }
+    __syncwarp();
+    fetch(values, next, block, base + here + MATRIX);
+    block = next_block;
+    if (DECODE_STAGES > 1) here = here == (DECODE_STAGES - 1) * 2 * MATRIX ? 0 : here + 2 * MATRIX;
   }
+  __syncthreads();  // all warps have read their tiles where sums are to be
   float* const warp_most = (float*)space;  // [WARPS][ROWS]
   float* const warp_total = warp_most + WARPS * ROWS;  // [WARPS][ROWS]
   float* const warp_sum = warp_total + WARPS * ROWS;  // [WARPS][ROWS][SIZE]
@@ -206,13 +214,9 @@ if (decodes) {
     }
     if (g < asked)
       #pragma unroll
-      for (int c = 0; c < VALUE_CHUNKS; c++)
-        #pragma unroll
-        for (int j = 0; j < VALUE_EACH; j++)
-          #pragma unroll
-          for (int i = 0; i < 2; i++)
-            warp_sum[(warp * ROWS + g) * SIZE + (c * 8 + 2 * quarter + i) * VALUE_EACH + j]
-                = sum[c * VALUE_EACH + j][2 * set + i];
+      for (int j = 0; j < SIZE / 8; j++)
+        *(Some<float, 2>*)(warp_sum + (warp * ROWS + g) * SIZE + j * 8 + 2 * quarter)
+            = {sum[j][2 * set], sum[j][2 * set + 1]};
   }
   __syncthreads();
   #pragma unroll 1
