@@ -14,7 +14,6 @@ TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an ite
 UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
 PART_UNITS = 512  # units of partial sums of a step
 EXTRA_ITEMS = 64  # items beyond one a line
-FULL_GPU_BLOCKS = 352  # thread blocks that a large GPU surely runs at a time
 MIN_DECODE_KEYS = 128  # keys of a part; shorter parts cost more than they save
 MIN_CHUNK_KEYS = 512
 STEP_KEYS = 64  # parts but the last have a multiple of it
@@ -26,12 +25,14 @@ FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 class TileShape:
     """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
 
-    `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that.
+    `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that. `blocks`: thread blocks that a
+    large GPU runs at a time.
     """
 
     group: int
     kv_heads: int
     rows: int = TILE_ROWS
+    blocks: int = 352
 
     @property
     def lines(self) -> int:
@@ -88,7 +89,7 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     total = int(keys.sum())
     extra = capacity_of(lines) - count - len(padding)
     weight = int((keys * units).sum())
-    bound = max(total * shape.kv_heads / FULL_GPU_BLOCKS, total / extra, 2 * weight / PART_UNITS)
+    bound = max(total * shape.kv_heads / shape.blocks, total / extra, 2 * weight / PART_UNITS)
     least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
     parts = np.maximum(np.ceil(keys / np.maximum(bound, least)), 1).astype(np.int32)
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
