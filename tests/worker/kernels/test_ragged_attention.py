@@ -276,6 +276,48 @@ def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatc
     assert mx.allclose(found, check(batch), 0.02, 0.01).item()
 
 
+FRESH = [
+    (Heads(64, 4), False, Rope(64, 10_000.0)),
+    (Heads(64, 16, "float16", pairs=1, window=100), False, Rope(64, 10_000.0, traditional=True)),
+    (Heads(48, 2, "float16", sinks=True), False, None),
+    (Heads(128, 4, sinks=True, window=300), True, Rope(128, 10_000.0)),
+    (Heads(64, 3, softcap=4.0), True, Rope(32, 10_000.0)),
+]
+
+
+@runs
+@pytest.mark.parametrize(("heads", "hopper", "rope"), FRESH, ids=str)
+def test_fresh_lines_are_rotated_and_written(
+    heads: Heads, hopper: bool, rope: Rope | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and pools equal those of the two kernels, with parts and with padding lines."""
+    if not ON_GPU:
+        monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: hopper)
+    batch = Batch(
+        heads, [(1, 0, 1400), (1, 30, 600), (1, 0, 257), (1, 0, 1), (1, 2, 90)], padding=3
+    )
+    plan, first = batch.plan(), heads.pairs * heads.group
+    k, v = batch.qkv[:, first : first + heads.pairs], batch.qkv[:, first + heads.pairs :]
+    turns = RotaryEmbedding(plan.ends - 1).turns(rope) if rope else None
+    found = []
+    for fused in (False, True):
+        mx.random.seed(1)
+        pools = tuple(mx.contiguous(mx.where(mx.isnan(one), 0, one)) for one in batch.pools)
+        mx.eval(pools)
+        scores, q = heads.scores(), batch.q
+        fresh = ragged_attention.FreshLines(k, v, turns) if fused else None
+        if not fused:
+            slots = mx.array(batch.slots)
+            q = block_write.rotate_and_write(q, k, v, pools, slots, turns)
+        out = ragged_attention.attend(q, pools, plan, scores, heads.window, fresh)
+        mx.eval(out)
+        assert not mx.any(plan.arrived).item() and not mx.any(out[5:]).item()
+        found.append((out, *pools))
+    for one, other in zip(*found, strict=True):
+        assert mx.allclose(one, other, 0.01, 0.01).item()
+    assert not mx.array_equal(found[1][1], batch.pools[0]).item()
+
+
 @runs
 def test_lines_that_see_nothing_are_zeros() -> None:
     batch = Batch(Heads(64, 4), [(1, 0, 40), (20, 0, 40)], padding=1)

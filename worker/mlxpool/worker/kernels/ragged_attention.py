@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.kernels import block_write, kernel_cache
+from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
     WARP_SIZE,
@@ -29,7 +30,10 @@ from mlxpool.worker.kernels.work_list import (
     work_items,
 )
 
-INPUTS = ("q", "keys", "values", "begins", "ends", "tables", "items", "sinks", "arrived")
+INPUTS = (
+    "q", "k", "v", "keys", "values", "begins", "ends", "tables", "items", "cosines", "sines",
+    "sinks", "arrived",
+)  # fmt: skip
 HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
 WARPS = 4  # of a thread block, 8 with Hopper's tiles
@@ -58,6 +62,18 @@ class RaggedPlan:
     tables: mx.array
     items: mx.array
     arrived: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class FreshLines:
+    """Keys and values [T, KV, D] of lines, views or not, which `attend` writes into the pools.
+
+    It rotates the keys, and the queries, by `turns`.
+    """
+
+    k: mx.array
+    v: mx.array
+    turns: RopeTables | None
 
 
 def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
@@ -109,13 +125,15 @@ def attend(
     plan: RaggedPlan,
     scores: ScoreParams,
     window: int = 0,
+    fresh: FreshLines | None = None,
 ) -> mx.array:
     """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
 
     q may be a view. Of what it sees, a line reads the last `window` keys; 0: all. Lines that see
     nothing, and the padding lines of the work list, get zeros; lines that no item has get anything.
+    With `fresh` each line is the last of a row of its own, and q is not rotated yet.
     """
-    return _attend(q, pools, plan, scores, window, hopper_tiles(q.shape[2]))
+    return _attend(q, pools, plan, scores, window, hopper_tiles(q.shape[2]), fresh)
 
 
 def _attend(
@@ -125,10 +143,12 @@ def _attend(
     scores: ScoreParams,
     window: int,
     hopper: bool,
+    fresh: FreshLines | None = None,
 ) -> mx.array:
-    lines, heads, size = q.shape
+    given, (lines, heads, size) = q.dtype, q.shape
     _, pairs, block, _ = pools[0].shape
     dtype, sunk = pools[0].dtype, scores.sinks is not None
+    turns = None if fresh is None else fresh.turns
     made = _kernel(
         heads // pairs,
         pairs,
@@ -140,11 +160,17 @@ def _attend(
         scores.softcap,
         sunk,
         hopper,
+        fresh is not None,
+        0 if turns is None else 2 * turns.cosines.shape[-1],
+        turns is not None and turns.traditional,
     )
     threads = _warps(hopper) * WARP_SIZE
-    sinks = mx.zeros((1,)) if scores.sinks is None else scores.sinks.astype(mx.float32)
+    q, unused = q.astype(dtype), plan.arrived
+    k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
+    cosines, sines = (unused, unused) if turns is None else (turns.cosines, turns.sines)
+    sinks = unused if scores.sinks is None else scores.sinks.astype(mx.float32)
     inputs = [
-        q.astype(dtype), *pools, plan.begins, plan.ends, plan.tables, plan.items, sinks,
+        q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines, sinks,
         plan.arrived,
     ]  # fmt: skip
     found: list[mx.array] = made(
@@ -154,14 +180,18 @@ def _attend(
         output_shapes=[(lines, heads, size), (pairs * PART_UNITS * UNIT_ROWS * (size + 2),)],
         output_dtypes=[dtype, mx.float32],
     )
-    return found[0].astype(q.dtype)
+    return found[0].astype(given)
 
 
 @cache
 def works(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
     """Returns whether both kernels of a layer are right here; tries them once, logs if not."""
     return kernel_works(
-        "ragged attention", lambda: _is_right(group, pairs, size, dtype, hopper_tiles(size))
+        "ragged attention",
+        lambda: (
+            _is_right(group, pairs, size, dtype, hopper_tiles(size))
+            and _fresh_is_right(group, pairs, size, dtype, hopper_tiles(size))
+        ),
     )
 
 
@@ -199,6 +229,42 @@ def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) 
         if not mx.allclose(mine.astype(mx.float32), expected, 0.05, 0.05).item():
             return False
     return True
+
+
+def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) -> bool:
+    """Compares fresh lines with lines that rotate_and_write writes."""
+    block, longest, heads = 256, 200, group * pairs
+    random = (
+        mx.random.normal((longest, n, size), key=mx.random.key(salt))
+        for salt, n in enumerate((heads, pairs, pairs))
+    )
+    q, k, v = (one.astype(dtype) for one in random)
+    angles = mx.random.uniform(0, 6, (longest, 1, size // 2), key=mx.random.key(3))
+    turns = RopeTables(mx.cos(angles), mx.sin(angles), False)
+    slots = mx.arange(longest, dtype=mx.int32)
+    columns = ([0], [1], [0], [longest], [0])
+    spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
+    begins, ends = (mx.array(one) for one in visible_ranges(spans, 1))
+    items = mx.array(work_items(spans, _tile_shape(group, pairs, size, hopper), 1))
+    plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, counters(pairs))
+    found = []
+    for more in (0, 1):
+        pools = mx.zeros((1, pairs, block, size), dtype), mx.ones((1, pairs, block, size), dtype)
+        mx.eval(q, k, v, pools)
+        before = longest - more
+        earlier = RopeTables(turns.cosines[:before], turns.sines[:before], False)
+        rotated = block_write.rotate_and_write(
+            q[:before], k[:before], v[:before], pools, slots[:before], earlier
+        )
+        mx.eval(rotated)
+        last = RopeTables(turns.cosines[-1:], turns.sines[-1:], False)
+        fresh = FreshLines(k[-1:], v[-1:], last) if more else None
+        asked = q[-1:] if more else rotated[-1:]
+        found.append(_attend(asked, pools, plan, ScoreParams(0.1), 0, hopper, fresh))
+        mx.eval(found)
+        found.extend(pools)
+    pairs_of = zip(found[:3], found[3:], strict=True)
+    return all(mx.allclose(one, other, 0.05, 0.05).item() for one, other in pairs_of)
 
 
 def shared_bytes(shape: TileShape, size: int, hopper: bool) -> int:
@@ -241,6 +307,9 @@ def _kernel(
     softcap: float,
     sinks: bool,
     hopper: bool,
+    fresh: bool,
+    turned: int,
+    traditional: bool,
 ) -> Any:
     tiles = _tile_shape(group, pairs, size, hopper)
     shared = shared_bytes(tiles, size, hopper)
@@ -253,6 +322,9 @@ def _kernel(
         "SCALE": float(scale),
         "CAP": float(softcap),
         "SINKS": sinks,
+        "FRESH": fresh,
+        "TURNED": turned,
+        "TRADITIONAL": traditional,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
         "DECODE_STAGES": min(2, shared // _decode_bytes(size, hopper)),
@@ -264,13 +336,14 @@ def _kernel(
         "KEYS": keys_of(size),
         "N": dtype,
     }
+    chunks = "chunk_tiles_hopper.cuh" if hopper else "chunk_tiles.cuh"
     return build_kernel(
         "ragged_attention",
         INPUTS,
         ["out", "partial"],
         constants,
         shared=shared,
-        header=group_mma(8, dtype) + group_mma_values(8, dtype) if hopper else "",
+        header=group_mma(8, dtype) + group_mma_values(8, dtype) if hopper and not fresh else "",
         bounds=(_warps(hopper) * WARP_SIZE, _blocks(size, tiles.rows, hopper)),
-        ends=("chunk_tiles_hopper.cuh" if hopper else "chunk_tiles.cuh", "part_sums.cuh"),
+        ends=("part_sums.cuh",) if fresh else (chunks, "part_sums.cuh"),
     )

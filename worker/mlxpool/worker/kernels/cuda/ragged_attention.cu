@@ -95,6 +95,29 @@ if (decodes) {
     }
     commit_copies();
   };
+  // A number of a head after the rotation of its line.
+  auto turned = [&](const N* numbers, long stride, int d) -> float {
+    constexpr int HALF = TURNED > 0 ? TURNED / 2 : 1;
+    const float x = up(numbers[d * stride]);
+    if (d >= TURNED) return x;
+    const int i = first_line * HALF + (TRADITIONAL ? d / 2 : d % HALF);
+    const bool second = TRADITIONAL ? d % 2 : d >= HALF;
+    const float y = up(numbers[(TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF) * stride]);
+    return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+  };
+  if (FRESH && first < last && last == high_key) {
+    const long at = place(high_key - 1);
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * SIZE; i += THREADS) {
+      const int d = i % SIZE;
+      if (i < SIZE)
+        down(turned((const N*)k + first_line * k_strides[0] + head * k_strides[1], k_strides[2], d),
+             (N*)keys + at + d);
+      else
+        ((N*)values)[at + d] = v[first_line * v_strides[0] + head * v_strides[1] + d * v_strides[2]];
+    }
+    __syncthreads();
+  }
   int token = first + warp * TILE;
   if (token + TILE <= low) token += STEP;
   #pragma unroll
@@ -116,7 +139,8 @@ if (decodes) {
       #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int at = c * 16 + i * 8 + 2 * quarter;
-        query[set][c][i] = neat ? *(const unsigned*)(numbers + at)
+        query[set][c][i] = FRESH ? pair(turned(numbers, q_strides[2], at), turned(numbers, q_strides[2], at + 1), N())
+                           : neat ? *(const unsigned*)(numbers + at)
                                 : pair(up(numbers[at * q_strides[2]]), up(numbers[(at + 1) * q_strides[2]]), N());
       }
     most[set] = NONE;
