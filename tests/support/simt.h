@@ -341,6 +341,25 @@ void products(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
     for (int k = 0; k < 16; k++) c[i] += number(a, row, k) * number(b, column, k);
   }
 }
+// See ragged_attention.group_mma_values; b has a line of 64 numbers for each column of a.
+template <typename N, int COUNT>
+void products(float (&c)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) {
+  struct Words {
+    unsigned a[4];
+  } mine = {{a0, a1, a2, a3}};
+  const auto told = simt::told(mine);
+  const int lane = simt::here->number % 32, line = lane / 4;
+  for (int i = 0; i < COUNT; i++)
+    for (int k = 0; k < 16; k++) {
+      const unsigned word = told[line * 4 + k % 8 / 2].a[i % 4 / 2 + k / 8 * 2];
+      const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      unsigned at = (unsigned)(b & 0x3fff) * 16 + k * 128 + column * 2;
+      at ^= (at >> 7 & 7) << 4;
+      c[i] += opened(word >> 16 * (k % 2), N())
+              * opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());
+    }
+}
+template <int COUNT> void hold(float (&)[COUNT]) {}
 
 // ---- a launch ------------------------------------------------------------------------------------
 

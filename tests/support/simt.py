@@ -206,14 +206,15 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
 
 
 def _without_products(text: KernelText) -> str:
-    """Returns the header with simt.h's products instead of matmul_tiled.group_mma."""
+    """Returns the header with simt.h's products instead of those of four warps of Hopper."""
     dtype = re.search(r"using N = (\w+);", text.source)
 
     def ours(found: re.Match[str]) -> str:
         kind = f"{dtype[1] if dtype else 'float'}, {found[2]}"
-        return f"{found[1]} {{ products<{kind}>(c, a, b); }}\n"
+        given = "a0, a1, a2, a3, b" if "a0" in found[1] else "a, b"
+        return f"{found[1]} {{ products<{kind}>(c, {given}); }}\n"
 
-    heads = r"__device__ inline (void group_mma\(float \(&c\)\[(\d+)\][^)]*\)) {.*?\n}\n"
+    heads = r"__device__ inline (void group_mma\w*\(float \(&c\)\[(\d+)\][^)]*\)) {.*?\n}\n"
     return re.sub(heads, ours, text.header, flags=re.DOTALL)
 
 

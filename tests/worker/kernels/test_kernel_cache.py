@@ -264,7 +264,7 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_version_of_mlx_compiles_by_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernel_cache, "_architecture", lambda: "sm_90a")
+    monkeypatch.setattr(kernel_cache, "architecture", lambda: "sm_90a")
     monkeypatch.setattr(kernel_cache, "version", lambda _: "1.2.0")
     with caplog.at_level(logging.INFO):
         assert kernel_cache._compiler.__wrapped__() is None

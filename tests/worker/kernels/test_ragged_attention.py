@@ -13,7 +13,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
-from mlxpool.worker.kernels import block_write, ragged_attention, work_list  # noqa: E402
+from mlxpool.worker.kernels import block_write, kernel_cache, ragged_attention, work_list  # noqa: E402
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, TileShape, visible_ranges  # noqa: E402
@@ -222,10 +222,41 @@ def test_ragged_attention_equals_float64(heads: Heads) -> None:
 @pytest.mark.parametrize("heads", [HEADS[2], HEADS[5]], ids=str)
 def test_tiles_of_128_rows_are_right(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged_attention, "tile_rows", lambda size: 128)
+    monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: False)
     ragged_attention._kernel.cache_clear()
     mx.random.seed(1)
     check(Batch(heads, [(1, 0, 40), (130, 10, 500), (30, 0, 1100), (20, 0, 20)], padding=130))
     ragged_attention._kernel.cache_clear()
+
+
+HOPPER_HEADS = [
+    Heads(64, 3, window=100),
+    Heads(64, 16, "float16", pairs=1, softcap=4.0),
+    Heads(128, 4, sinks=True),
+    Heads(128, 9, "float16", pairs=1, window=130),
+]
+
+
+@runs
+@pytest.mark.parametrize("heads", HOPPER_HEADS, ids=str)
+def test_tiles_of_hopper_are_right(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ON_GPU and not ragged_attention.hopper_tiles(heads.size):
+        pytest.skip("this GPU has no products of four warps")
+    monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: True)
+    mx.random.seed(1)
+    rows = [(1, 0, 40), (130, 10, 500), (30, 0, 1100), (20, 0, 20), (1, 3, 400)]
+    found = check(Batch(heads, rows, padding=130))
+    assert not mx.any(found[-130:]).item()
+
+
+@runs
+@pytest.mark.parametrize("size", ragged_attention.HOPPER_SIZES)
+def test_tiles_of_hopper_are_tried_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "architecture", lambda: "sm_90a")
+    ragged_attention.hopper_tiles.cache_clear()
+    assert ragged_attention.hopper_tiles(size) and not ragged_attention.hopper_tiles(80)
+    assert ragged_attention.tile_shape(8, 2, size).rows == 128
+    ragged_attention.hopper_tiles.cache_clear()
 
 
 @runs
@@ -243,6 +274,48 @@ def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatc
     assert set(items[:, work_list.PARTS]) == {0, 1}
     mx.random.seed(1)
     assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+
+
+FRESH = [
+    (Heads(64, 4), False, Rope(64, 10_000.0)),
+    (Heads(64, 16, "float16", pairs=1, window=100), False, Rope(64, 10_000.0, traditional=True)),
+    (Heads(48, 2, "float16", sinks=True), False, None),
+    (Heads(128, 4, sinks=True, window=300), True, Rope(128, 10_000.0)),
+    (Heads(64, 3, softcap=4.0), True, Rope(32, 10_000.0)),
+]
+
+
+@runs
+@pytest.mark.parametrize(("heads", "hopper", "rope"), FRESH, ids=str)
+def test_fresh_lines_are_rotated_and_written(
+    heads: Heads, hopper: bool, rope: Rope | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and pools equal those of the two kernels, with parts and with padding lines."""
+    if not ON_GPU:
+        monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: hopper)
+    batch = Batch(
+        heads, [(1, 0, 1400), (1, 30, 600), (1, 0, 257), (1, 0, 1), (1, 2, 90)], padding=3
+    )
+    plan, first = batch.plan(), heads.pairs * heads.group
+    k, v = batch.qkv[:, first : first + heads.pairs], batch.qkv[:, first + heads.pairs :]
+    turns = RotaryEmbedding(plan.ends - 1).turns(rope) if rope else None
+    found = []
+    for fused in (False, True):
+        mx.random.seed(1)
+        pools = tuple(mx.contiguous(mx.where(mx.isnan(one), 0, one)) for one in batch.pools)
+        mx.eval(pools)
+        scores, q = heads.scores(), batch.q
+        fresh = ragged_attention.FreshLines(k, v, turns) if fused else None
+        if not fused:
+            slots = mx.array(batch.slots)
+            q = block_write.rotate_and_write(q, k, v, pools, slots, turns)
+        out = ragged_attention.attend(q, pools, plan, scores, heads.window, fresh)
+        mx.eval(out)
+        assert not mx.any(plan.arrived).item() and not mx.any(out[5:]).item()
+        found.append((out, *pools))
+    for one, other in zip(*found, strict=True):
+        assert mx.allclose(one, other, 0.01, 0.01).item()
+    assert not mx.array_equal(found[1][1], batch.pools[0]).item()
 
 
 @runs
@@ -323,5 +396,6 @@ def test_shapes_that_ragged_attention_supports() -> None:
     assert not ragged_attention.supports(32, 8, 72, 72, mx.bfloat16)
     for size, group in itertools.product(ragged_attention.HEAD_SIZES, (1, 16)):
         tiles = ragged_attention.tile_shape(8 * group, 8, size)
-        shared = ragged_attention.shared_bytes(tiles, size)
-        assert shared <= 110_000  # two thread blocks of a multiprocessor of Hopper
+        for hopper in (False, *([True] if size in ragged_attention.HOPPER_SIZES else [])):
+            shared = ragged_attention.shared_bytes(tiles, size, hopper)
+            assert shared <= 110_000  # two thread blocks of a multiprocessor of Hopper

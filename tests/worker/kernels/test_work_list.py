@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxpool.worker.kernels import work_list
 from mlxpool.worker.kernels.work_list import (
     EXTRA_ITEMS,
     FIRST_LINE,
@@ -102,7 +103,31 @@ def test_few_rows_are_divided_and_many_are_not() -> None:
     chunk = work_items(spans_of([(512, 0, 0)]), shape, 512)
     assert (chunk[:, LINES] == 16).sum() == 32 and set(chunk[:32, PARTS]) == {1}
     few = work_items(spans_of([(100, 16_000, 0)]), shape, 128)
-    assert set(few[:, PARTS]) == {0, 5} and (few[:, PARTS] == 5).sum() == 35
+    assert set(few[:, PARTS]) == {0, 6} and (few[:, PARTS] == 6).sum() == 42
+
+
+def waves(rows: list[tuple[int, int, int]], shape: TileShape) -> float:
+    """Returns how often all places of the GPU are filled."""
+    items = work_items(spans_of(rows), shape, sum(lines for lines, _, _ in rows))
+    return int((items[:, PARTS] > 0).sum()) * shape.kv_heads / shape.blocks
+
+
+def test_parts_fill_whole_waves() -> None:
+    """Equal rows are not divided into parts of which a few are left when all others end."""
+    shape = TileShape(4, 8, 128, 264)
+    for count in (1, 2, 3, 5, 8, 10, 16, 32, 64, 128):
+        found = waves([(1, 15_999, 0)] * count, shape)
+        assert found / np.ceil(found) > 0.85, (count, found)
+    assert 0.85 < waves([(512, 4_096, 0)], shape) <= 1
+    assert 0.85 < waves([(100, 16_000, 0)], shape) <= 1
+
+
+def test_parts_are_those_of_the_step_before() -> None:
+    """Rows that are a token longer are divided as before, so no time goes into their parts."""
+    work_list._best_parts.cache_clear()
+    for more in range(64):
+        work_items(spans_of([(1, 16_000 + more, 0), (1, 9_000 + more, 0)]), TileShape(4, 8), 2)
+    assert work_list._best_parts.cache_info().misses <= 3
 
 
 def test_a_long_row_beside_short_ones_is_divided() -> None:

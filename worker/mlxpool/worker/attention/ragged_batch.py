@@ -12,7 +12,7 @@ from mlxpool.worker.attention.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, split_queries_keys
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.block_write import rotate_and_write
-from mlxpool.worker.kernels.ragged_attention import RaggedPlan
+from mlxpool.worker.kernels.ragged_attention import FreshLines, RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import TileShape
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
@@ -23,7 +23,8 @@ class RaggedArrays:
     """The arrays of one pass over T lines, of which E get logits.
 
     `positions` [T] of the rotation; `slots` [T] of the pool where keys and values are written, -1
-    for padding lines; `wanted` [E] lines, None: all; what the lines see, for each shape of tiles.
+    for padding lines; `wanted` [E] lines, None: all, which are single lines of rows then; what the
+    lines see, for each shape of tiles.
     """
 
     positions: mx.array
@@ -77,13 +78,20 @@ class RaggedBatch:
         scores: ScoreParams,
         rope: Rope | None,
     ) -> mx.array:
-        """Writes all keys and values of the layer, then attends: the second reads the first's q."""
+        """Writes all keys and values of the layer, then attends: the second reads the first's q.
+
+        Where all spans are single lines, one kernel does both.
+        """
         pools = cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
         turns = None if rope is None else self._rotation.turns(rope)
-        rotated = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
         plan = self._arrays.plans[tile_shape(q, v)]
         window = self._pool.shape.window(layer)
-        out = ragged_attention.attend(rotated, pools, plan, scores, window)
+        fresh = None
+        if self._arrays.wanted is None:
+            fresh = FreshLines(k, v, turns)
+        else:
+            q = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
+        out = ragged_attention.attend(q, pools, plan, scores, window, fresh)
         return self.lines_after(layer, out)
 
     def attend_latent(

@@ -35,13 +35,13 @@ def build_kernel(
     shared: int = 0,
     header: str = "",
     bounds: tuple[int, int] | None = None,
-    end: str = "",
+    ends: Sequence[str] = (),
 ) -> Any:
     """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
     `contiguous`: MLX copies inputs that are not contiguous; not for kernels that write into inputs
     or use their strides. `shared`: bytes of shared memory besides those that the text declares.
-    `header`: code before the kernel. `end`: a file that follows the kernel's text. `bounds`: the
+    `header`: code before the kernel. `ends`: files that follow the kernel's text. `bounds`: the
     threads of a block and the least thread blocks of a multiprocessor (launch bounds).
     """
     text = KernelText(
@@ -54,7 +54,7 @@ def build_kernel(
         + ("" if bounds is None else launch_bounds(*bounds)),
         source=declarations(constants)
         + source_text(name, inputs)
-        + (include_line(end) if end else ""),
+        + "".join(map(include_line, ends)),
     )
     made: Any = mx.fast.cuda_kernel(
         name=text.name,

@@ -261,19 +261,19 @@ def _write(path: Path, code: bytes, kernel: str, mangled: str) -> None:
 @functools.cache
 def _compiler() -> nvrtc.Compiler | None:
     """Returns the compiler that MLX has loaded; None when there is none or MLX has to compile."""
-    architecture = _architecture()
-    if not architecture:
+    target = architecture()
+    if not target:
         return None
     try:
         if not _mlx().startswith(MLX_SERIES):
             raise RuntimeError(f"MLX {_mlx()} is not {MLX_SERIES}*")
-        return nvrtc.Compiler(nvrtc.loaded(), architecture, nvrtc.includes(), HEADERS)
+        return nvrtc.Compiler(nvrtc.loaded(), target, nvrtc.includes(), HEADERS)
     except (OSError, RuntimeError) as error:
         log.info("our kernels are compiled by MLX in each process: %s", error)
         return None
 
 
-def _architecture() -> str:
+def architecture() -> str:
     """Returns this GPU's compiler target, from 9.0 on with all features; "" without a GPU."""
     if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
         return ""

@@ -107,5 +107,5 @@ def _kernel(
         ["out", "partial"],
         constants,
         shared=shared,
-        end="part_sums.cuh",
+        ends=("part_sums.cuh",),
     )

@@ -94,9 +94,9 @@ def _kernel(
     }
     shared = max(stages * (words + scales), sums_of(sets, warps, tiles))
     inputs = ["x", "weight", "scales", "biases", *FUSED_INPUTS]
-    end = "warp_sums.cuh"
+    ends = ("warp_sums.cuh",)
     return build_kernel(
-        "matmul_4bit", inputs, ["out"], constants, contiguous=True, shared=shared, end=end
+        "matmul_4bit", inputs, ["out"], constants, contiguous=True, shared=shared, ends=ends
     )
 
 

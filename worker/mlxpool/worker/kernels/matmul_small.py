@@ -143,7 +143,7 @@ def _kernel(sets: int, warps: int, dtype: mx.Dtype, *fused: tuple[str, Constant]
         {"SETS": sets, "WARPS": warps, "STAGES": stages, "N": dtype, **dict(fused)},
         contiguous=True,
         shared=max(stages * stage, sums_of(sets, warps, tiles)),
-        end="warp_sums.cuh",
+        ends=("warp_sums.cuh",),
     )
 
 

@@ -6,6 +6,7 @@ for most of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -98,16 +99,38 @@ def group_mma(sets: int, dtype: mx.Dtype) -> str:
 
     Four warps compute it. The instruction lists all sums of a thread, so `sets` decides its text.
     """
-    count, name = 4 * sets, PTX_TYPES[dtype]
-    sums = ",".join(f"%{i}" for i in range(count))
-    asked = f"%{count}, %{count + 1}"
-    held = ",".join(f'"+f"(c[{i}])' for i in range(count))
+    count = 4 * sets
     return (
         f"__device__ inline void group_mma(float (&c)[{count}], unsigned long long a, "
-        "unsigned long long b) {\n"
-        f'asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
+        f"unsigned long long b) {{\n{_group_product(sets, dtype, ('l(a)',), '0, 0')}\n}}\n"
+    )
+
+
+def group_mma_values(sets: int, dtype: mx.Dtype) -> str:
+    """Returns the function of `group_mma` with a in registers, as mma has it, and b transposed."""
+    count, words = 4 * sets, ("r(a0)", "r(a1)", "r(a2)", "r(a3)")
+    return (
+        f"__device__ inline void group_mma_values(float (&c)[{count}], unsigned a0, unsigned a1, "
+        "unsigned a2, unsigned a3, unsigned long long b) "
+        f"{{\n{_group_product(sets, dtype, words, '1')}\n}}\n"
+    )
+
+
+def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str) -> str:
+    """Returns the instruction of 4 * `sets` sums; `a`: constraints and names, as in "r(a0)"."""
+    count, name = 4 * sets, PTX_TYPES[dtype]
+    sums = ",".join(f"%{i}" for i in range(count))
+    first = ", ".join(f"%{count + i}" for i in range(len(a)))
+    if len(a) > 1:
+        first = f"{{{first}}}"
+    held = ",".join(f'"+f"(c[{i}])' for i in range(count))
+    given = ", ".join(f'"{one[0]}"{one[1:]}' for one in a)
+    at = count + len(a)
+    return (
+        f'asm volatile("{{.reg .pred p; setp.ne.b32 p, %{at + 1}, 0; '
         f"wgmma.mma_async.sync.aligned.m64n{8 * sets}k16.f32.{name}.{name} "
-        f'{{{sums}}}, {asked}, p, 1, 1, 0, 0;}}" : {held} : "l"(a), "l"(b), "r"(1));\n}}\n'
+        f'{{{sums}}}, {first}, %{at}, p, 1, 1, {transposed};}}" '
+        f': {held} : {given}, "l"(b), "r"(1));'
     )
 
 

@@ -174,5 +174,10 @@ def _kernel(
     }
     bounds = (warps * WARP_SIZE, 3) if warps == 4 and size <= 128 else None
     return build_kernel(
-        "paged_attention", INPUTS, ["out", "partial"], constants, bounds=bounds, end="part_sums.cuh"
+        "paged_attention",
+        INPUTS,
+        ["out", "partial"],
+        constants,
+        bounds=bounds,
+        ends=("part_sums.cuh",),
     )

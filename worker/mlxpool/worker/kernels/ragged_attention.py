@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.kernels import block_write
+from mlxpool.worker.kernels import block_write, kernel_cache
+from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
     WARP_SIZE,
@@ -17,6 +18,7 @@ from mlxpool.worker.kernels.kernel_builder import (
     build_kernel,
     kernel_works,
 )
+from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_values
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import (
     PART_UNITS,
@@ -28,12 +30,21 @@ from mlxpool.worker.kernels.work_list import (
     work_items,
 )
 
-INPUTS = ("q", "keys", "values", "begins", "ends", "tables", "items", "sinks", "arrived")
+INPUTS = (
+    "q", "k", "v", "keys", "values", "begins", "ends", "tables", "items", "cosines", "sines",
+    "sinks", "arrived",
+)  # fmt: skip
 HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
-WARPS = 4  # of a thread block
+WARPS = 4  # of a thread block, 8 with Hopper's tiles
 WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
+DECODE_KEYS = 16  # of a decode tile that a warp multiplies at a time
 LINE_GAP = 8  # numbers between lines of shared memory
+HOPPER = "sm_90a"
+HOPPER_SIZES = (64, 128)  # of heads whose chunks have tiles of their own on Hopper
+HOPPER_ROWS = 128  # of such a tile, two groups of four warps
+SHARED_ALIGNMENT = 1024  # bytes, of swizzled matrices
+MULTIPROCESSORS = 132  # of a large GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,18 @@ class RaggedPlan:
     arrived: mx.array
 
 
+@dataclass(frozen=True, slots=True)
+class FreshLines:
+    """Keys and values [T, KV, D] of lines, views or not, which `attend` writes into the pools.
+
+    It rotates the keys, and the queries, by `turns`.
+    """
+
+    k: mx.array
+    v: mx.array
+    turns: RopeTables | None
+
+
 def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
     """Returns whether `attend` supports heads of these sizes."""
     fits = key_dim == value_dim and key_dim in HEAD_SIZES
@@ -61,12 +84,34 @@ def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dty
 
 def tile_shape(heads: int, pairs: int, size: int) -> TileShape:
     """Returns the tiles of layers with these heads, for which a work list is made."""
-    return TileShape(heads // pairs, pairs, tile_rows(size))
+    return _tile_shape(heads // pairs, pairs, size, hopper_tiles(size))
+
+
+def _tile_shape(group: int, pairs: int, size: int, hopper: bool) -> TileShape:
+    rows = HOPPER_ROWS if hopper else tile_rows(size)
+    return TileShape(group, pairs, rows, MULTIPROCESSORS * _blocks(size, rows, hopper))
 
 
 def tile_rows(size: int) -> int:
-    """Returns the query rows of a tile of a chunk."""
+    """Returns the query rows of a tile of a chunk, where it is not one of Hopper's."""
     return TILE_ROWS
+
+
+def _blocks(size: int, rows: int, hopper: bool) -> int:
+    """Returns the thread blocks that a multiprocessor has registers and shared memory for."""
+    if hopper or size > WIDE or rows > TILE_ROWS:
+        return 2
+    return 3 if size > WIDE // 2 else 4
+
+
+@cache
+def hopper_tiles(size: int) -> bool:
+    """Returns whether chunks have Hopper's tiles, faster by far; tries them once."""
+    if size not in HOPPER_SIZES or kernel_cache.architecture() != HOPPER:
+        return False
+    return kernel_works(
+        "attention of chunks on Hopper", lambda: _is_right(4, 2, size, mx.bfloat16, True)
+    )
 
 
 def counters(pairs: int) -> mx.array:
@@ -80,45 +125,80 @@ def attend(
     plan: RaggedPlan,
     scores: ScoreParams,
     window: int = 0,
+    fresh: FreshLines | None = None,
 ) -> mx.array:
     """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
 
     q may be a view. Of what it sees, a line reads the last `window` keys; 0: all. Lines that see
     nothing, and the padding lines of the work list, get zeros; lines that no item has get anything.
+    With `fresh` each line is the last of a row of its own, and q is not rotated yet.
     """
-    lines, heads, size = q.shape
+    return _attend(q, pools, plan, scores, window, hopper_tiles(q.shape[2]), fresh)
+
+
+def _attend(
+    q: mx.array,
+    pools: tuple[mx.array, mx.array],
+    plan: RaggedPlan,
+    scores: ScoreParams,
+    window: int,
+    hopper: bool,
+    fresh: FreshLines | None = None,
+) -> mx.array:
+    given, (lines, heads, size) = q.dtype, q.shape
     _, pairs, block, _ = pools[0].shape
     dtype, sunk = pools[0].dtype, scores.sinks is not None
+    turns = None if fresh is None else fresh.turns
     made = _kernel(
-        heads // pairs, pairs, size, block, dtype, window, scores.scale, scores.softcap, sunk
+        heads // pairs,
+        pairs,
+        size,
+        block,
+        dtype,
+        window,
+        scores.scale,
+        scores.softcap,
+        sunk,
+        hopper,
+        fresh is not None,
+        0 if turns is None else 2 * turns.cosines.shape[-1],
+        turns is not None and turns.traditional,
     )
-    sinks = mx.zeros((1,)) if scores.sinks is None else scores.sinks.astype(mx.float32)
+    threads = _warps(hopper) * WARP_SIZE
+    q, unused = q.astype(dtype), plan.arrived
+    k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
+    cosines, sines = (unused, unused) if turns is None else (turns.cosines, turns.sines)
+    sinks = unused if scores.sinks is None else scores.sinks.astype(mx.float32)
     inputs = [
-        q.astype(dtype), *pools, plan.begins, plan.ends, plan.tables, plan.items, sinks,
+        q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines, sinks,
         plan.arrived,
     ]  # fmt: skip
     found: list[mx.array] = made(
         inputs=inputs,
-        grid=(pairs * WARPS * WARP_SIZE, plan.items.shape[0], 1),
-        threadgroup=(WARPS * WARP_SIZE, 1, 1),
+        grid=(pairs * threads, plan.items.shape[0], 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(lines, heads, size), (pairs * PART_UNITS * UNIT_ROWS * (size + 2),)],
         output_dtypes=[dtype, mx.float32],
     )
-    return found[0].astype(q.dtype)
+    return found[0].astype(given)
 
 
 @cache
 def works(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
     """Returns whether both kernels of a layer are right here; tries them once, logs if not."""
     return kernel_works(
-        "ragged attention", lambda: _is_right(tile_shape(group * pairs, pairs, size), size, dtype)
+        "ragged attention",
+        lambda: (
+            _is_right(group, pairs, size, dtype, hopper_tiles(size))
+            and _fresh_is_right(group, pairs, size, dtype, hopper_tiles(size))
+        ),
     )
 
 
-def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
+def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) -> bool:
     """Compares a token after many, in parts, and a chunk with MLX's operations."""
-    block, longest, lines, pairs = 256, 200, TILE_ROWS // 2, shape.kv_heads
-    heads = pairs * shape.group
+    block, longest, lines, heads = 256, 200, TILE_ROWS // 2, group * pairs
+    shape = _tile_shape(group, pairs, size, hopper)
     random = (
         mx.random.normal((longest + lines, n, size), key=mx.random.key(salt))
         for salt, n in enumerate((heads, pairs, pairs))
@@ -134,12 +214,12 @@ def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
     items = mx.array(work_items(spans, shape, lines + 1))
     tables = mx.array([0, 1], dtype=mx.int32)
     plan = RaggedPlan(begins, ends, tables, items, counters(pairs))
-    found = attend(rotated, pools, plan, ScoreParams(0.1))
+    found = _attend(rotated, pools, plan, ScoreParams(0.1), 0, hopper)
     for here, asked, masked in (
         (slice(0, longest), slice(longest - 1, longest), False),
         (slice(longest, None), slice(longest, None), True),
     ):
-        key, value = (mx.repeat(one[here], shape.group, axis=1) for one in (k, v))
+        key, value = (mx.repeat(one[here], group, axis=1) for one in (k, v))
         products = mx.einsum("qhd,khd->hqk", q[asked].astype(mx.float32), key.astype(mx.float32))
         if masked:
             products = products + mx.triu(mx.full((lines, lines), -mx.inf), 1)
@@ -151,14 +231,63 @@ def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
     return True
 
 
-def shared_bytes(shape: TileShape, size: int) -> int:
+def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) -> bool:
+    """Compares fresh lines with lines that rotate_and_write writes."""
+    block, longest, heads = 256, 200, group * pairs
+    random = (
+        mx.random.normal((longest, n, size), key=mx.random.key(salt))
+        for salt, n in enumerate((heads, pairs, pairs))
+    )
+    q, k, v = (one.astype(dtype) for one in random)
+    angles = mx.random.uniform(0, 6, (longest, 1, size // 2), key=mx.random.key(3))
+    turns = RopeTables(mx.cos(angles), mx.sin(angles), False)
+    slots = mx.arange(longest, dtype=mx.int32)
+    columns = ([0], [1], [0], [longest], [0])
+    spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
+    begins, ends = (mx.array(one) for one in visible_ranges(spans, 1))
+    items = mx.array(work_items(spans, _tile_shape(group, pairs, size, hopper), 1))
+    plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, counters(pairs))
+    found = []
+    for more in (0, 1):
+        pools = mx.zeros((1, pairs, block, size), dtype), mx.ones((1, pairs, block, size), dtype)
+        mx.eval(q, k, v, pools)
+        before = longest - more
+        earlier = RopeTables(turns.cosines[:before], turns.sines[:before], False)
+        rotated = block_write.rotate_and_write(
+            q[:before], k[:before], v[:before], pools, slots[:before], earlier
+        )
+        mx.eval(rotated)
+        last = RopeTables(turns.cosines[-1:], turns.sines[-1:], False)
+        fresh = FreshLines(k[-1:], v[-1:], last) if more else None
+        asked = q[-1:] if more else rotated[-1:]
+        found.append(_attend(asked, pools, plan, ScoreParams(0.1), 0, hopper, fresh))
+        mx.eval(found)
+        found.extend(pools)
+    pairs_of = zip(found[:3], found[3:], strict=True)
+    return all(mx.allclose(one, other, 0.05, 0.05).item() for one, other in pairs_of)
+
+
+def shared_bytes(shape: TileShape, size: int, hopper: bool) -> int:
     """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
 
     Queries that do not stay in registers have memory, too.
     """
-    line, keys = (size + LINE_GAP) * 2, keys_of(size)
+    sums = _warps(hopper) * shape.decode_rows * (size + 2) * 4
+    if hopper:
+        tiles = (4 * keys_of(size) + shape.rows) * size * 2 + SHARED_ALIGNMENT
+        return max(tiles, sums, 2 * _decode_bytes(size, hopper) if size < WIDE else 0)
+    line = (size + LINE_GAP) * 2
     queries = shape.rows * line if shape.rows * size > TILE_ROWS * WIDE else 0
-    return max(4 * keys * line + queries, WARPS * shape.decode_rows * (size + 2) * 4)
+    return max(4 * keys_of(size) * line + queries, sums)
+
+
+def _decode_bytes(size: int, hopper: bool) -> int:
+    """Returns the shared memory of a stage of the decode tiles of all warps."""
+    return _warps(hopper) * 2 * DECODE_KEYS * (size + LINE_GAP) * 2
+
+
+def _warps(hopper: bool) -> int:
+    return HOPPER_ROWS // 16 if hopper else WARPS
 
 
 def keys_of(size: int) -> int:
@@ -177,8 +306,13 @@ def _kernel(
     scale: float,
     softcap: float,
     sinks: bool,
+    hopper: bool,
+    fresh: bool,
+    turned: int,
+    traditional: bool,
 ) -> Any:
-    tiles = tile_shape(group * pairs, pairs, size)
+    tiles = _tile_shape(group, pairs, size, hopper)
+    shared = shared_bytes(tiles, size, hopper)
     constants: dict[str, Constant] = {
         "GROUP": group,
         "HEADS": pairs,
@@ -188,8 +322,13 @@ def _kernel(
         "SCALE": float(scale),
         "CAP": float(softcap),
         "SINKS": sinks,
+        "FRESH": fresh,
+        "TURNED": turned,
+        "TRADITIONAL": traditional,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
+        "DECODE_STAGES": min(2, shared // _decode_bytes(size, hopper)),
+        "WARPS": _warps(hopper),
         "MATRICES": tiles.rows // (16 * WARPS),
         "TILE_UNITS": tiles.rows // UNIT_ROWS,
         "UNIT_ROWS": UNIT_ROWS,
@@ -197,13 +336,14 @@ def _kernel(
         "KEYS": keys_of(size),
         "N": dtype,
     }
-    blocks = 2 if size > WIDE or tiles.rows > TILE_ROWS else 3 if size > WIDE // 2 else 4
+    chunks = "chunk_tiles_hopper.cuh" if hopper else "chunk_tiles.cuh"
     return build_kernel(
         "ragged_attention",
         INPUTS,
         ["out", "partial"],
         constants,
-        shared=shared_bytes(tiles, size),
-        bounds=(WARPS * WARP_SIZE, blocks),
-        end="part_sums.cuh",
+        shared=shared,
+        header=group_mma(8, dtype) + group_mma_values(8, dtype) if hopper and not fresh else "",
+        bounds=(_warps(hopper) * WARP_SIZE, _blocks(size, tiles.rows, hopper)),
+        ends=("part_sums.cuh",) if fresh else (chunks, "part_sums.cuh"),
     )

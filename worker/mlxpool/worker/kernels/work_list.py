@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -14,10 +15,13 @@ TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an ite
 UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
 PART_UNITS = 512  # units of partial sums of a step
 EXTRA_ITEMS = 64  # items beyond one a line
-FULL_GPU_BLOCKS = 352  # thread blocks that a large GPU surely runs at a time
 MIN_DECODE_KEYS = 128  # keys of a part; shorter parts cost more than they save
 MIN_CHUNK_KEYS = 512
-STEP_KEYS = 64  # parts but the last have a multiple of it
+STEP_KEYS = 128  # parts but the last have a multiple of it
+PART_COST = 64  # keys that a thread block could read while it begins and ends
+# Keys of a part as shares of what each thread block would read if all ended together; and how much
+# longer than that a step may take for no further shares to be tried.
+SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
@@ -26,12 +30,14 @@ FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 class TileShape:
     """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
 
-    `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that.
+    `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that. `blocks`: thread blocks that a
+    large GPU runs at a time.
     """
 
     group: int
     kv_heads: int
     rows: int = TILE_ROWS
+    blocks: int = 352
 
     @property
     def lines(self) -> int:
@@ -83,14 +89,8 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
     padding = range(used, lines, TILE_ROWS)
-    # Parts are at most total / bound more than tiles, and at most twice that are of divided tiles.
-    # Both stay within the capacities, and no thread block has more keys than its share.
-    total = int(keys.sum())
     extra = capacity_of(lines) - count - len(padding)
-    weight = int((keys * units).sum())
-    bound = max(total * shape.kv_heads / FULL_GPU_BLOCKS, total / extra, 2 * weight / PART_UNITS)
-    least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
-    parts = np.maximum(np.ceil(keys / np.maximum(bound, least)), 1).astype(np.int32)
+    parts = _parts(keys, units, decodes, shape, extra)
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
     order = np.argsort(-each, kind="stable")
@@ -107,6 +107,63 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     for n, first in enumerate(padding):
         found[items + n, :2] = first, min(TILE_ROWS, lines - first)
     return found
+
+
+def _parts(
+    keys: Numbers, units: Numbers, decodes: npt.NDArray[np.bool_], shape: TileShape, extra: int
+) -> Numbers:
+    """Returns the parts of tiles of so many keys with which a step ends soonest.
+
+    Parts of tiles have `units` units of partial sums each; there may be `extra` parts more than
+    tiles. Keys are rounded up, so that many steps find the parts of the step before.
+    """
+    share = int(keys.sum()) * shape.kv_heads // (8 * shape.blocks * STEP_KEYS)
+    rounded = STEP_KEYS << max(share.bit_length() - 1, 0)
+    least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
+    columns = np.stack([-(-keys // rounded) * rounded, units, least]).astype(np.int32)
+    found = _best_parts(columns.tobytes(), shape, extra, PART_UNITS)
+    return np.frombuffer(found, dtype=np.int32)
+
+
+@lru_cache(maxsize=64)
+def _best_parts(columns: bytes, shape: TileShape, extra: int, capacity: int) -> bytes:
+    keys, units, least = np.frombuffer(columns, dtype=np.int32).reshape(3, -1)
+    best = np.ones_like(keys)
+    places = max(shape.blocks // shape.kv_heads, 1)  # tiles that run at a time
+    total = int(keys.sum())
+    share = total / places
+    time = _time(keys, best, places)
+    if time <= NEAR * share or not (keys > least).any():
+        return best.tobytes()
+    # With the last bound, parts are at most total / bound more than tiles, and at most twice that
+    # are of divided tiles: both stay within the capacities.
+    safe = max(share, total / max(extra, 1), 2 * int((keys * units).sum()) / capacity)
+    for bound in (*(one * share for one in SHARES), safe):
+        parts = np.maximum(np.ceil(keys / np.maximum(bound, least)), 1).astype(np.int32)
+        each = np.where(parts > 1, -(-keys // (parts * STEP_KEYS)) * STEP_KEYS, keys)
+        parts = np.where(parts > 1, -(-keys // np.maximum(each, 1)), 1).astype(np.int32)
+        needed = int((parts * units)[parts > 1].sum())
+        if int(parts.sum()) - parts.size > extra or needed > capacity:
+            continue
+        mine = _time(each, parts, places)
+        if mine < time:
+            time, best = mine, parts
+        if time <= NEAR * share:
+            break
+    return best.tobytes()
+
+
+def _time(each: Numbers, parts: Numbers, places: int) -> float:
+    """Returns about the keys that are read one after the other, `places` parts at a time."""
+    order = np.argsort(-each, kind="stable")
+    ends = np.cumsum(parts[order])
+    jobs = int(ends[-1]) if ends.size else 0
+    if not jobs:
+        return 0.0
+    begins = np.searchsorted(ends, np.arange(0, jobs, places), side="right")
+    waves = float((each[order[begins]] + PART_COST).sum())
+    mean = float(((each + PART_COST) * parts).sum()) / places
+    return min(waves, max(float(each.max()), mean + float(each.min())))
 
 
 def _tiles(spans: Spans, shape: TileShape) -> Numbers:

@@ -62,3 +62,8 @@ template <int COUNT> __device__ inline void wait_products() {
 __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// Keeps the compiler from using sums before the products that the lines above wait for.
+template <int COUNT> __device__ inline void hold(float (&sums)[COUNT]) {
+  #pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}

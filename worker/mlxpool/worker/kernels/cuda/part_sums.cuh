@@ -15,11 +15,11 @@ if (PARTED) {
       N* const place = to(i);
       if (!place) break;
       float top = least(g);
-      #pragma unroll 4
+      #pragma unroll 8
       for (int p = 0; p < count; p++)
         top = fmaxf(top, __ldcg(parts + p * WHOLE + QUERIES * NUMBERS + g));
       float numbers = 0, all = 0;
-      #pragma unroll 2
+      #pragma unroll 8
       for (int p = 0; p < count; p++) {
         const float weight = exp2f(__ldcg(parts + p * WHOLE + QUERIES * NUMBERS + g) - top);
         numbers += weight * __ldcg(parts + p * WHOLE + i);

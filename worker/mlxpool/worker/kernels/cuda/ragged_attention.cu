@@ -3,7 +3,7 @@
 // line, are the rows of the tile. A tile of up to DECODE_ROWS rows reads keys and values into registers,
 // where each warp has other keys; a larger tile shares keys and values, and each warp has other rows.
 // The keys of a tile may be divided into parts, which part_sums.cuh adds up. Scores are of base 2.
-constexpr int WARPS = 4, THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float RATE = CAP > 0 ? 1.f : SCALE * LOG2E;  // of the numbers that `scored` returns
 const float NONE = __uint_as_float(0xff800000);  // -infinity
@@ -38,7 +38,7 @@ if (WINDOW > 0) {
   #pragma unroll
   for (int other = 1; other < 32; other *= 2) low = min(low, __shfl_xor_sync(0xffffffff, low, other));
 }
-constexpr int STEP = 64;  // keys that all warps of a thread block read at a time
+constexpr int STEP = 16 * WARPS;  // keys that all warps of a decode tile read at a time
 const int from = low / STEP * STEP;
 const int each = count == 1 ? high_key - from : ((high_key - from + count - 1) / count + STEP - 1) / STEP * STEP;
 const int first = from + part * each, last = min(high_key, first + each);
@@ -70,14 +70,64 @@ float* const parts = (float*)partial + mine * UNIT_ROWS * (SIZE + 2);
 auto to = [&](int i) -> N* { return output_at(i / SIZE) + i % SIZE; };
 
 if (decodes) {
-  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8;
-  // The order of a head's numbers in the matrices is free as long as both operands agree, so a thread
-  // reads neighbouring numbers.
-  constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
-  constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
-  using KeyPart = Some<unsigned, KEY_EACH / 2>;
-  using ValuePart = Some<unsigned, VALUE_EACH / 2>;
-  unsigned query[SETS][KEY_CHUNKS][KEY_EACH / 2];
+  // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: those that it multiplies
+  // and those that it has asked for. A tile's keys are free, and asked for anew, before its values.
+  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
+  constexpr int MATRIX = TILE * LINE, PENDING = 2 * DECODE_STAGES - 1;  // bytes; groups of copies
+  const unsigned base = shared_address(space) + warp * DECODE_STAGES * 2 * MATRIX;
+  const int* const blocks = (const int*)tables + table_at;
+  auto block_of = [&](int token) -> long { return blocks[min(token, last - 1) / BLOCK]; };
+  auto fetch = [&](const void* pool, int token, long block, unsigned into) {
+    if (token < last) {
+      const N* const from = (const N*)pool + ((block * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
+      if (token >= low && token + TILE <= last) {
+        #pragma unroll
+        for (int n = 0; n < TILE * PIECES / 32; n++) {
+          const int i = n * 32 + lane;
+          copy(into + i / PIECES * LINE + i % PIECES * 16, from + i * 8);
+        }
+      } else {
+        #pragma unroll 1
+        for (int i = lane; i < TILE * PIECES; i += 32)
+          copy(into + i / PIECES * LINE + i % PIECES * 16,
+               from + (inside(token + i / PIECES) - token) * SIZE + i % PIECES * 8);
+      }
+    }
+    commit_copies();
+  };
+  // A number of a head after the rotation of its line.
+  auto turned = [&](const N* numbers, long stride, int d) -> float {
+    constexpr int HALF = TURNED > 0 ? TURNED / 2 : 1;
+    const float x = up(numbers[d * stride]);
+    if (d >= TURNED) return x;
+    const int i = first_line * HALF + (TRADITIONAL ? d / 2 : d % HALF);
+    const bool second = TRADITIONAL ? d % 2 : d >= HALF;
+    const float y = up(numbers[(TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF) * stride]);
+    return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+  };
+  if (FRESH && first < last && last == high_key) {
+    const long at = place(high_key - 1);
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * SIZE; i += THREADS) {
+      const int d = i % SIZE;
+      if (i < SIZE)
+        down(turned((const N*)k + first_line * k_strides[0] + head * k_strides[1], k_strides[2], d),
+             (N*)keys + at + d);
+      else
+        ((N*)values)[at + d] = v[first_line * v_strides[0] + head * v_strides[1] + d * v_strides[2]];
+    }
+    __syncthreads();
+  }
+  int token = first + warp * TILE;
+  if (token + TILE <= low) token += STEP;
+  #pragma unroll
+  for (int stage = 0; stage < DECODE_STAGES; stage++) {
+    const long block = block_of(token + stage * STEP);
+    fetch(keys, token + stage * STEP, block, base + stage * 2 * MATRIX);
+    fetch(values, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
+  }
+  long block = block_of(token + DECODE_STAGES * STEP);
+  unsigned query[SETS][SIZE / 16][2];
   float most[SETS], total[SETS], sum[SIZE / 8][4];
   int begin[SETS], end[SETS];
   #pragma unroll
@@ -85,19 +135,14 @@ if (decodes) {
     const int g = min(row + 8 * set, asked - 1);
     const N* const numbers = query_at(g);
     #pragma unroll
-    for (int c = 0; c < KEY_CHUNKS; c++) {
-      const int at = (c * 4 + quarter) * KEY_EACH;
-      if (neat) {
-        const KeyPart some = *(const KeyPart*)(numbers + at);
-        #pragma unroll
-        for (int i = 0; i < KEY_EACH / 2; i++) query[set][c][i] = some.n[i];
-      } else {
-        #pragma unroll
-        for (int i = 0; i < KEY_EACH / 2; i++)
-          query[set][c][i] = pair(up(numbers[(at + 2 * i) * q_strides[2]]),
-                                  up(numbers[(at + 2 * i + 1) * q_strides[2]]), N());
+    for (int c = 0; c < SIZE / 16; c++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int at = c * 16 + i * 8 + 2 * quarter;
+        query[set][c][i] = FRESH ? pair(turned(numbers, q_strides[2], at), turned(numbers, q_strides[2], at + 1), N())
+                           : neat ? *(const unsigned*)(numbers + at)
+                                : pair(up(numbers[at * q_strides[2]]), up(numbers[(at + 1) * q_strides[2]]), N());
       }
-    }
     most[set] = NONE;
     total[set] = 0;
     begin[set] = begin_of(g / GROUP);
@@ -105,55 +150,33 @@ if (decodes) {
   }
   #pragma unroll
   for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
-  // Where there are few thread blocks, rows are divided, and memory must be asked early.
-  auto ask = [&](int token) {
-    constexpr int PIECES = TILE * SIZE * 2 / 128;
-    if (PARTED && token < last) {
-      const long at = place(token);
-      #pragma unroll
-      for (int i = lane; i < PIECES; i += 32) {
-        prefetch((const N*)keys + at + i * 64);
-        prefetch((const N*)values + at + i * 64);
-      }
-    }
-  };
-  ask(first + warp * TILE + STEP);
-  for (int token = first + warp * TILE; token < last; token += STEP) {
-    if (token + TILE <= low) continue;
-    ask(token + 2 * STEP);
-    const long at = place(token);
-    const N* const key_from = (const N*)keys + at + quarter * KEY_EACH;
-    const N* const value_from = (const N*)values + at + row * VALUE_EACH;
-    KeyPart key[2][KEY_CHUNKS];
-    ValuePart value[4][VALUE_CHUNKS];
-    #pragma unroll
-    for (int n = 0; n < 2; n++)
-      #pragma unroll
-      for (int c = 0; c < KEY_CHUNKS; c++)
-        key[n][c] = *(const KeyPart*)(key_from + (inside(token + n * 8 + row) - token) * SIZE
-                                      + c * 4 * KEY_EACH);
-    #pragma unroll
-    for (int n = 0; n < 4; n++)
-      #pragma unroll
-      for (int c = 0; c < VALUE_CHUNKS; c++)
-        value[n][c] = *(const ValuePart*)(
-            value_from + (inside(token + 2 * quarter + n % 2 + n / 2 * 8) - token) * SIZE
-            + c * 8 * VALUE_EACH);
+  // The addresses that a lane gives for the first matrices of keys and values.
+  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
+  const unsigned value_from = base + MATRIX + lane % 16 * LINE + lane / 16 * 16;
+  unsigned here = 0;  // bytes before the stage
+  #pragma unroll 1
+  for (; token < last; token += STEP) {
+    const int next = token + DECODE_STAGES * STEP;
+    const long next_block = block_of(next + STEP);  // long before it is needed
+    wait_copies<PENDING>();
+    __syncwarp();
     float score[2][4];
     #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
-      #pragma unroll
-      for (int c = 0; c < KEY_CHUNKS; c++)
-        #pragma unroll
-        for (int i = 0; i < KEY_EACH / 2; i += 2) {
-          const unsigned a[4] = {query[0][c][i], SETS > 1 ? query[SETS - 1][c][i] : 0, query[0][c][i + 1],
-                                 SETS > 1 ? query[SETS - 1][c][i + 1] : 0};
-          mma(score[n], a, key[n][c].n[i], key[n][c].n[i + 1], N());
-        }
+    for (int n = 0; n < 2; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++) {
+      unsigned b[4];
+      load_matrices(b, key_from + here + c * 32);
+      const unsigned a[4] = {query[0][c][0], SETS > 1 ? query[SETS - 1][c][0] : 0, query[0][c][1],
+                             SETS > 1 ? query[SETS - 1][c][1] : 0};
+      mma(score[0], a, b[0], b[1], N());
+      mma(score[1], a, b[2], b[3], N());
     }
+    __syncwarp();
+    fetch(keys, next, block, base + here);
     unsigned share[4] = {0, 0, 0, 0};
     float shrink[2] = {1, 1};
+    const bool masked = lines > 1 || token < low || token + TILE > last;
     #pragma unroll
     for (int set = 0; set < SETS; set++) {
       float top = most[set];
@@ -162,36 +185,45 @@ if (decodes) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
           float& one = score[n][2 * set + i];
-          const int here = token + n * 8 + 2 * quarter + i;
-          one = here < end[set] && here >= begin[set] ? scored(one) * RATE : NONE;
+          const int at = token + n * 8 + 2 * quarter + i;
+          one = scored(one) * RATE;
+          if (masked && (at >= end[set] || at < begin[set])) one = NONE;
           top = fmaxf(top, one);
         }
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-      const float base = top == NONE ? 0.f : top;
-      shrink[set] = power2(most[set] - base);
+      const float less = top == NONE ? 0.f : top;
+      shrink[set] = power2(most[set] - less);
       most[set] = top;
       total[set] *= shrink[set];
       #pragma unroll
       for (int n = 0; n < 2; n++) {
-        const float left = power2(score[n][2 * set] - base), right = power2(score[n][2 * set + 1] - base);
+        const float left = power2(score[n][2 * set] - less), right = power2(score[n][2 * set + 1] - less);
         total[set] += left + right;
         share[2 * n + set] = pair(left, right, N());
       }
     }
     #pragma unroll
-    for (int c = 0; c < VALUE_CHUNKS; c++)
-      #pragma unroll
-      for (int j = 0; j < VALUE_EACH; j++) {
-        float(&one)[4] = sum[c * VALUE_EACH + j];
-        one[0] *= shrink[0];
-        one[1] *= shrink[0];
-        if (SETS > 1) { one[2] *= shrink[1]; one[3] *= shrink[1]; }
-        const unsigned which = j % 2 ? 0x7632 : 0x5410;
-        mma(one, share, __byte_perm(value[0][c].n[j / 2], value[1][c].n[j / 2], which),
-            __byte_perm(value[2][c].n[j / 2], value[3][c].n[j / 2], which), N());
-      }
+    for (int j = 0; j < SIZE / 8; j++) {
+      sum[j][0] *= shrink[0];
+      sum[j][1] *= shrink[0];
+      if (SETS > 1) { sum[j][2] *= shrink[1]; sum[j][3] *= shrink[1]; }
+    }
+    wait_copies<PENDING>();
+    __syncwarp();
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++) {
+      unsigned b[4];
+      load_transposed(b, value_from + here + c * 32);
+      mma(sum[2 * c], share, b[0], b[1], N());
+      mma(sum[2 * c + 1], share, b[2], b[3], N());
+    }
+    __syncwarp();
+    fetch(values, next, block, base + here + MATRIX);
+    block = next_block;
+    if (DECODE_STAGES > 1) here = here == (DECODE_STAGES - 1) * 2 * MATRIX ? 0 : here + 2 * MATRIX;
   }
+  __syncthreads();  // all warps have read their tiles where sums are to be
   float* const warp_most = (float*)space;  // [WARPS][ROWS]
   float* const warp_total = warp_most + WARPS * ROWS;  // [WARPS][ROWS]
   float* const warp_sum = warp_total + WARPS * ROWS;  // [WARPS][ROWS][SIZE]
@@ -206,13 +238,9 @@ if (decodes) {
     }
     if (g < asked)
       #pragma unroll
-      for (int c = 0; c < VALUE_CHUNKS; c++)
-        #pragma unroll
-        for (int j = 0; j < VALUE_EACH; j++)
-          #pragma unroll
-          for (int i = 0; i < 2; i++)
-            warp_sum[(warp * ROWS + g) * SIZE + (c * 8 + 2 * quarter + i) * VALUE_EACH + j]
-                = sum[c * VALUE_EACH + j][2 * set + i];
+      for (int j = 0; j < SIZE / 8; j++)
+        *(Some<float, 2>*)(warp_sum + (warp * ROWS + g) * SIZE + j * 8 + 2 * quarter)
+            = {sum[j][2 * set], sum[j][2 * set + 1]};
   }
   __syncthreads();
   #pragma unroll 1
@@ -238,212 +266,4 @@ if (decodes) {
       }
     }
   }
-} else {
-  // Keys and values come through shared memory, KEYS at a time and one step ahead. Lines of shared
-  // memory are an odd number of 16 bytes long, so that eight of them are in different banks.
-  constexpr int ROWS = 64 * MATRICES, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
-  constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE;  // bytes
-  constexpr bool KEPT = MATRICES * SIZE <= 128;  // queries stay in registers
-  constexpr int QUERY_AT = KEPT ? STAGE : 2 * STAGE;  // bytes
-  const unsigned base = shared_address(space);
-  auto fetch = [&](int token, int stage) {
-    if (token < last) {
-      const long at = place(token);
-      const unsigned into = base + stage * STAGE;
-      auto copy_lines = [&](auto line_of) {
-        #pragma unroll
-        for (int n = 0; n < (KEYS * PIECES + THREADS - 1) / THREADS; n++) {
-          const int i = n * THREADS + threadIdx.x, line = i / PIECES, piece = i % PIECES;
-          if (KEYS * PIECES % THREADS == 0 || i < KEYS * PIECES) {
-            const long numbers = at + line_of(line) * SIZE + piece * 8;
-            copy(into + line * LINE + piece * 16, (const N*)keys + numbers);
-            copy(into + TILE + line * LINE + piece * 16, (const N*)values + numbers);
-          }
-        }
-      };
-      if (token >= low && token + KEYS <= last) {
-        copy_lines([](int line) -> int { return line; });
-      } else {
-        copy_lines([&](int line) -> int { return inside(token + line) - token; });
-      }
-    }
-    commit_copies();
-  };
-  fetch(first, 0);
-  #pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-    const int g = min(i / PIECES, asked - 1), piece = i % PIECES;
-    const N* const numbers = query_at(g) + piece * 8 * q_strides[2];
-    Some<N, 8> some;
-    if (neat) {
-      some = *(const Some<N, 8>*)numbers;
-    } else {
-      #pragma unroll
-      for (int n = 0; n < 8; n++) some.n[n] = numbers[n * q_strides[2]];
-    }
-    *(Some<N, 8>*)((char*)space + QUERY_AT + i / PIECES * LINE + piece * 16) = some;
-  }
-  __syncthreads();
-  // The addresses that a lane gives for the first matrices of queries, keys and values.
-  const unsigned query_from = base + QUERY_AT + (warp * 16 * MATRICES + lane % 16) * LINE + lane / 16 * 16;
-  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
-  const unsigned value_from = base + TILE + lane % 16 * LINE + lane / 16 * 16;
-  unsigned query[KEPT ? MATRICES : 1][KEPT ? SIZE / 16 : 1][4];
-  if (KEPT)
-    #pragma unroll
-    for (int m = 0; m < MATRICES; m++)
-      #pragma unroll
-      for (int c = 0; c < SIZE / 16; c++)
-        load_matrices(query[KEPT ? m : 0][KEPT ? c : 0], query_from + m * 16 * LINE + c * 32);
-  float most[MATRICES][2], total[MATRICES][2], sum[MATRICES][SIZE / 8][4];
-  int begin[MATRICES][2], end[MATRICES][2];
-  // The keys that some row of the warp sees, and those that all see.
-  int warp_low = last, warp_high = 0, all_low = 0, all_high = last;
-  #pragma unroll
-  for (int m = 0; m < MATRICES; m++) {
-    #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int line = min((warp * MATRICES + m) * 16 + row + 8 * half, asked - 1) / GROUP;
-      most[m][half] = NONE;
-      total[m][half] = 0;
-      begin[m][half] = begin_of(line);
-      end[m][half] = min(end_of(line), last);
-      warp_low = min(warp_low, begin[m][half]);
-      warp_high = max(warp_high, end[m][half]);
-      all_low = max(all_low, begin[m][half]);
-      all_high = min(all_high, end[m][half]);
-    }
-    #pragma unroll
-    for (int j = 0; j < SIZE / 8; j++) sum[m][j][0] = sum[m][j][1] = sum[m][j][2] = sum[m][j][3] = 0;
-  }
-  #pragma unroll
-  for (int other = 4; other < 32; other *= 2) {
-    warp_low = min(warp_low, __shfl_xor_sync(0xffffffff, warp_low, other));
-    warp_high = max(warp_high, __shfl_xor_sync(0xffffffff, warp_high, other));
-    all_low = max(all_low, __shfl_xor_sync(0xffffffff, all_low, other));
-    all_high = min(all_high, __shfl_xor_sync(0xffffffff, all_high, other));
-  }
-  if (warp * 16 * MATRICES >= asked) warp_high = 0;  // no rows
-  int stage = 0;
-  for (int token = first; token < last; token += KEYS) {
-    wait_copies<0>();
-    __syncthreads();  // all threads have multiplied what the next keys overwrite
-    fetch(token + KEYS, stage ^ 1);
-    if (token < warp_high && token + KEYS > warp_low) {
-      const unsigned here = stage * STAGE;
-      float score[MATRICES][KEYS / 8][4];
-      #pragma unroll
-      for (int m = 0; m < MATRICES; m++)
-        #pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-          score[m][j][0] = score[m][j][1] = score[m][j][2] = score[m][j][3] = 0;
-      #pragma unroll
-      for (int c = 0; c < SIZE / 16; c++) {
-        unsigned a[MATRICES][4];
-        #pragma unroll
-        for (int m = 0; m < MATRICES; m++)
-          if (KEPT) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) a[m][i] = query[KEPT ? m : 0][KEPT ? c : 0][i];
-          } else {
-            load_matrices(a[m], query_from + m * 16 * LINE + c * 32);
-          }
-        #pragma unroll
-        for (int j = 0; j < KEYS / 16; j++) {
-          unsigned b[4];
-          load_matrices(b, key_from + here + j * 16 * LINE + c * 32);
-          #pragma unroll
-          for (int m = 0; m < MATRICES; m++) {
-            mma(score[m][2 * j], a[m], b[0], b[1], N());
-            mma(score[m][2 * j + 1], a[m], b[2], b[3], N());
-          }
-        }
-      }
-      unsigned share[MATRICES][KEYS / 16][4];
-      const bool masked = token < all_low || token + KEYS > all_high;
-      #pragma unroll
-      for (int m = 0; m < MATRICES; m++) {
-        if (CAP > 0)
-          #pragma unroll
-          for (int j = 0; j < KEYS / 8; j++)
-            #pragma unroll
-            for (int i = 0; i < 4; i++) score[m][j][i] = scored(score[m][j][i]);
-        if (masked)
-          #pragma unroll
-          for (int j = 0; j < KEYS / 8; j++)
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              const int at = token + j * 8 + 2 * quarter + i % 2;
-              if (at >= end[m][i / 2] || at < begin[m][i / 2]) score[m][j][i] = NONE;
-            }
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          float top = NONE;
-          #pragma unroll
-          for (int j = 0; j < KEYS / 8; j++)
-            top = fmaxf(top, fmaxf(score[m][j][2 * half], score[m][j][2 * half + 1]));
-          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-          top = fmaxf(most[m][half], top * RATE);
-          const float less = top == NONE ? 0.f : top;
-          const float shrink = power2(most[m][half] - less);
-          most[m][half] = top;
-          float all = 0;
-          #pragma unroll
-          for (int j = 0; j < KEYS / 8; j++) {
-            const float left = power2(fmaf(score[m][j][2 * half], RATE, -less));
-            const float right = power2(fmaf(score[m][j][2 * half + 1], RATE, -less));
-            all += left + right;
-            share[m][j / 2][j % 2 * 2 + half] = pair(left, right, N());
-          }
-          total[m][half] = total[m][half] * shrink + all;
-          #pragma unroll
-          for (int j = 0; j < SIZE / 8; j++) {
-            sum[m][j][2 * half] *= shrink;
-            sum[m][j][2 * half + 1] *= shrink;
-          }
-        }
-      }
-      #pragma unroll
-      for (int t = 0; t < KEYS / 16; t++)
-        #pragma unroll
-        for (int c = 0; c < SIZE / 16; c++) {
-          unsigned b[4];
-          load_transposed(b, value_from + here + t * 16 * LINE + c * 32);
-          #pragma unroll
-          for (int m = 0; m < MATRICES; m++) {
-            mma(sum[m][2 * c], share[m][t], b[0], b[1], N());
-            mma(sum[m][2 * c + 1], share[m][t], b[2], b[3], N());
-          }
-        }
-    }
-    stage ^= 1;
-  }
-  #pragma unroll
-  for (int m = 0; m < MATRICES; m++)
-    #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int g = (warp * MATRICES + m) * 16 + row + 8 * half;
-      float all = total[m][half];
-      all += __shfl_xor_sync(0xffffffff, all, 1);
-      all += __shfl_xor_sync(0xffffffff, all, 2);
-      if (g < asked && !PARTED) {
-        const float top = fmaxf(most[m][half], least(g)), weight = power2(most[m][half] - top);
-        const float factor = weight / (all * weight + sunk(g, top));
-        N* const numbers = output_at(g) + 2 * quarter;
-        #pragma unroll
-        for (int j = 0; j < SIZE / 8; j++)
-          *(unsigned*)(numbers + 8 * j)
-              = pair(sum[m][j][2 * half] * factor, sum[m][j][2 * half + 1] * factor, N());
-      } else if (g < asked) {
-        float* const numbers = parts + part * WHOLE + g * SIZE + 2 * quarter;
-        #pragma unroll
-        for (int j = 0; j < SIZE / 8; j++)
-          *(Some<float, 2>*)(numbers + 8 * j) = {sum[m][j][2 * half], sum[m][j][2 * half + 1]};
-        if (quarter == 0) {
-          parts[part * WHOLE + QUERIES * SIZE + g] = most[m][half];
-          parts[part * WHOLE + QUERIES * SIZE + QUERIES + g] = all;
-        }
-      }
-    }
 }

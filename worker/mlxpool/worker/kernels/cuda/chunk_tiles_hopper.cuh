@@ -1,0 +1,172 @@
+// The tiles of chunks in the tensor cores of Hopper: the middle of ragged_attention.cu. Each of two groups of
+// four warps has 64 rows; both share keys and values, which are copied one step ahead. All matrices are in
+// the layout of the tensor cores: 64 numbers of a line are 128 bytes, whose 16-byte pieces are swizzled
+// differently in each of eight lines; further numbers are in a matrix behind it.
+if (!decodes) {
+  constexpr int ROWS = 16 * WARPS, PIECES = SIZE / 8, PANELS = SIZE / 64;
+  constexpr int TILE = KEYS * SIZE * 2, STAGE = 2 * TILE, QUERY_AT = 2 * STAGE;  // bytes
+  const unsigned base = (shared_address(space) + 1023) & ~1023u;
+  auto swizzled = [](int line, int piece, int lines) -> unsigned {
+    return piece / 8 * lines * 128 + line * 128 + ((piece ^ line) & 7) * 16;
+  };
+  // The descriptor of a matrix: eight lines in 1,024 bytes, swizzled.
+  auto matrix = [](unsigned at) -> unsigned long long {
+    return (unsigned long long)((at & 0x3ffff) >> 4) | 64ull << 16 | 64ull << 32 | 1ull << 62;
+  };
+  auto fetch = [&](int token, int stage) {
+    if (token < last) {
+      const long at = place(token);
+      const unsigned into = base + stage * STAGE;
+      const bool whole = token >= low && token + KEYS <= last;
+      #pragma unroll
+      for (int n = 0; n < KEYS * PIECES / THREADS; n++) {
+        const int i = n * THREADS + threadIdx.x, line = i / PIECES, piece = i % PIECES;
+        const long numbers = at + (whole ? line : inside(token + line) - token) * SIZE + piece * 8;
+        const unsigned to = into + swizzled(line, piece, KEYS);
+        copy(to, (const N*)keys + numbers);
+        copy(to + TILE, (const N*)values + numbers);
+      }
+    }
+    commit_copies();
+  };
+  fetch(first, 0);
+  #pragma unroll 4
+  for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+    const int g = min(i / PIECES, asked - 1), piece = i % PIECES;
+    const N* const numbers = query_at(g) + piece * 8 * q_strides[2];
+    Some<N, 8> some;
+    if (neat) {
+      some = *(const Some<N, 8>*)numbers;
+    } else {
+      #pragma unroll
+      for (int n = 0; n < 8; n++) some.n[n] = numbers[n * q_strides[2]];
+    }
+    const unsigned to = base - shared_address(space) + QUERY_AT + swizzled(i / PIECES, piece, ROWS);
+    *(Some<N, 8>*)((char*)space + to) = some;
+  }
+  // Of neighbouring lines the last sees the last keys. The keys that some row of the group sees, and those
+  // that all see.
+  const int group = warp / 4;
+  const int head_line = min(group * 64, asked - 1) / GROUP, tail_line = min(group * 64 + 63, asked - 1) / GROUP;
+  const int group_low = begin_of(head_line), all_low = begin_of(tail_line);
+  const int group_high = group * 64 < asked ? min(end_of(tail_line), last) : 0;
+  const int all_high = min(end_of(head_line), last);
+  float most[2], total[2], sum[PANELS][32];
+  int begin[2], end[2];
+  #pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int line = min(warp * 16 + row + 8 * half, asked - 1) / GROUP;
+    most[half] = NONE;
+    total[half] = 0;
+    begin[half] = begin_of(line);
+    end[half] = min(end_of(line), last);
+  }
+  #pragma unroll
+  for (int h = 0; h < PANELS; h++)
+    #pragma unroll
+    for (int i = 0; i < 32; i++) sum[h][i] = 0;
+  const unsigned query_from = base + QUERY_AT + group * 64 * 128;
+  int stage = 0;
+  #pragma unroll 1
+  for (int token = first; token < last; token += KEYS) {
+    wait_copies<0>();
+    fence_products();
+    __syncthreads();  // all groups have multiplied what the next keys overwrite
+    fetch(token + KEYS, stage ^ 1);
+    if (token < group_high && token + KEYS > group_low) {
+      const unsigned here = base + stage * STAGE;
+      float score[KEYS / 2];
+      #pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) score[i] = 0;
+      hold(score);
+      begin_products();
+      #pragma unroll
+      for (int c = 0; c < SIZE / 16; c++)
+        group_mma(score, matrix(query_from + c / 4 * ROWS * 128) + c % 4 * 2,
+                  matrix(here + c / 4 * KEYS * 128) + c % 4 * 2);
+      commit_products();
+      wait_products<0>();
+      hold(score);
+      if (CAP > 0)
+        #pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) score[i] = scored(score[i]);
+      if (token < all_low || token + KEYS > all_high)
+        #pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+          const int at = token + i / 4 * 8 + 2 * quarter + i % 2;
+          if (at >= end[i / 2 % 2] || at < begin[i / 2 % 2]) score[i] = NONE;
+        }
+      unsigned share[KEYS / 16][4];
+      float shrink[2];
+      #pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float top = NONE;
+        #pragma unroll
+        for (int j = 2 * half; j < KEYS / 2; j += 4) top = fmaxf(top, fmaxf(score[j], score[j + 1]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+        top = fmaxf(most[half], top * RATE);
+        const float less = top == NONE ? 0.f : top;
+        shrink[half] = power2(most[half] - less);
+        most[half] = top;
+        float all = 0;
+        #pragma unroll
+        for (int j = 0; j < KEYS / 8; j++) {
+          const float left = power2(fmaf(score[4 * j + 2 * half], RATE, -less));
+          const float right = power2(fmaf(score[4 * j + 2 * half + 1], RATE, -less));
+          all += left + right;
+          share[j / 2][j % 2 * 2 + half] = pair(left, right, N());
+        }
+        total[half] = total[half] * shrink[half] + all;
+      }
+      if (shrink[0] != 1 || shrink[1] != 1)  // seldom, after some keys
+        #pragma unroll
+        for (int h = 0; h < PANELS; h++)
+          #pragma unroll
+          for (int i = 0; i < 32; i++) sum[h][i] *= shrink[i / 2 % 2];
+      __syncwarp();
+      #pragma unroll
+      for (int h = 0; h < PANELS; h++) hold(sum[h]);
+      begin_products();
+      #pragma unroll
+      for (int t = 0; t < KEYS / 16; t++)
+        #pragma unroll
+        for (int h = 0; h < PANELS; h++)
+          group_mma_values(sum[h], share[t][0], share[t][1], share[t][2], share[t][3],
+                           matrix(here + TILE + h * KEYS * 128 + t * 16 * 128));
+      commit_products();
+      wait_products<0>();
+      #pragma unroll
+      for (int h = 0; h < PANELS; h++) hold(sum[h]);
+    }
+    stage ^= 1;
+  }
+  #pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int g = warp * 16 + row + 8 * half;
+    float all = total[half];
+    all += __shfl_xor_sync(0xffffffff, all, 1);
+    all += __shfl_xor_sync(0xffffffff, all, 2);
+    if (g < asked && !PARTED) {
+      const float top = fmaxf(most[half], least(g)), weight = power2(most[half] - top);
+      const float factor = weight / (all * weight + sunk(g, top));
+      N* const numbers = output_at(g) + 2 * quarter;
+      #pragma unroll
+      for (int j = 0; j < SIZE / 8; j++) {
+        const float* const two = &sum[j / 8][j % 8 * 4 + 2 * half];
+        *(unsigned*)(numbers + 8 * j) = pair(two[0] * factor, two[1] * factor, N());
+      }
+    } else if (g < asked) {
+      float* const numbers = parts + part * WHOLE + g * SIZE + 2 * quarter;
+      #pragma unroll
+      for (int j = 0; j < SIZE / 8; j++) {
+        const float* const two = &sum[j / 8][j % 8 * 4 + 2 * half];
+        *(Some<float, 2>*)(numbers + 8 * j) = {two[0], two[1]};
+      }
+      if (quarter == 0) {
+        parts[part * WHOLE + QUERIES * SIZE + g] = most[half];
+        parts[part * WHOLE + QUERIES * SIZE + QUERIES + g] = all;
+      }
+    }
+  }
+}
