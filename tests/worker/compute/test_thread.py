@@ -283,8 +283,8 @@ class Narrow(CountingEngine):
         self.most = 0
         self.engines.append(self)
 
-    def prefix_blocks(self) -> int:
-        return self.left
+    def free_blocks(self) -> int:
+        return super().free_blocks() - self.left
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         freed = min(blocks, self.left)

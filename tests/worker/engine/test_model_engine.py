@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.kv_pool import PagedRow  # noqa: E402
 from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.slabs import Slabs  # noqa: E402
@@ -562,3 +563,18 @@ def test_a_row_refuses_more_than_its_capacity() -> None:
     row.trim(4)
     row.trim(7)
     assert row.offset == 4
+
+
+def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTokenizer) -> None:
+    engine = ModelEngine(loaded, text, blocks=100, layout="pool", max_sequences=16)
+    shared = prompt_of(256)
+    ids_of(engine, sequence(shared), 3)
+    rows = [sequence((*shared, *prompt_of(20, salt))) for salt in range(1, 17)]
+    for row in rows:
+        enter(engine, row)
+        row.blocks = 2
+    held = {block for row in rows for block in cast(PagedRow, engine._rows[row]).table}
+    assert len(held) == 16 + 1  # the block behind the shared one is each stream's own
+    assert 100 - engine.free_blocks() == len(held) + 1  # the tree has the end of the first stream
+    for row in rows:
+        engine.release(row)

@@ -68,6 +68,15 @@ class Layout:
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
+    @property
+    def free_blocks(self) -> int | None:
+        """The blocks that no row and no prefix has; None where rows share none."""
+        return None
+
+    def blocks_of(self, row: Any) -> int:
+        """Returns the blocks of a row, shared ones included."""
+        return 0
+
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """Returns the bytes that all `rows` leave of a capacity of `whole` bytes."""
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
@@ -216,6 +225,21 @@ class PagedLayout(Layout):
         self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
         self.runner = PagedRunner(model, self.pool)
         self.ragged = self._ragged_runner(rows) if self.compiles_chunks else None
+
+    @property
+    def free_blocks(self) -> int | None:
+        """See Layout."""
+        return cast(PagedStore, self.store).free_blocks
+
+    def blocks_of(self, row: Any) -> int:
+        """See Layout."""
+        return len(row.table)
+
+    def left(self, rows: Iterable[CacheRow], whole: int) -> int:
+        """See Layout. A block that a row shares with a prefix is left to the prefix."""
+        store = cast(PagedStore, self.store)
+        unusable = self.blocks * store.block_bytes - whole
+        return store.nbytes + store.free_blocks * store.block_bytes - unusable
 
     def _ragged_runner(self, rows: int) -> RaggedRunner | None:
         """Returns the runner of ragged passes; None where our kernel does not serve the model."""

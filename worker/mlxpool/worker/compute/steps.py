@@ -100,10 +100,9 @@ class BlockAllocator:
 
     def _find(self, wanted: int, *, in_use: bool = False) -> bool:
         """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
-        taken = sum(sequence.blocks for sequence in self._generations.sequences())
-        missing = wanted - (self._engine.blocks - taken - self._engine.prefix_blocks())
-        if missing > 0:
-            missing -= self._engine.shrink(missing, in_use=in_use)
+        missing = wanted - self._engine.free_blocks()
+        while missing > 0 and self._engine.shrink(missing, in_use=in_use):
+            missing = wanted - self._engine.free_blocks()
         return missing <= 0
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -140,8 +140,8 @@ class CountingEngine:
     def device_works(self) -> bool:
         return True
 
-    def prefix_blocks(self) -> int:
-        return 0
+    def free_blocks(self) -> int:
+        return self.blocks - sum(seq.blocks for seq in self.rows)
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0

@@ -70,11 +70,14 @@ class Engine(Protocol):
     def prefix(self) -> PrefixCache[Any] | None:
         """The prefix cache, whose counters are reported; None: there is none."""
 
-    def prefix_blocks(self) -> int:
-        """Returns the blocks that the prefix cache uses."""
+    def free_blocks(self) -> int:
+        """Returns the blocks that no row has or may take and no cached prefix holds.
+
+        A block that rows and prefixes share counts once.
+        """
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """Evicts prefix-cache entries of so many blocks; returns the blocks that were freed.
+        """Evicts prefix-cache entries of so many blocks; returns the blocks that they held.
 
         Entries that running rows began from are evicted only with `in_use`, after all others.
         """

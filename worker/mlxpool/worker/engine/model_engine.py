@@ -224,6 +224,16 @@ class ModelEngine(RowEngine[CacheRow]):
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
         super().release(seq)
 
+    def free_blocks(self) -> int:
+        """See Engine.free_blocks."""
+        free = self._layout.free_blocks
+        if free is None:
+            return super().free_blocks()
+        promised = sum(
+            max(0, seq.blocks - self._layout.blocks_of(row)) for seq, row in self._rows.items()
+        )
+        return free - promised - (self._layout.blocks - self.blocks)
+
     def _bytes_left(self) -> int:
         return self._layout.left(self._rows.values(), self.blocks * self._block_bytes)
 

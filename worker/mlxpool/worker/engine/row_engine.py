@@ -191,8 +191,12 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.device_works."""
         return device.device_computes()
 
+    def free_blocks(self) -> int:
+        """See Engine.free_blocks. Rows have copies of the prefixes that they began from."""
+        return self.blocks - sum(seq.blocks for seq in self._rows) - self.prefix_blocks()
+
     def prefix_blocks(self) -> int:
-        """See Engine.prefix_blocks."""
+        """Returns the blocks that the prefix cache uses."""
         return -(-self._prefix.nbytes // self._block_bytes)
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:

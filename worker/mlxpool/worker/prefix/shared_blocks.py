@@ -96,6 +96,11 @@ class BlockStore:
         """See Store."""
         return self._bytes * len(self._kept)
 
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that neither a row nor the tree has."""
+        return self._pool.free
+
     def new_row(self) -> BlockRow:
         """See Store."""
         return BlockRow(self._bytes)
