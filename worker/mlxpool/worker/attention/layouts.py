@@ -244,11 +244,7 @@ class PagedLayout(Layout):
     def _ragged_runner(self, rows: int) -> RaggedRunner | None:
         """Returns the runner of ragged passes; None where our kernel does not serve the model."""
         found = attention_of(self._model, self.pool.shape.dtype)
-        return (
-            RaggedRunner(self._model, self.pool, rows, sorted(found.shapes, key=repr))
-            if found.supported
-            else None
-        )
+        return RaggedRunner(self._model, self.pool, rows, found) if found.supported else None
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ class RaggedArrays:
     slots: mx.array
     wanted: mx.array | None
     plans: Mapping[TileShape, RaggedPlan]
+    decodes: bool = True  # whether there may be single lines of rows
 
 
 class RaggedBatch:
@@ -84,14 +85,15 @@ class RaggedBatch:
         """
         pools = cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
         turns = None if rope is None else self._rotation.turns(rope)
-        plan = self._arrays.plans[tile_shape(q, v)]
+        decodes = self._arrays.decodes
+        plan = self._arrays.plans[tile_shape(q, v, decodes=decodes)]
         window = self._pool.shape.window(layer)
         fresh = None
         if self._arrays.wanted is None:
             fresh = FreshLines(k, v, turns)
         else:
             q = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
-        out = ragged_attention.attend(q, pools, plan, scores, window, fresh)
+        out = ragged_attention.attend(q, pools, plan, scores, window, fresh, decodes=decodes)
         return self.lines_after(layer, out)
 
     def attend_latent(
@@ -112,7 +114,8 @@ class AttentionProbe:
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._dtype = dtype
-        self.shapes: set[TileShape] = set()
+        self.shapes: set[TileShape] = set()  # of the tiles beside single lines of rows
+        self.chunk_shapes: set[TileShape] = set()  # of those where there are none
         self.supported = True
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -138,6 +141,7 @@ class AttentionProbe:
         else:
             self.supported = False
         self.shapes.add(tile_shape(q, v))
+        self.chunk_shapes.add(tile_shape(q, v, decodes=False))
         return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)
 
     def rotate_and_attend(
@@ -159,6 +163,6 @@ class AttentionProbe:
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
 
-def tile_shape(q: mx.array, v: mx.array) -> TileShape:
+def tile_shape(q: mx.array, v: mx.array, *, decodes: bool = True) -> TileShape:
     """The tiles of queries [T, H, D] over values [T, KV, D]."""
-    return ragged_attention.tile_shape(q.shape[1], v.shape[1], v.shape[2])
+    return ragged_attention.tile_shape(q.shape[1], v.shape[1], v.shape[2], decodes=decodes)

@@ -55,6 +55,7 @@ class PlanShape:
     wanted: int
     tables: int
     tiles: tuple[TileShape, ...]
+    decodes: bool = True  # whether there may be single lines of rows
 
     @property
     def size(self) -> int:
@@ -73,7 +74,8 @@ class PlanShape:
             shape: RaggedPlan(begins, ends, tables, each.reshape(-1, ITEM), arrived)
             for shape, each in zip(self.tiles, items, strict=True)
         }
-        return ids, RaggedArrays(positions, slots, wanted if self.wanted else None, plans)
+        named = wanted if self.wanted else None
+        return ids, RaggedArrays(positions, slots, named, plans, self.decodes)
 
 
 class RaggedRunner:
@@ -82,21 +84,21 @@ class RaggedRunner:
     A pass has `rows` spans at most. Padding lines write nothing and see nothing.
     """
 
-    def __init__(self, model: Model, pool: KVPool, rows: int, tiles: Sequence[TileShape]) -> None:
+    def __init__(self, model: Model, pool: KVPool, rows: int, attention: AttentionProbe) -> None:
         self._model, self._pool, self._rows = model, pool, rows
-        self._tiles = tuple(tiles)
+        self._tiles = tuple(sorted(attention.shapes, key=repr))
+        self._chunk_tiles = tuple(sorted(attention.chunk_shapes, key=repr))
         self._tables = rows * blocks_for(pool.shape.capacity)
         most = max(rows, min(PASS_LINES[-1], pool.shape.chunk))
         self.sizes = tuple(sorted({*(n for n in PASS_LINES if n < most), most}))
-        self._arrived = ragged_attention.counters(max(tile.kv_heads for tile in tiles))
+        self._arrived = ragged_attention.counters(max(tile.kv_heads for tile in self._tiles))
         self._none = mx.zeros((rows,), dtype=mx.int32)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], mx.array]] = {}
         self._computed: set[PlanShape] = set()
 
     def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
         """Returns whether a pass over these spans was not computed before."""
-        lines = sum(span.count for span in spans)
-        return self._shape(lines, wanted) not in self._computed
+        return self._shape(spans, wanted) not in self._computed
 
     def step(
         self,
@@ -106,7 +108,7 @@ class RaggedRunner:
         wanted: Sequence[int],
     ) -> mx.array:
         """See Layout.step. Returns logits of nothing in particular where none are wanted."""
-        shape = self._shape(len(ids), len(wanted))
+        shape = self._shape(spans, len(wanted))
         for span in spans:
             cast(PagedRow, span.row).reserve(span.row.offset + span.count)
         plan = mx.array(self._packed(shape, spans, ids, wanted))
@@ -117,10 +119,13 @@ class RaggedRunner:
         return logits[: len(wanted)] if wanted else logits
 
     def trace(self) -> None:
-        """Builds the passes of all sizes, with logits of every line and of some; computes none."""
+        """Builds the passes of all sizes: of rows, of rows and chunks, of chunks; computes none."""
         for size in self.sizes:
-            for wanted in (0, min(size, self._rows)):
-                shape = PlanShape(size, wanted, self._tables, self._tiles)
+            some = min(size, self._rows)
+            rows = [PlanShape(size, 0, self._tables, self._tiles)] if size <= self._rows else []
+            mixed = PlanShape(size, some, self._tables, self._tiles)
+            chunks = PlanShape(size, some, self._tables, self._chunk_tiles, decodes=False)
+            for shape in (*rows, mixed, chunks):
                 self._compiled(shape)(mx.zeros((shape.size,), dtype=mx.int32), self._none)
 
     def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], mx.array]:
@@ -128,13 +133,17 @@ class RaggedRunner:
             self._passes[shape] = mx.compile(partial(self._one_pass, shape))
         return self._passes[shape]
 
-    def _shape(self, lines: int, wanted: int) -> PlanShape:
-        """Returns the shape of a pass over so many lines, of which `wanted` get logits."""
+    def _shape(self, spans: Sequence[RowSpan], wanted: int) -> PlanShape:
+        """Returns the shape of a pass over these spans, of which `wanted` get logits."""
+        lines = sum(span.count for span in spans)
         padded = next((size for size in self.sizes if size >= lines), lines)
-        if wanted == lines:  # only spans of one line, each with logits
+        if wanted == lines:  # only single lines of rows, each with logits
             return PlanShape(padded, 0, self._tables, self._tiles)
         most = min(padded, self._rows)
-        return PlanShape(padded, most if wanted <= most else padded, self._tables, self._tiles)
+        named = most if wanted <= most else padded
+        decodes = any(span.count == 1 for span in spans)
+        tiles = self._tiles if decodes else self._chunk_tiles
+        return PlanShape(padded, named, self._tables, tiles, decodes)
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
         """Returns the tokens in flight as an array [rows]."""
