@@ -81,7 +81,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def done(compiler: Compiled) -> None:
         monkeypatch.setattr(kernel_cache, "_compiler", lambda: compiler)
-        kernel_cache._compile_once.cache_clear()
+        kernel_cache._compile_to_disk.cache_clear()
         made = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
         x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
         for _ in range(2):
@@ -89,7 +89,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             assert set(given) == {"inputs", "output_dtypes", "grid"}
 
     yield done
-    kernel_cache._compile_once.cache_clear()
+    kernel_cache._compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
 
 

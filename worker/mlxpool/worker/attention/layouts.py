@@ -5,7 +5,7 @@ Memory is allocated in blocks of KV_BLOCK_TOKENS tokens, see scheduling/kv_block
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -143,8 +143,8 @@ class Layout:
         """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
         return [array for row in rows for array in row.arrays()]
 
-    def trace(self) -> None:
-        """Builds the passes of all `sizes`, so that their kernels are compiled; computes none."""
+    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
+        """Computes passes for `rows` rows of `context` tokens that have no place in `sizes`."""
 
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged."""
@@ -335,10 +335,10 @@ class PagedLayout(Layout):
             number += 1
         return number
 
-    def trace(self) -> None:
+    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """See Layout."""
-        if self.ragged is not None:
-            self.ragged.trace()
+        if self.ragged is None and self.compiles_chunks:
+            self.runner.compile_ahead(rows, context, on_progress)
 
     def invalidate(self) -> None:
         """See Layout."""

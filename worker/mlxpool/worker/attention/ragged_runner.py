@@ -118,16 +118,6 @@ class RaggedRunner:
             span.row.advance(span.count)
         return logits[: len(wanted)] if wanted else logits
 
-    def trace(self) -> None:
-        """Builds the passes of all sizes: of rows, of rows and chunks, of chunks; computes none."""
-        for size in self.sizes:
-            some = min(size, self._rows)
-            rows = [PlanShape(size, 0, self._tables, self._tiles)] if size <= self._rows else []
-            mixed = PlanShape(size, some, self._tables, self._tiles)
-            chunks = PlanShape(size, some, self._tables, self._chunk_tiles, decodes=False)
-            for shape in (*rows, mixed, chunks):
-                self._compiled(shape)(mx.zeros((shape.size,), dtype=mx.int32), self._none)
-
     def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], mx.array]:
         if shape not in self._passes:
             self._passes[shape] = mx.compile(partial(self._one_pass, shape))

@@ -26,7 +26,6 @@ from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.kernels import device
-from mlxpool.worker.kernels.kernel_cache import compiled_in_parallel
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -248,8 +247,6 @@ class ModelEngine(RowEngine[CacheRow]):
         pooled = self._layout.holds_prefixes and self._fixed_blocks is None
         if pooled:  # a small pool leaves memory for the measurement
             self._remake_layout(blocks_for(sizes[-1] + 3))
-        with compiled_in_parallel(on_progress):
-            self._layout.trace()
         small, large = map(self._measure_chunk, sizes)
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
@@ -258,6 +255,7 @@ class ModelEngine(RowEngine[CacheRow]):
             self._remake_layout()
             self._require_min_blocks()
         self._warm_up_passes(on_progress)
+        self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
         self._finish_warm_up()
 
     def _remake_layout(self, blocks: int | None = None) -> None:
@@ -279,26 +277,32 @@ class ModelEngine(RowEngine[CacheRow]):
         return size, peak
 
     def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
-        """Computes a pass of each size that is compiled, and one with every sampling option.
+        """Computes a pass of each kind that is compiled, and one with every sampling option.
 
-        The second pass of a size shows the cost model its time.
+        The second pass of a kind shows the cost model its time.
         """
         most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
         rows = min(self._max_sequences, most)
-        for count, options in [(1, ALL_OPTIONS), *((n, None) for n in self._decode_sizes(rows))]:
-            self._warm_up(self._dummy_rows(count, 1, options), 1, on_progress)
+        self._warm_up([1], on_progress, ALL_OPTIONS)
+        for count in self._decode_sizes(rows):
+            self._warm_up([1] * count, on_progress)
         for size in self._layout.sizes:
-            if rows < size < min(self.context, self.chunk + 1):
-                self._warm_up(self._dummy_rows(1, size), size, on_progress)
+            if 2 < size < min(self.context, self.chunk + 1):
+                self._warm_up([1, size - 1], on_progress)
+                if size > rows:
+                    self._warm_up([size], on_progress)
 
     def _decode_sizes(self, rows: int) -> list[int]:
         """Returns the numbers of rows for which decode passes are warmed."""
         return [size for size in self._layout.sizes if size <= rows] or list(range(1, rows + 1))
 
-    def _warm_up(self, rows: list[Sequence], count: int, on_progress: Callable[[], None]) -> None:
-        """Computes two passes over so many first inputs of these rows, then frees the rows."""
+    def _warm_up(
+        self, counts: Many[int], on_progress: Callable[[], None], options: Options | None = None
+    ) -> None:
+        """Computes two passes over so many first inputs of new rows, then frees the rows."""
+        rows = [seq for count in counts for seq in self._dummy_rows(1, count, options)]
         for _ in range(WARM_UP_PASSES):
-            self.step([Span(seq, 0, count, draws=True) for seq in rows])
+            self.step([Span(seq, 0, seq.length, draws=True) for seq in rows])
             for seq in rows:
                 seq.submitted = 0
                 self._rows[seq].trim(0)

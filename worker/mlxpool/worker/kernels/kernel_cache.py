@@ -9,14 +9,12 @@ MLX compiles as usual.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,42 +88,10 @@ def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[...,
 
     def call(*, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **more: Any) -> Any:
         kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
-        _compile_once(text, kinds, tuple(output_dtypes))
+        _compile_to_disk(text, kinds, tuple(output_dtypes))
         return made(inputs=inputs, output_dtypes=output_dtypes, **more)
 
     return call
-
-
-@contextlib.contextmanager
-def compiled_in_parallel(on_progress: Callable[[], None]) -> Iterator[None]:
-    """Compiles the kernels that are called inside by several threads; waits for them at the end.
-
-    Calls `on_progress` after each. Nothing may be evaluated inside.
-    """
-    global _threads
-    with ThreadPoolExecutor(os.cpu_count()) as _threads:
-        try:
-            yield
-        finally:
-            _threads = None
-            for compiled in _compiling:
-                compiled.result()
-                on_progress()
-            _compiling.clear()
-
-
-_threads: ThreadPoolExecutor | None = None  # while kernels are compiled in parallel
-_compiling: list[Future[None]] = []
-
-
-@functools.cache
-def _compile_once(
-    text: KernelText, inputs: tuple[InputKind, ...], outputs: tuple[mx.Dtype, ...]
-) -> None:
-    if _threads is None:
-        _compile_to_disk(text, inputs, outputs)
-    else:
-        _compiling.append(_threads.submit(_compile_to_disk, text, inputs, outputs))
 
 
 @functools.cache
@@ -151,6 +117,7 @@ def _mlx() -> str:
         return ""
 
 
+@functools.cache
 def _compile_to_disk(
     text: KernelText, inputs: tuple[InputKind, ...], outputs: tuple[mx.Dtype, ...]
 ) -> None:
