@@ -27,6 +27,17 @@ BASE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+# Every second layer is recurrent.
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
 GLM: dict[str, Any] = {
     "model_type": "glm4_moe_lite",
     "num_key_value_heads": 4,

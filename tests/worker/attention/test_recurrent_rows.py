@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from support.engine_steps import decode, enter, read, read_chunk
-from support.worker_checkpoints import write_checkpoint
+from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -27,17 +27,7 @@ from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa:
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 3,
-    "full_attention_interval": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.5,
-}
+CONFIG: dict[str, Any] = {**QWEN3_NEXT, "num_hidden_layers": 3}
 STEPS = 12
 MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0.0},

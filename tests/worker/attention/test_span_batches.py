@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.worker_checkpoints import GLM, write_checkpoint
+from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -30,16 +30,6 @@ from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 CONTEXT = 1024
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 TOLERANCE = 2e-2 if ON_GPU else 1e-4  # of the largest logit, in bfloat16 and in float32
-NEXT = {
-    "model_type": "qwen3_next",
-    "full_attention_interval": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.5,
-}
 GEMMA = {
     "model_type": "gemma3_text",
     "head_dim": 8,
@@ -63,8 +53,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "windows and softcap, last with a window": (GEMMA, ("rows", "pool")),
     "windows and sinks": (GPT_OSS, ("rows", "pool")),
     "latent": (GLM, ("rows", "pool")),
-    "recurrent, last with attention": ({**NEXT, "num_hidden_layers": 2}, ("rows",)),
-    "recurrent, last recurrent": ({**NEXT, "num_hidden_layers": 3}, ("rows",)),
+    "recurrent, last with attention": ({**QWEN3_NEXT, "num_hidden_layers": 2}, ("rows",)),
+    "recurrent, last recurrent": ({**QWEN3_NEXT, "num_hidden_layers": 3}, ("rows",)),
 }
 CASES = [(name, layout) for name, (_, layouts) in MODELS.items() for layout in layouts]
 # Of each pass the tokens of each of up to six rows: mostly none or one; then which get logits.

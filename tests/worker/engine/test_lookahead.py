@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from support.engine_steps import ScheduledSteps, decode, decode_spans, enter
-from support.worker_checkpoints import write_checkpoint
+from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -39,17 +39,7 @@ ROWS = 5
 REQUESTS = 24
 MODELS: dict[str, dict[str, Any]] = {
     "full attention": {},
-    "states": {
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 2,
-        "full_attention_interval": 2,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-        "partial_rotary_factor": 0.5,
-    },
+    "states": {**QWEN3_NEXT, "num_hidden_layers": 2},
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,11 @@ from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import SamplingBatch  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
-from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
 WIDTH = 6  # blocks of a row's table
 HALVES = ("float16", "bfloat16")
-
-
-@pytest.fixture
-def machine() -> Iterator[None]:
-    """Runs CUDA kernels."""
-    if ON_GPU:
-        yield
-        return
-    with simt.simulated():
-        yield
 
 
 runs = pytest.mark.usefixtures("machine")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +18,9 @@ from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, TileShape, visible_ranges  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
-from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 NONE = float("nan")
-
-
-@pytest.fixture
-def machine() -> Iterator[None]:
-    """Runs CUDA kernels."""
-    if ON_GPU:
-        yield
-        return
-    with simt.simulated():
-        yield
 
 
 runs = pytest.mark.usefixtures("machine")

@@ -107,7 +107,7 @@ class RaggedRunner:
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> mx.array:
-        """See Layout.step. Returns logits of nothing in particular where none are wanted."""
+        """See Layout.step."""
         shape = self._shape(spans, len(wanted))
         for span in spans:
             cast(PagedRow, span.row).reserve(span.row.offset + span.count)

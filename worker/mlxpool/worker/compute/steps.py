@@ -117,9 +117,10 @@ class BlockAllocator:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A submitted step. `request` is the one whose prompt it reads, None with several or none.
+    """A submitted step.
 
-    `tokens` of prompts, 0 in a decode step of `rows` rows.
+    `request` is the id of the request whose prompt it reads; None: it reads several or none.
+    `tokens` counts the inputs of a step that reads prompts; 0: it is a decode step of `rows` rows.
     """
 
     step: Step
@@ -234,10 +235,11 @@ class Steps:
         return sequence.phase is Phase.RUNNING
 
     def _failed(self, error: Exception) -> list[Delta]:
-        """Ends the requests that a failed step concerns; others wait for another row.
+        """End the requests that a failed step concerns. Returns their last deltas.
 
-        Prompts of a step over several requests are read again alone, so that only the one to blame
-        ends. Where nothing was read, the step's requests end.
+        If the steps in flight read prompts and had several requests, none ends: their prompts are
+        read again alone, and only one that fails alone ends. Otherwise the requests of the steps
+        end. Sequences that lost their rows wait for another. Raises DeviceLost.
         """
         log.warning("a step failed", exc_info=error)
         flights = [*self._flights]
@@ -247,8 +249,8 @@ class Steps:
         inside = {span.sequence for flight in flights for span in flight.step.spans}
         suspects = {one for one in reading if self._is_live(one)}
         self._require_device(error, flights[0].request if len(suspects) == 1 else None)
-        running = [one for one in self._generations.sequences() if self._is_live(one)]
-        hit = [one for one in running if one in inside or self._engine.lost(one)]
+        live = [one for one in self._generations.sequences() if self._is_live(one)]
+        hit = [one for one in live if one in inside or self._engine.lost(one)]
         deltas: list[Delta] = []
         if reading and len(inside) > 1:
             self._failed_joint_steps += 1

@@ -24,7 +24,7 @@ from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import Load, StepCost
+from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET, Load, StepCost
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -32,7 +32,6 @@ BYTES_PER_TOKEN = 1024  # of keys and values, in the memory report
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
-TARGET_SECONDS = 0.2  # of a step beside streams
 UNLIMITED_BLOCKS = 2**40  # its sequences use no memory
 
 
@@ -89,7 +88,7 @@ class CountingEngine:
             lines,
             pair_budget(self.chunk),
             self.context,
-            seconds=TARGET_SECONDS,
+            seconds=SLOW_STEP_TARGET,
             prompts=self.settings.joint,
         )
 

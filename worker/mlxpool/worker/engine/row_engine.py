@@ -30,7 +30,8 @@ from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
-GPU_BUFFER_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow, at least
+# Bytes of freed buffers that MLX may keep on a GPU, at least; to allocate them again is slow.
+GPU_BUFFER_CACHE = 4 * 1024**3
 # Bytes by which the process may grow outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
 MIN_BLOCKS = 2  # one for a prompt and one for its completion

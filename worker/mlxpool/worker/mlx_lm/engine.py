@@ -36,11 +36,11 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_byte
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
-TARGET_SECONDS = 0.2  # of a pass beside streams
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
 # Tokens of the chunks that are measured at load.
 WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
@@ -130,7 +130,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
     def limits(self) -> StepLimits:
         """See Engine.limits. A pass computes span by span, so it reads one prompt."""
         return StepLimits(
-            self.chunk, pair_budget(self.chunk), self.context, seconds=TARGET_SECONDS, prompts=1
+            self.chunk, pair_budget(self.chunk), self.context, seconds=SLOW_STEP_TARGET, prompts=1
         )
 
     def submit(self, spans: Many[Span]) -> bool:

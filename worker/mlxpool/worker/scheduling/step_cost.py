@@ -20,6 +20,7 @@ OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes 
 FIT_INTERVAL = 16  # observations between two fits
 FIT_ROUNDS = 4  # of a fit; each takes the predictions of the one before to weight errors
 MIN_OBSERVATIONS = 2
+SLOW_STEP_TARGET = 0.2  # seconds of a pass on a CPU, and of one that computes span by span
 # The sizes of lines, keys, pairs and drawn tokens that the fit counts as one.
 _UNITS = np.array([1.0, 1e3, 1e5, 1e6, 1e2])
 _RIDGE = 1e-6
@@ -71,7 +72,7 @@ class StepTarget:
     @classmethod
     def of_device(cls, *, on_gpu: bool) -> Self:
         """The target of a GPU or a CPU."""
-        return cls(0.008, 0.040) if on_gpu else cls(0.2, 0.2)
+        return cls(0.008, 0.040) if on_gpu else cls(SLOW_STEP_TARGET, SLOW_STEP_TARGET)
 
     def seconds(self, decode_step: float) -> float:
         """The target of a model whose decode step takes so many seconds."""
