@@ -42,8 +42,8 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 4,
     "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
 }
-COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write"}
-RAGGED = COMMON | {"ragged_attention", "rotate_and_write"}  # of passes over chunks and single lines
+COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write", "host_write"}
+RAGGED = COMMON | {"ragged_attention", "rotate_and_write", "table_update"}  # of ragged passes
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "llama": (SIZES, False, RAGGED | {"matmul_small", "matmul_tiled"}),
     "llama, 4 bits": (

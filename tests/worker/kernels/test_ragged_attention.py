@@ -118,6 +118,7 @@ class Batch:
             mx.array(table),
             mx.array(items),
             ragged_attention.counters(self.heads.pairs),
+            ragged_attention.part_sums(self.heads.pairs, self.heads.size),
         )
 
     def expected(self, scores: ScoreParams) -> Any:
@@ -320,7 +321,7 @@ def test_lines_that_see_nothing_are_zeros() -> None:
     begins = mx.array([40] * 22, dtype=mx.int32)
     items = np.array(plan.items)
     items[items[:, work_list.LINES] == 1, work_list.LOW] = 40
-    plan = RaggedPlan(begins, plan.ends, plan.tables, mx.array(items), plan.arrived)
+    plan = RaggedPlan(begins, plan.ends, plan.tables, mx.array(items), plan.arrived, plan.partial)
     found = ragged_attention.attend(batch.q, batch.pools, plan, ScoreParams(0.1))
     assert not mx.any(found).item()
 

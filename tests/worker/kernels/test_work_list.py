@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -19,6 +20,7 @@ from mlxpool.worker.kernels.work_list import (
     PART,
     PART_UNITS,
     PARTS,
+    STEPS_OF_PARTS,
     TABLE,
     TILE_ROWS,
     UNIT,
@@ -26,6 +28,7 @@ from mlxpool.worker.kernels.work_list import (
     Numbers,
     Spans,
     TileShape,
+    WorkLists,
     capacity_of,
     visible_ranges,
     work_items,
@@ -146,3 +149,35 @@ def test_the_fullest_step_has_an_item_for_each_line() -> None:
     spans = spans_of([(1, 100_000, 0)] * 128)
     items = work_items(spans, TileShape(16, 64), 128)
     assert (items[:, LINES] == 1).sum() <= 128 + EXTRA_ITEMS
+
+
+def test_rows_that_go_on_decoding_keep_their_parts() -> None:
+    """A kept list has the keys of this step, and is made anew when a row comes or leaves."""
+    shape = TileShape(4, 2, blocks=16)
+    lists = WorkLists(shape)
+    for rows in (3, 3, 5):
+        for step in range(2 * STEPS_OF_PARTS):
+            ends = np.arange(rows, dtype=np.int32) * 700 + 40 + step
+            spans = single_lines(ends)
+            found = lists.items(spans, 6)
+            used = found[found[:, PARTS] > 0]
+            assert set(used[:, FIRST_LINE]) == set(range(rows))
+            assert (used[:, HIGH] == ends[used[:, FIRST_LINE]]).all()
+            assert (used[:, TABLE] == spans.tables[used[:, FIRST_LINE]]).all()
+            if step % STEPS_OF_PARTS == 0:
+                assert (found == work_items(spans, shape, 6)).all()
+
+
+def test_chunks_have_lists_of_their_own() -> None:
+    shape = TileShape(4, 2)
+    spans = Spans(
+        *(np.array(one, dtype=np.int32) for one in ([0, 1], [1, 40], [0, 9], [7, 40], [0, 0]))
+    )
+    assert (WorkLists(shape).items(spans, 48) == work_items(spans, shape, 48)).all()
+
+
+def single_lines(ends: Any) -> Spans:
+    """Returns spans of one line each, with block tables behind one another."""
+    count = ends.shape[0]
+    numbers = np.arange(count, dtype=np.int32)
+    return Spans(numbers, np.ones_like(numbers), numbers * 9, ends, np.zeros_like(numbers))

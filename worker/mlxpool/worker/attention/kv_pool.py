@@ -132,9 +132,10 @@ class PagedRow(BlockRow):
 
         Raises ValueError above the capacity, OutOfMemory without a free block.
         """
-        if tokens > self.shape.capacity:
+        capacity = self.pool.shape.capacity
+        if tokens > capacity:
             raise ValueError(
-                f"a row of {self.shape.capacity} tokens was asked to hold {tokens}; "
+                f"a row of {capacity} tokens was asked to hold {tokens}; "
                 "the caller has to end a sequence at the context"
             )
         self._store.reserve(self, tokens)

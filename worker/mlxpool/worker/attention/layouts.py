@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
@@ -35,6 +36,7 @@ from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.transfers.uploads import Upload, Uploads, upload_copy
 
 # Query-key pairs of a chunk that is computed token by token; larger ones read keys together.
 MAX_CHUNK_PAIRS = 2**19
@@ -57,6 +59,7 @@ class Layout:
     spare = 0  # bytes that may be allocated for unused blocks
     batch = RowBatch  # that describes a pass to the model
     shares_arrays = False  # whether a failed pass may have damaged all rows
+    _upload: Upload = staticmethod(upload_copy)
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
 
@@ -109,7 +112,7 @@ class Layout:
         A negative id -1 - r stands for element r of `drawn`. Returns logits [E, vocabulary] of the
         last input of the spans `wanted`, or an array to evaluate where there are none.
         """
-        inputs = mx.array(list(ids), dtype=mx.int32)
+        inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:
             inputs = mx.where(inputs >= 0, inputs, drawn[mx.maximum(-1 - inputs, 0)])
         return self.forward(spans, inputs, wanted)
@@ -213,8 +216,9 @@ class PagedLayout(Layout):
         rows: int,
         deterministic: bool,
         in_place: bool,
+        uploads: Uploads | None = None,
     ) -> None:
-        """`rows`: the most rows of a pass."""
+        """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass."""
         super().__init__(shape, model, deterministic=deterministic)
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
@@ -223,8 +227,11 @@ class PagedLayout(Layout):
         self.shares_arrays = not in_place
         self.blocks = blocks
         self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
-        self.runner = PagedRunner(model, self.pool)
-        self.ragged = self._ragged_runner(rows) if self.compiles_chunks else None
+        self._upload = uploads or upload_copy
+        self.runner = PagedRunner(model, self.pool, self._upload)
+        self.ragged = None
+        if self.compiles_chunks and uploads is not None:
+            self.ragged = self._ragged_runner(rows, uploads)
 
     @property
     def free_blocks(self) -> int | None:
@@ -241,10 +248,12 @@ class PagedLayout(Layout):
         unusable = self.blocks * store.block_bytes - whole
         return store.nbytes + store.free_blocks * store.block_bytes - unusable
 
-    def _ragged_runner(self, rows: int) -> RaggedRunner | None:
+    def _ragged_runner(self, rows: int, uploads: Uploads) -> RaggedRunner | None:
         """Returns the runner of ragged passes; None where our kernel does not serve the model."""
         found = attention_of(self._model, self.pool.shape.dtype)
-        return RaggedRunner(self._model, self.pool, rows, found) if found.supported else None
+        if not found.supported:
+            return None
+        return RaggedRunner(self._model, self.pool, rows, found, uploads)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -383,8 +392,12 @@ def make_layout(
     rows: int,
     deterministic: bool,
     on_gpu: bool,
+    uploads: Uploads | None = None,
 ) -> Layout:
-    """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks."""
+    """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
+
+    `uploads` give the passes of a pool their numbers; None: MLX copies them.
+    """
     if name == "pool":
         return PagedLayout(
             shape,
@@ -393,6 +406,7 @@ def make_layout(
             rows=rows,
             deterministic=deterministic,
             in_place=writes_in_place(shape, on_gpu),
+            uploads=uploads,
         )
     return (SlabLayout if name == "slabs" else Layout)(shape, model, deterministic=deterministic)
 

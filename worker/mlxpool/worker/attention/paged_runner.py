@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.paged_batch import PagedBatch
@@ -17,6 +18,7 @@ from mlxpool.worker.kernels.paged_attention import parts_for
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.shared_blocks import BlockRow
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
 CHUNK_WIDTHS = (16, 48, 128)  # tokens of the passes over a chunk of one row
 MIN_BATCH_WIDTH = 64  # tokens of the smallest pass over chunks of several rows
@@ -34,8 +36,8 @@ class PagedRunner:
     Padding tokens write into the spare block of the pool and read it.
     """
 
-    def __init__(self, model: Model, pool: KVPool) -> None:
-        self._model, self._pool = model, pool
+    def __init__(self, model: Model, pool: KVPool, upload: Upload = upload_copy) -> None:
+        self._model, self._pool, self._upload = model, pool, upload
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
         self._padding_row = BlockRow(0, table=[pool.spare])
         # Tokens of the largest pass over several rows: it needs no more memory than a chunk does.
@@ -95,7 +97,7 @@ class PagedRunner:
         wanted = [ends[number] for number in last]
         wanted += [0] * (MAX_PREFILL_ROWS - len(wanted)) if wanted else []
         lines = max(MIN_BATCH_WIDTH, padded_width(len(rows)))
-        padded = ids[mx.array(places, dtype=mx.int32)]
+        padded = ids[self._upload(np.array(places, dtype=np.int32))]
         found = self._computed(rows, at, lines, padded, max(at) + 1, wanted)
         self._pool.pending.append(found)
         for row, count in parts:
@@ -160,7 +162,8 @@ class PagedRunner:
             lines if kind == DECODE else lines // paged_attention.MAX_GROUP, longest
         )
         same = (lines, width, longest, self._pool.blocks, kind, len(wanted))
-        places = _packed_places(rows, at, lines, width, self._pool.spare, wanted)
+        packed = _packed_places(rows, at, lines, width, self._pool.spare, wanted)
+        places = self._upload(np.frombuffer(packed, dtype=np.int32))
         found, written = self._pass(same, ids, places, width, longest, kind, self._pool.arrays)
         if not self._pool.in_place:
             self._pool.arrays = written
@@ -211,7 +214,7 @@ def _packed_places(
     width: int,
     spare: int,
     last: Sequence[int],
-) -> mx.array:
+) -> Numbers[int]:
     """Packs the inputs of a pass into one array.
 
     They are positions [lines], slots [lines] and block tables [lines, width] of the new tokens, and
@@ -230,7 +233,7 @@ def _packed_places(
     for _ in range(padding_rows):
         places.extend(padding)
     places.extend(last)
-    return mx.array(memoryview(places))  # type: ignore[arg-type]
+    return places
 
 
 class _PoolView(KVPool):

@@ -117,6 +117,7 @@ class AttentionProbe:
         self.shapes: set[TileShape] = set()  # of the tiles beside single lines of rows
         self.chunk_shapes: set[TileShape] = set()  # of those where there are none
         self.supported = True
+        self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
@@ -140,6 +141,7 @@ class AttentionProbe:
             self.supported &= ragged_attention.works(heads // pairs, *sizes[1:3], self._dtype)
         else:
             self.supported = False
+        self.part_sums = max(self.part_sums, (pairs, v.shape[2]), key=lambda one: one[0] * one[1])
         self.shapes.add(tile_shape(q, v))
         self.chunk_shapes.add(tile_shape(q, v, decodes=False))
         return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array as Numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +11,16 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlxpool.worker.attention.block_tables import BlockTables
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
 from mlxpool.worker.attention.row_batch import RowSpan
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
-from mlxpool.worker.kernels.work_list import (
-    Spans,
-    TileShape,
-    capacity_of,
-    visible_ranges,
-    work_items,
-)
+from mlxpool.worker.kernels.work_list import Spans, TileShape, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.transfers.uploads import Uploads
 
 # Lines of the passes that are compiled; a pass of 1,024 lines keeps a large GPU busy.
 PASS_LINES = (
@@ -33,6 +28,8 @@ PASS_LINES = (
 )  # fmt: skip
 ITEM = 8  # numbers of an item of the work list
 NOT_WRITTEN = -1  # the slot of a padding line
+# Rows of block tables beyond those of a pass: of rows that have left, until theirs are needed.
+SPARE_TABLES = 2
 
 Int32s = npt.NDArray[np.int32]
 
@@ -45,6 +42,15 @@ def attention_of(model: Model, dtype: mx.Dtype) -> AttentionProbe:
 
 
 @dataclass(frozen=True, slots=True)
+class PassMemory:
+    """Arrays on the device that all passes use: block tables, and memory for sums of parts."""
+
+    tables: mx.array
+    arrived: mx.array
+    partial: mx.array
+
+
+@dataclass(frozen=True, slots=True)
 class PlanShape:
     """The places of a pass's numbers in one int32 array, which is sent to the device at once.
 
@@ -53,25 +59,24 @@ class PlanShape:
 
     lines: int
     wanted: int
-    tables: int
     tiles: tuple[TileShape, ...]
     decodes: bool = True  # whether there may be single lines of rows
 
     @property
     def size(self) -> int:
         """The numbers of the array."""
-        items = len(self.tiles) * capacity_of(self.lines) * ITEM
-        return 5 * self.lines + self.wanted + self.tables + items
+        return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
 
-    def arrays(self, plan: mx.array, arrived: mx.array) -> tuple[mx.array, RaggedArrays]:
+    def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
         """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
-        sizes = [self.lines] * 5 + [self.wanted, self.tables]
+        sizes = [self.lines] * 5 + [self.wanted]
         sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
-        ids, positions, slots, begins, ends, wanted, tables, *items = mx.split(
+        ids, positions, slots, begins, ends, wanted, *items = mx.split(
             plan, np.cumsum(sizes)[:-1].tolist()
         )
+        same = memory.arrived, memory.partial
         plans = {
-            shape: RaggedPlan(begins, ends, tables, each.reshape(-1, ITEM), arrived)
+            shape: RaggedPlan(begins, ends, memory.tables, each.reshape(-1, ITEM), *same)
             for shape, each in zip(self.tiles, items, strict=True)
         }
         named = wanted if self.wanted else None
@@ -84,15 +89,25 @@ class RaggedRunner:
     A pass has `rows` spans at most. Padding lines write nothing and see nothing.
     """
 
-    def __init__(self, model: Model, pool: KVPool, rows: int, attention: AttentionProbe) -> None:
-        self._model, self._pool, self._rows = model, pool, rows
+    def __init__(
+        self, model: Model, pool: KVPool, rows: int, attention: AttentionProbe, uploads: Uploads
+    ) -> None:
+        self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
         self._tiles = tuple(sorted(attention.shapes, key=repr))
         self._chunk_tiles = tuple(sorted(attention.chunk_shapes, key=repr))
-        self._tables = rows * blocks_for(pool.shape.capacity)
+        self._work = {tiles: WorkLists(tiles) for tiles in (*self._tiles, *self._chunk_tiles)}
+        entries = blocks_for(pool.shape.capacity)
+        self._tables = BlockTables(rows + SPARE_TABLES, entries, uploads)
         most = max(rows, min(PASS_LINES[-1], pool.shape.chunk))
         self.sizes = tuple(sorted({*(n for n in PASS_LINES if n < most), most}))
-        self._arrived = ragged_attention.counters(max(tile.kv_heads for tile in self._tiles))
+        pairs = max(tile.kv_heads for tile in self._tiles)
+        self._memory = PassMemory(
+            self._tables.array,
+            ragged_attention.counters(pairs),
+            ragged_attention.part_sums(*attention.part_sums),
+        )
         self._none = mx.zeros((rows,), dtype=mx.int32)
+        mx.eval(self._none, self._memory.arrived, self._memory.partial)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], mx.array]] = {}
         self._computed: set[PlanShape] = set()
 
@@ -111,7 +126,8 @@ class RaggedRunner:
         shape = self._shape(spans, len(wanted))
         for span in spans:
             cast(PagedRow, span.row).reserve(span.row.offset + span.count)
-        plan = mx.array(self._packed(shape, spans, ids, wanted))
+        numbers, plan = self._uploads.take(shape.size)
+        plan += self._write_plan(numbers, shape, spans, ids, wanted)
         logits = self._compiled(shape)(plan, self._padded(drawn))
         self._computed.add(shape)
         for span in spans:
@@ -128,63 +144,63 @@ class RaggedRunner:
         lines = sum(span.count for span in spans)
         padded = next((size for size in self.sizes if size >= lines), lines)
         if wanted == lines:  # only single lines of rows, each with logits
-            return PlanShape(padded, 0, self._tables, self._tiles)
+            return PlanShape(padded, 0, self._tiles)
         most = min(padded, self._rows)
         named = most if wanted <= most else padded
         decodes = any(span.count == 1 for span in spans)
-        tiles = self._tiles if decodes else self._chunk_tiles
-        return PlanShape(padded, named, self._tables, tiles, decodes)
+        return PlanShape(padded, named, self._tiles if decodes else self._chunk_tiles, decodes)
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
         """Returns the tokens in flight as an array [rows]."""
         if drawn is None:
             return self._none
-        return mx.concatenate([drawn, self._none[: self._rows - drawn.shape[0]]])
+        missing = self._rows - drawn.shape[0]
+        return mx.concatenate([drawn, self._none[:missing]]) if missing else drawn
 
-    def _packed(
-        self, shape: PlanShape, spans: Sequence[RowSpan], ids: Sequence[int], wanted: Sequence[int]
-    ) -> Int32s:
-        """Returns the numbers of a pass in the order of PlanShape.arrays."""
-        seen, tables = _seen(spans)
-        ends = np.cumsum(seen.lines, dtype=np.int32)
-        used = len(ids)
-        packed = np.zeros((shape.size,), dtype=np.int32)
-        given, positions, slots, begins, stops = packed[: 5 * shape.lines].reshape(5, -1)
+    def _write_plan(
+        self,
+        numbers: Int32s,
+        shape: PlanShape,
+        spans: Sequence[RowSpan],
+        ids: Sequence[int],
+        wanted: Sequence[int],
+    ) -> mx.array | int:
+        """Writes the numbers of a pass in the order of PlanShape.arrays.
+
+        Returns a 0 on which the pass must depend.
+        """
+        rows = [cast(PagedRow, span.row) for span in spans]
+        owners = self._tables.lines_of(rows)
+        written = self._tables.update(rows, owners)
+        offsets = np.array([row.offset for row in rows], dtype=np.int32)
+        counts = np.array([span.count for span in spans], dtype=np.int32)
+        behind = np.cumsum(counts, dtype=np.int32)
+        used, first = len(ids), behind - counts
+        tables, ends = owners * self._tables.entries, offsets + counts
+        seen = Spans(first, counts, tables, ends, np.zeros_like(counts))
+        if used > len(rows):
+            owners = np.repeat(owners, counts)
+            offsets = np.repeat(offsets - first, counts) + np.arange(used, dtype=np.int32)
+        numbers.fill(0)
+        given, positions, slots, _, stops = numbers[: 5 * shape.lines].reshape(5, -1)
         given[:used] = ids
-        begins[:], stops[:] = visible_ranges(seen, shape.lines)
-        positions[:used] = stops[:used] - 1
-        blocks = np.repeat(seen.tables, seen.lines) + positions[:used] // KV_BLOCK_TOKENS
-        slots[:used] = tables[blocks] * KV_BLOCK_TOKENS + positions[:used] % KV_BLOCK_TOKENS
+        positions[:used] = offsets
+        np.add(offsets, 1, out=stops[:used])
+        blocks = self._tables.numbers[owners, offsets // KV_BLOCK_TOKENS]
+        slots[:used] = blocks * KV_BLOCK_TOKENS + offsets % KV_BLOCK_TOKENS
         slots[used:] = NOT_WRITTEN
         at = 5 * shape.lines
         if shape.wanted:
-            packed[at : at + len(wanted)] = ends[list(wanted)] - 1
+            numbers[at : at + len(wanted)] = behind[list(wanted)] - 1
         at += shape.wanted
-        packed[at : at + len(tables)] = tables
-        at += shape.tables
         for tiles in shape.tiles:
-            items = work_items(seen, tiles, shape.lines).reshape(-1)
-            packed[at : at + items.size] = items
+            items = self._work[tiles].items(seen, shape.lines).reshape(-1)
+            numbers[at : at + items.size] = items
             at += items.size
-        return packed
+        return 0 if written is None else written
 
     def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> mx.array:
         """Returns logits [wanted, vocabulary]."""
-        ids, arrays = shape.arrays(plan, self._arrived)
+        ids, arrays = shape.arrays(plan, self._memory)
         ids = mx.where(ids >= 0, ids, drawn[mx.maximum(-1 - ids, 0)])
         return self._model(ids, RaggedBatch(self._pool, arrays))
-
-
-def _seen(spans: Sequence[RowSpan]) -> tuple[Spans, Int32s]:
-    """Returns what the spans see, their rows advanced, and the block tables of their rows."""
-    tables = Numbers("i")
-    places = []
-    for span in spans:
-        places.append(len(tables))
-        tables.extend(cast(PagedRow, span.row).table)
-    lines = np.array([span.count for span in spans], dtype=np.int32)
-    ends = np.array([span.row.offset + span.count for span in spans], dtype=np.int32)
-    first = np.cumsum(lines, dtype=np.int32) - lines
-    where = np.array(places, dtype=np.int32)
-    found = Spans(first, lines, where, ends, np.zeros_like(lines))
-    return found, np.frombuffer(tables, dtype=np.int32)

@@ -16,6 +16,7 @@ from itertools import chain
 from time import monotonic
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.dot_product import pairs_in_memory
@@ -37,13 +38,15 @@ from mlxpool.worker.sampling.batch import (
     SamplerOutput,
     SamplingBatch,
     penalty_history,
-    sampled_tokens,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepTarget
+from mlxpool.worker.transfers import downloads
+from mlxpool.worker.transfers.downloads import Download, Downloads
+from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
@@ -103,6 +106,10 @@ class ModelEngine(RowEngine[CacheRow]):
             self._set_row_sizes(shape)
         pairs = pair_budget(self.chunk)
         self._pairs = pairs if loaded.deterministic else pairs_in_memory(shape, pairs)
+        shared = name == "pool" and downloads.works()
+        self._uploads = Uploads() if shared else None
+        self._downloads = Downloads() if shared else None
+        self._upload = self._uploads or upload_copy
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
         if self._layout.sizes:  # attention of compiled passes keeps no scores
@@ -150,6 +157,7 @@ class ModelEngine(RowEngine[CacheRow]):
             rows=self._max_sequences,
             deterministic=self._loaded.deterministic,
             on_gpu=device.on_gpu(),
+            uploads=self._uploads,
         )
         return layout, prefix_cache.make_prefix_cache(prefix, layout.store, self._prefix_bytes)
 
@@ -169,6 +177,8 @@ class ModelEngine(RowEngine[CacheRow]):
         """See Engine.submit."""
         began = monotonic()
         with self._discard_on_failure(spans):
+            if self._uploads is not None:
+                self._uploads.begin()
             rows = [RowSpan(self._require_row(span), span.count) for span in spans]
             chunks = [span for span in spans if not span.decodes]
             keep = [span for span in chunks if self._at_restore_point(span)]
@@ -176,12 +186,19 @@ class ModelEngine(RowEngine[CacheRow]):
             fresh = self._layout.is_new(rows, len(drawing))
             found = self._layout.step(rows, *self._inputs(spans), drawing)
             sampled = self._draw([spans[n] for n in drawing], found) if drawing else None
+            download = self._download(sampled)
             done = (found,) if sampled is None else tuple(sampled.arrays())
+            done = done if download is None else tuple(download.done)
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
         order = {spans[n].sequence: row for row, n in enumerate(drawing)}
-        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
+        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh, download))
         return fresh
+
+    def _download(self, sampled: SamplerOutput | None) -> Download | None:
+        if sampled is None or self._downloads is None:
+            return None
+        return self._downloads.begin(sampled.arrays())
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
@@ -192,9 +209,7 @@ class ModelEngine(RowEngine[CacheRow]):
         self._clear_buffers(after_chunk=any(not span.decodes for span in flight.spans))
         for seq in flight.rows:
             seq.awaited -= 1
-        if flight.sampled is None:
-            return StepResult([], [])
-        return StepResult(*sampled_tokens(flight.sampled, flight.rows))
+        return flight.result()
 
     def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
         """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
@@ -244,6 +259,7 @@ class ModelEngine(RowEngine[CacheRow]):
         ]
         if device.on_gpu():  # above this limit MLX waits for steps in flight
             mx.set_memory_limit(self._limit)
+            device.keep_freed_memory(self._limit)
         pooled = self._layout.holds_prefixes and self._fixed_blocks is None
         if pooled:  # a small pool leaves memory for the measurement
             self._remake_layout(blocks_for(sizes[-1] + 3))
@@ -345,6 +361,7 @@ class ModelEngine(RowEngine[CacheRow]):
             every = chain(spans, *(flight.spans for flight in self._flights))
             hit = {span.sequence for span in every} & self._rows.keys()
             self._flights.clear()
+            self._last_batch = None  # its arrays may not have been computed
             for seq in list(self._rows) if self._layout.shares_arrays else hit:
                 self._rows[seq].release()
             if self._layout.shares_arrays and self._layout.holds_prefixes:
@@ -370,29 +387,33 @@ class ModelEngine(RowEngine[CacheRow]):
         newest = self._flights[-1] if self._flights else None
         if newest is None or newest.sampled is None:
             return None
-        places = mx.array([newest.rows.get(seq, -1) for seq in rows], dtype=mx.int32)
+        places = self._upload(np.array([newest.rows.get(seq, -1) for seq in rows], dtype=np.int32))
         return mx.where(places >= 0, newest.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
 
     def _sampling_batch(self, rows: Many[Sequence]) -> SamplingBatch:
         """Returns the batch of the last step while it has the same sequences."""
         if self._last_batch is None or self._last_batch[0] != rows:
             options, seeds = [seq.options for seq in rows], [seq.seed for seq in rows]
-            self._last_batch = list(rows), SamplingBatch(options, seeds, self.vocab_size)
+            self._last_batch = (
+                list(rows),
+                SamplingBatch(options, seeds, self.vocab_size, self._upload),
+            )
         return self._last_batch[1]
 
     def _clear_buffers(self, *, after_chunk: bool) -> None:
-        """Frees MLX's cached buffers periodically, and on a CPU the C heap: some 4 ms.
+        """Frees MLX's cached buffers and the C heap periodically on a CPU: some 4 ms.
 
         Compiled passes that were dropped leave holes in the heap. Arrays of rows, which otherwise
         have pages of their own, would be allocated there, and the heap would grow for later passes.
         """
+        if device.on_gpu():
+            return
         self._steps += 1
-        if self._steps % CLEAR_INTERVAL == 0:
+        periodic = self._steps % CLEAR_INTERVAL == 0
+        if periodic or after_chunk:
             mx.clear_cache()
-            if not device.on_gpu():
-                device.trim_heap()
-        elif after_chunk and not device.on_gpu():
-            mx.clear_cache()
+        if periodic:
+            device.trim_heap()
 
 
 def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:

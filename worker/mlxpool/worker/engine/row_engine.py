@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 
@@ -21,12 +21,13 @@ from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.sampling.batch import SamplerOutput
+from mlxpool.worker.sampling.batch import SampledNumbers, SamplerOutput, sampled_tokens
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
+from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
@@ -43,7 +44,8 @@ R = TypeVar("R", bound=PrefixRow)
 class Flight:
     """A pass that was submitted at `began`; `rows` has the row of each sequence that draws.
 
-    `fresh`: it compiles something. `done`: arrays to wait for where it draws no token.
+    `fresh`: it compiles something. `done`: arrays whose evaluation ends it. `download` has the
+    sampled arrays on the host then; None: they are read where they are.
     """
 
     spans: tuple[Span, ...]
@@ -52,6 +54,7 @@ class Flight:
     done: tuple[mx.array, ...]
     began: float
     fresh: bool
+    download: Download | None = None
 
     def without(self, seq: Sequence) -> Flight:
         """Returns the flight without the draw of a sequence that lost its row."""
@@ -60,8 +63,16 @@ class Flight:
         return replace(self, rows={one: row for one, row in self.rows.items() if one is not seq})
 
     def wait(self) -> None:
-        """Waits for the tokens, or for the whole pass where it draws none."""
-        mx.eval(*(self.done if self.sampled is None else self.sampled.arrays()))
+        """Waits for the end of the pass."""
+        mx.eval(*self.done)
+
+    def result(self) -> StepResult:
+        """Returns what the pass drew, when it has ended; called once."""
+        if self.sampled is None:
+            return StepResult([], [])
+        every = self.sampled.arrays() if self.download is None else self.download.read()
+        lists: list[Any] = [one.tolist() for one in every]
+        return StepResult(*sampled_tokens(SampledNumbers(*lists), self.rows))
 
 
 class RowEngine(ABC, Generic[R]):

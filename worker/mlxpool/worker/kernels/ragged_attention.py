@@ -32,7 +32,7 @@ from mlxpool.worker.kernels.work_list import (
 
 INPUTS = (
     "q", "k", "v", "keys", "values", "begins", "ends", "tables", "items", "cosines", "sines",
-    "sinks", "arrived",
+    "sinks", "arrived", "partial",
 )  # fmt: skip
 HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
@@ -53,8 +53,8 @@ class RaggedPlan:
 
     Line t sees the cache indices [begins[t], ends[t]) [T]. `tables` [C] are the block tables of all
     rows behind one another; `items` [W, 8] is the work list that work_list.work_items makes for
-    `tile_shape`. `arrived` are `counters`; the layers of a step run one after the other, so all use
-    the same array.
+    `tile_shape`. `arrived` are `counters` and `partial` are `part_sums`; the layers of a step run
+    one after the other, so all use the same arrays.
     """
 
     begins: mx.array
@@ -62,6 +62,7 @@ class RaggedPlan:
     tables: mx.array
     items: mx.array
     arrived: mx.array
+    partial: mx.array
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,11 @@ def counters(pairs: int) -> mx.array:
     return mx.zeros((pairs * PART_UNITS,), dtype=mx.int32)
 
 
+def part_sums(pairs: int, size: int) -> mx.array:
+    """Returns memory for the sums of parts of tiles, for heads of `size` numbers."""
+    return mx.zeros((pairs * PART_UNITS * UNIT_ROWS * (size + 2),))
+
+
 def attend(
     q: mx.array,
     pools: tuple[mx.array, mx.array],
@@ -180,14 +186,14 @@ def _attend(
     sinks = unused if scores.sinks is None else scores.sinks.astype(mx.float32)
     inputs = [
         q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines, sinks,
-        plan.arrived,
+        plan.arrived, plan.partial,
     ]  # fmt: skip
     found: list[mx.array] = made(
         inputs=inputs,
         grid=(pairs * threads, plan.items.shape[0], 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(lines, heads, size), (pairs * PART_UNITS * UNIT_ROWS * (size + 2),)],
-        output_dtypes=[dtype, mx.float32],
+        output_shapes=[(lines, heads, size)],
+        output_dtypes=[dtype],
     )
     return found[0].astype(given)
 
@@ -222,7 +228,8 @@ def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) 
     begins, ends = (mx.array(one) for one in visible_ranges(spans, lines + 1))
     items = mx.array(work_items(spans, shape, lines + 1))
     tables = mx.array([0, 1], dtype=mx.int32)
-    plan = RaggedPlan(begins, ends, tables, items, counters(pairs))
+    memory = counters(pairs), part_sums(pairs, size)
+    plan = RaggedPlan(begins, ends, tables, items, *memory)
     found = _attend(rotated, pools, plan, ScoreParams(0.1), 0, hopper)
     for here, asked, masked in (
         (slice(0, longest), slice(longest - 1, longest), False),
@@ -255,7 +262,8 @@ def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: 
     spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
     begins, ends = (mx.array(one) for one in visible_ranges(spans, 1))
     items = mx.array(work_items(spans, _tile_shape(group, pairs, size, hopper), 1))
-    plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, counters(pairs))
+    memory = counters(pairs), part_sums(pairs, size)
+    plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, *memory)
     found = []
     for more in (0, 1):
         pools = mx.zeros((1, pairs, block, size), dtype), mx.ones((1, pairs, block, size), dtype)
@@ -349,7 +357,7 @@ def _kernel(
     return build_kernel(
         "ragged_attention",
         INPUTS,
-        ["out", "partial"],
+        ["out"],
         constants,
         shared=shared,
         header=group_mma(8, dtype) + group_mma_values(8, dtype) if hopper and not fresh else "",

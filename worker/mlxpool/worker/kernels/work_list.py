@@ -22,6 +22,7 @@ PART_COST = 64  # keys that a thread block could read while it begins and ends
 # Keys of a part as shares of what each thread block would read if all ended together; and how much
 # longer than that a step may take for no further shares to be tried.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
+STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
@@ -83,7 +84,38 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     counter, too. Items without parts fill padding lines with zeros; items without lines are unused.
     Thread blocks begin with the items of most keys.
     """
-    tiles = _tiles(spans, shape)
+    return _items(_tiles(spans, shape), shape, lines)[0]
+
+
+class WorkLists:
+    """Makes the work lists of steps of one TileShape.
+
+    While the same rows decode, the tiles keep their parts for some steps, since to choose them
+    takes longer than all else.
+    """
+
+    def __init__(self, shape: TileShape) -> None:
+        self._shape = shape
+        self._key = b""  # of the lines and tables that the kept list is for
+        self._kept = self._tiles = np.zeros((0,), dtype=np.int32)
+        self._uses = 0
+
+    def items(self, spans: Spans, lines: int) -> Numbers:
+        """Returns a work list as `work_items` does; it is valid until the next call."""
+        if (spans.lines > 1).any():
+            return work_items(spans, self._shape, lines)
+        key = lines.to_bytes(4, "little") + spans.tables.tobytes()
+        if key != self._key or self._uses >= STEPS_OF_PARTS:
+            self._key, self._uses = key, 0
+            self._kept, self._tiles = _items(_tiles(spans, self._shape), self._shape, lines)
+        self._uses += 1
+        kept, tiles = self._kept[: self._tiles.size], self._tiles
+        kept[:, LOW], kept[:, HIGH] = spans.begins[tiles], spans.ends[tiles]
+        return self._kept
+
+
+def _items(tiles: Numbers, shape: TileShape, lines: int) -> tuple[Numbers, Numbers]:
+    """Returns the work list of tiles [N, 8], and the tile of each item that has keys."""
     count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
     decodes = tiles[:, LINES] <= shape.decode_lines
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
@@ -93,20 +125,20 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     parts = _parts(keys, units, decodes, shape, extra)
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
-    order = np.argsort(-each, kind="stable")
+    order = np.argsort(-each, kind="stable").astype(np.int32)
     tiles[:, PARTS] = parts
     needed = np.where(parts > 1, parts * units, 0)
     tiles[:, UNIT] = np.cumsum(needed) - needed
-    tiles, parts = tiles[order], parts[order]
+    parts = parts[order]
     items = int(parts.sum())
-    if items == count:
-        found[:count] = tiles
-    else:
-        found[:items] = np.repeat(tiles, parts, axis=0)
+    if items > count:
+        order = np.repeat(order, parts)
+    found[:items] = tiles[order]
+    if items > count:
         found[:items, PART] = np.arange(items) - np.repeat(np.cumsum(parts) - parts, parts)
     for n, first in enumerate(padding):
         found[items + n, :2] = first, min(TILE_ROWS, lines - first)
-    return found
+    return found, order
 
 
 def _parts(

@@ -30,7 +30,6 @@ from mlxpool.worker.sampling.batch import (
     SampleRequest,
     SamplerOutput,
     penalty_history,
-    sampled_tokens,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
@@ -158,9 +157,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         self._collected(flight, monotonic())
         for seq in flight.rows:
             seq.awaited -= 1
-        if flight.sampled is None:
-            return StepResult([], [])
-        return StepResult(*sampled_tokens(flight.sampled, flight.rows))
+        return flight.result()
 
     def _computed(self, span: Span) -> mx.array:
         """Returns logits [1, vocabulary] after the last input of a span."""

@@ -52,11 +52,15 @@ class BlockPool:
 
 @dataclass(eq=False, slots=True)
 class BlockRow:
-    """The block table of one sequence."""
+    """The block table of one sequence.
+
+    `changed`: its first entry that may differ from what a reader saw, who sets it to the length.
+    """
 
     block_bytes: int
     offset: int = 0  # tokens
     table: list[int] = field(default_factory=list)
+    changed: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -110,24 +114,27 @@ class BlockStore:
 
         Raises OutOfMemory; the row keeps the blocks that it has got until then.
         """
-        first = row.offset // self._size
-        shared = row.offset < tokens and row.offset % self._size
-        if shared and self._pool.references(row.table[first]) > 1:
-            row.table[first] = self._copied(row.table[first])
-        while len(row.table) * self._size < tokens:
-            row.table.append(self._pool.allocate())
+        table, size = row.table, self._size
+        if row.offset % size and row.offset < tokens:
+            first = row.offset // size
+            if self._pool.references(table[first]) > 1:
+                table[first] = self._copied(table[first])
+                row.changed = min(row.changed, first)
+        while len(table) * size < tokens:
+            table.append(self._pool.allocate())
 
     def release(self, row: BlockRow) -> None:
         """See Store."""
         for block in row.table:
             self._pool.drop_reference(block)
-        row.table, row.offset = [], 0
+        row.table, row.offset, row.changed = [], 0, 0
 
     def rewind(self, row: BlockRow, to: int) -> bool:
         """See Store."""
         row.offset = min(row.offset, to)
         while (len(row.table) - 1) * self._size >= row.offset and row.table:
             self._pool.drop_reference(row.table.pop())
+        row.changed = min(row.changed, len(row.table))
         return True
 
     def fill(
@@ -145,7 +152,7 @@ class BlockStore:
                 if number * self._size < run.start + count:
                     found[number] = block
         row.table = [found[number] for number in range(len(found))]
-        row.offset = tokens
+        row.offset, row.changed = tokens, 0
         for block in row.table:
             self._pool.add_reference(block)
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed, TokenLogprob
+from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
 NO_TOKEN = -1  # sampled from logits that are not numbers
 MIN_TEMPERATURE = 1e-7
@@ -75,9 +77,17 @@ class SamplingBatch:
 
     Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some row has a top-p and
     some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
+    `upload` gives the device the numbers of the rows; the pass that asks first computes with them.
     """
 
-    def __init__(self, options: Many[Options], seeds: Many[int], size: int) -> None:
+    def __init__(
+        self,
+        options: Many[Options],
+        seeds: Many[int],
+        size: int,
+        upload: Upload = upload_copy,
+    ) -> None:
+        self.upload = upload
         self.options = options
         self.seeds = seeds
         self.any_random = any(one.temperature > 0 for one in options)
@@ -101,7 +111,7 @@ class SamplingBatch:
     @cached_property
     def greedy(self) -> mx.array:
         """[R] whether a row takes its most likely token."""
-        return self._column(lambda o: o.temperature == 0)[:, 0]
+        return self._column(lambda o: o.temperature == 0)[:, 0] > 0
 
     @cached_property
     def temperature(self) -> mx.array:
@@ -117,7 +127,7 @@ class SamplingBatch:
 
     @cached_property
     def top_k(self) -> mx.array:
-        return mx.array(self.top_ks)[:, None]
+        return self.upload(np.array(self.top_ks, dtype=np.int32))[:, None]
 
     @cached_property
     def repeat(self) -> mx.array:
@@ -134,25 +144,24 @@ class SamplingBatch:
     @cached_property
     def penalised_rows(self) -> mx.array:
         """[R] whether a row has penalties, which need token counts."""
-        return mx.array([has_penalties(one) for one in self.options])
+        return self._column(has_penalties)[:, 0] > 0
 
     @cached_property
     def bias_arrays(self) -> tuple[mx.array, mx.array, mx.array]:
         """Rows, tokens and the biases that are added to their logits."""
         lines, tokens, biases = zip(*self.biases, strict=True)
-        return mx.array(lines), mx.array(tokens), mx.array(biases)
+        rows, ids = self.upload(np.array([lines, tokens], dtype=np.int32))
+        return rows, ids, self.upload(np.array(biases, dtype=np.float32))
 
     @cached_property
     def kernel_inputs(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Temperatures, top-k, top-p, min-p [R] and seeds [R, 2], see kernels/sampling.py."""
-        # From numbers of the host: an operation would have to wait for the passes in flight.
-        options = self.options
-        top_p = mx.array([one.top_p if has_top_p(one) else NO_TOP_P for one in options])
-        min_p = mx.array([float(one.min_p) for one in options])
-        heats = mx.array([_heat(one) for one in options])
+        top_ps = [one.top_p if has_top_p(one) else NO_TOP_P for one in self.options]
+        floats = [_heat(one) for one in self.options], top_ps, [one.min_p for one in self.options]
+        heats, top_p, min_p = self.upload(np.array(floats, dtype=np.float32))
         halves = [(seed >> 32 & _WORD, seed & _WORD) for seed in self.seeds]
-        seeds = mx.array(halves, dtype=mx.uint32)
-        return heats, mx.array(self.top_ks, dtype=mx.int32), top_p, min_p, seeds
+        seeds = self.upload(np.array(halves, dtype=np.uint32))
+        return heats, self.upload(np.array(self.top_ks, dtype=np.int32)), top_p, min_p, seeds
 
     @cached_property
     def zero_positions(self) -> mx.array:
@@ -160,7 +169,7 @@ class SamplingBatch:
         return mx.zeros((len(self.options),), dtype=mx.int32)
 
     def _column(self, of: Callable[[Options], float]) -> mx.array:
-        return mx.array([of(one) for one in self.options])[:, None]
+        return self.upload(np.array([of(one) for one in self.options], dtype=np.float32))[:, None]
 
 
 def _heat(options: Options) -> float:
@@ -191,14 +200,24 @@ class SamplerOutput:
         return [array for array in every if array is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class SampledNumbers:
+    """A SamplerOutput on the host, as lists of its rows."""
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    top_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
+
+
 def sampled_tokens(
-    sampled: SamplerOutput, rows: Rows
+    sampled: SampledNumbers, rows: Rows
 ) -> tuple[list[SampledToken], list[SequenceFailed]]:
     """Returns the tokens of a computed pass, and the sequences whose logits were no numbers.
 
     `rows` has the row of each sequence.
     """
-    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
+    tokens = sampled.tokens
     drawn = [
         SampledToken(seq, tokens[row], _logprob(sampled, seq, row))
         for seq, row in rows.items()
@@ -217,13 +236,12 @@ def _no_numbers(seq: Sequence) -> SequenceFailed:
     )
 
 
-def _logprob(sampled: SamplerOutput, seq: Sequence, row: int) -> TokenLogprob | None:
+def _logprob(sampled: SampledNumbers, seq: Sequence, row: int) -> TokenLogprob | None:
     if not seq.options.logprobs or sampled.logprobs is None:
         return None
-    chosen = float(sampled.logprobs[row].item())  # type: ignore[arg-type]
+    chosen = sampled.logprobs[row]
     wanted = seq.options.top_logprobs
     if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
         return TokenLogprob(chosen)
-    ids: list[int] = sampled.top_ids[row].tolist()  # type: ignore[assignment]
-    values: list[float] = sampled.top_logprobs[row].tolist()  # type: ignore[assignment]
-    return TokenLogprob(chosen, tuple(zip(ids, values, strict=True))[:wanted])
+    top = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
+    return TokenLogprob(chosen, tuple(top)[:wanted])

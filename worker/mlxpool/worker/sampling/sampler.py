@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.kernels import sampling as kernel
@@ -87,7 +88,9 @@ def _by_kernel(
 ) -> SamplerOutput:
     """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
     adjusted = _processed_logits(logits, batch, histories, pending, awaited)
-    places = mx.array(list(positions), dtype=mx.int32) if batch.any_random else batch.zero_positions
+    places = batch.zero_positions
+    if batch.any_random:
+        places = batch.upload(np.array(positions, dtype=np.int32))
     tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places)
     return _with_logprobs(logits.astype(mx.float32), tokens, batch)
 
@@ -139,7 +142,7 @@ def _counts(
     windows = list(map(_window, batch.options, histories, unread))
     width = max(map(len, windows))
     padded = [window + [size] * (width - len(window)) for window in windows]
-    tokens = mx.array(padded, dtype=mx.int32).reshape(len(windows), width)
+    tokens = batch.upload(np.array(padded, dtype=np.int32).reshape(len(windows), width))
     if pending is not None:
         newest = mx.where(batch.penalised_rows & (pending >= 0), pending, size)
         tokens = mx.concatenate([tokens, newest[:, None]], axis=1)
@@ -179,7 +182,7 @@ def _random_tokens(logits: mx.array, batch: SamplingBatch, positions: Sequence[i
 
 
 def _noise(batch: SamplingBatch, positions: Sequence[int], size: int) -> mx.array:
-    keys = mx.array(list(map(noise_key, batch.seeds, positions)), dtype=mx.uint32)
+    keys = batch.upload(np.array(list(map(noise_key, batch.seeds, positions)), dtype=np.uint32))
     return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
 
 

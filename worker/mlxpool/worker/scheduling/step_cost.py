@@ -41,13 +41,15 @@ class Load:
     def of(cls, spans: Iterable[Span]) -> Self:
         """The load of a pass over these spans."""
         lines = keys = pairs = drawn = 0
-        for span in spans:
-            lines += span.count
+        for span in spans:  # in every step, so with as few calls as possible
+            count = span.count
+            end = span.start + count
+            lines += count
             drawn += span.draws
-            if span.decodes:
-                keys += span.end
+            if count == 1 and span.draws:
+                keys += end
             else:
-                pairs += span.count * span.end
+                pairs += count * end
         return cls(lines, keys, pairs, drawn)
 
     def with_span(self, span: Span) -> Self:

@@ -1,0 +1,82 @@
+"""Numbers on their way between host and device: whole, in order, in memory that is used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from mlxpool.worker.transfers import downloads  # noqa: E402
+from mlxpool.worker.transfers.downloads import Downloads  # noqa: E402
+from mlxpool.worker.transfers.shared_array import SETS  # noqa: E402
+from mlxpool.worker.transfers.uploads import Uploads, upload_copy  # noqa: E402
+
+NUMBERS = [
+    np.arange(7, dtype=np.int32) - 3,
+    np.array([[1.5, -0.0], [np.inf, 3e-40]], dtype=np.float32),
+    np.array([2**32 - 1, 0], dtype=np.uint32),
+    np.zeros((0,), dtype=np.int32),
+]
+
+
+@pytest.mark.usefixtures("machine")
+def test_it_works() -> None:
+    assert downloads.works()
+
+
+@pytest.mark.parametrize("size", [1, 4096])
+def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
+    """Also of more than the memory has room for, and of a pass that is not evaluated yet."""
+    uploads = Uploads(size)
+    for _ in range(2 * SETS):
+        uploads.begin()
+        for given in NUMBERS:
+            found, plain = uploads(given), upload_copy(given)
+            assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
+            if given.size:
+                assert np.array_equal(np.array(found), given)
+
+
+def test_a_pass_in_flight_keeps_its_numbers() -> None:
+    uploads = Uploads(8)
+    passes = []
+    for number in range(SETS - 1):
+        uploads.begin()
+        passes.append([uploads(np.full((5,), 10 * number + n, dtype=np.int32)) for n in range(4)])
+    for number, arrays in enumerate(passes):
+        for n, array in enumerate(arrays):
+            assert array.tolist() == [10 * number + n] * 5
+
+
+def test_taken_numbers_are_written_before_the_array_is_computed() -> None:
+    uploads = Uploads(64)
+    uploads.begin()
+    numbers, array = uploads.take(5)
+    result = array + 1
+    numbers[:] = range(5)
+    assert result.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("size", [1, 4096])
+def test_downloads_have_the_numbers_of_the_device(size: int) -> None:
+    owner = Downloads(size)
+    for salt in range(3):
+        given = [mx.arange(5) + salt, mx.ones((3, 2)) * salt, mx.array([2**31], dtype=mx.uint32)]
+        flying = [owner.begin(given), owner.begin(given[::-1])]
+        for download, arrays in zip(flying, (given, given[::-1]), strict=True):
+            mx.eval(download.done)
+            for one, found in zip(arrays, download.read(), strict=True):
+                assert one.tolist() == found.tolist()
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_was_read_stays_when_the_memory_is_used_again() -> None:
+    owner = Downloads(8)
+    found = []
+    for number in range(2 * SETS):
+        download = owner.begin([mx.full((4,), number, dtype=mx.int32)])
+        mx.eval(download.done)
+        found += download.read()
+    assert [one.tolist() for one in found] == [[n] * 4 for n in range(2 * SETS)]

@@ -1,0 +1,93 @@
+"""The block tables of running rows on the device, which get only what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.kernels.kernel_builder import build_kernel
+from mlxpool.worker.prefix.shared_blocks import BlockRow
+from mlxpool.worker.transfers.uploads import Upload
+
+LEAST_UPDATES = 32  # entries that are written at a time; more are padded to a power of two
+NO_ENTRY = -1
+THREADS = 256
+
+
+class BlockTables:
+    """A table [rows, entries] of blocks: `array` on the device, `numbers` on the host.
+
+    A row has a line of it from its first pass on, until it is released and another row needs one.
+    """
+
+    def __init__(self, rows: int, entries: int, upload: Upload) -> None:
+        self.entries = entries
+        self.numbers = np.zeros((rows, entries), dtype=np.int32)
+        self.array = mx.zeros((rows * entries,), dtype=mx.int32)
+        mx.eval(self.array)
+        self._upload = upload
+        self._lines: dict[BlockRow, int] = {}
+        self._free = list(range(rows))
+
+    def lines_of(self, rows: Sequence[BlockRow]) -> npt.NDArray[np.int32]:
+        """Returns the lines of rows that have blocks; at most as many rows as the table has."""
+        lines = self._lines
+        return np.array(
+            [lines[row] if row in lines else self._enter(row, set(rows)) for row in rows],
+            dtype=np.int32,
+        )
+
+    def update(self, rows: Sequence[BlockRow], lines: npt.NDArray[np.int32]) -> mx.array | None:
+        """Copies the changed entries of rows in these lines, for the pass that is being built.
+
+        Returns a 0 on which readers of `array` must depend, see worker/kernels; None: nothing has
+        changed.
+        """
+        places: list[int] = []
+        blocks: list[int] = []
+        for number, row in enumerate(rows):
+            first, table = row.changed, row.table
+            if first < len(table):
+                at = int(lines[number]) * self.entries
+                fresh = table[first:]
+                places += range(at + first, at + len(table))
+                blocks += fresh
+                self.numbers[lines[number], first : len(table)] = fresh
+                row.changed = len(table)
+        if not places:
+            return None
+        padded = max(LEAST_UPDATES, 1 << (len(places) - 1).bit_length())
+        updates = np.full((2, padded), NO_ENTRY, dtype=np.int32)
+        updates[0, : len(places)], updates[1, : len(places)] = places, blocks
+        return _written(self.array, self._upload(updates))
+
+    def _enter(self, row: BlockRow, now: set[BlockRow]) -> int:
+        """Gives a row a line, which released rows leave; `now` are the rows of this pass."""
+        if not self._free:
+            left = [one for one in self._lines if not one.table and one not in now]
+            self._free += [self._lines.pop(one) for one in left]
+        line = self._lines[row] = self._free.pop()
+        row.changed = 0
+        return line
+
+
+def _written(tables: mx.array, updates: mx.array) -> mx.array:
+    count = updates.shape[1]
+    found: list[mx.array] = _update_kernel()(
+        inputs=[tables, updates],
+        grid=(-(-count // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return found[0]
+
+
+@cache
+def _update_kernel() -> Any:
+    return build_kernel("table_update", ["tables", "updates"], ["done"], {})

@@ -1,0 +1,94 @@
+"""The numbers that a pass gives the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works
+from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
+from mlxpool.worker.transfers.uploads import Uploads
+
+THREADS = 256
+_KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
+
+
+class Downloads:
+    """Gives the host the numbers of passes in flight. Used by one thread."""
+
+    def __init__(self, size: int = LEAST_NUMBERS) -> None:
+        """`size`: numbers that a pass may give; when it gives more, more are allocated."""
+        self._size = size
+        self._free = [SharedArray(size) for _ in range(SETS)]
+
+    def begin(self, arrays: Sequence[mx.array]) -> Download:
+        """Returns the download of arrays of 4-byte numbers that a pass computes."""
+        total = sum(aligned(one.size) for one in arrays)
+        if total > self._size:
+            self._size, self._free = 2 * total, []
+        into = self._free.pop() if self._free else SharedArray(self._size)
+        return Download(self, into, arrays)
+
+    def give_back(self, memory: SharedArray) -> None:
+        """Takes back the memory of a download that was read."""
+        if memory.numbers.size == self._size:
+            self._free.append(memory)
+
+
+class Download:
+    """Numbers on their way to the host; the pass evaluates `done`, then `read` has them."""
+
+    def __init__(self, owner: Downloads, into: SharedArray, arrays: Sequence[mx.array]) -> None:
+        self._owner, self._into = owner, into
+        self._places: list[tuple[int, tuple[int, ...], str]] = []
+        self.done: list[mx.array] = []
+        at = 0
+        for one in arrays:
+            self.done.append(_write(one, into.array[at : at + one.size]))
+            self._places.append((at, one.shape, _KINDS[one.dtype]))
+            at += aligned(one.size)
+
+    def read(self) -> list[Numbers]:
+        """Returns the numbers of the arrays, once, when `done` is evaluated."""
+        found = []
+        for at, shape, kind in self._places:
+            size = int(np.prod(shape))
+            found.append(self._into.numbers[at : at + size].view(kind).reshape(shape).copy())
+        self._owner.give_back(self._into)
+        return found
+
+
+@cache
+def works() -> bool:
+    """Returns whether uploads and downloads work here; the first call tries them."""
+    return kernel_works("numbers of passes", _is_right)
+
+
+def _is_right() -> bool:
+    uploads, downloads = Uploads(), Downloads()
+    uploads.begin()
+    given = np.arange(8, dtype=np.float32).reshape(2, 4)
+    download = downloads.begin([uploads(given) * 2])
+    mx.eval(download.done)
+    return bool((download.read()[0] == given * 2).all())
+
+
+def _write(numbers: mx.array, shared: mx.array) -> mx.array:
+    """Copies numbers of 4 bytes to `shared`; returns a 0 whose evaluation completes it."""
+    found: list[mx.array] = _write_kernel()(
+        inputs=[mx.contiguous(numbers.reshape(-1)), shared],
+        grid=(-(-numbers.size // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return found[0]
+
+
+@cache
+def _write_kernel() -> Any:
+    return build_kernel("host_write", ["numbers", "shared_numbers"], ["done"], {})

@@ -1,0 +1,60 @@
+"""The numbers that a pass takes from the host."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
+
+_DTYPES = {"i": mx.int32, "u": mx.uint32, "f": mx.float32}
+
+
+class Upload(Protocol):
+    """Returns an array of the device with these numbers of 4 bytes; the pass evaluates it."""
+
+    def __call__(self, numbers: Numbers, /) -> mx.array:
+        """See Upload."""
+
+
+def upload_copy(numbers: Numbers) -> mx.array:
+    """The Upload of devices that address the host's memory, and of what happens once."""
+    return mx.array(numbers)
+
+
+class Uploads:
+    """Gives passes arrays with numbers of the host. Used by one thread."""
+
+    def __init__(self, size: int = LEAST_NUMBERS) -> None:
+        """`size`: numbers that a pass may take; when it takes more, more are allocated."""
+        self._sets = [SharedArray(size) for _ in range(SETS)]
+        self._newest = 0
+        self._used = 0  # numbers of the newest set
+
+    def begin(self) -> None:
+        """Begins the uploads of the next pass."""
+        self._newest = (self._newest + 1) % SETS
+        self._used = 0
+
+    def take(self, count: int) -> tuple[npt.NDArray[np.int32], mx.array]:
+        """Returns `count` numbers to write before the array is evaluated, and the array int32.
+
+        The array is the shared memory itself: the pass copies it to the device.
+        """
+        first, end = self._used, self._used + count
+        if end > self._sets[self._newest].numbers.size:
+            # The array that a pass was given before goes on with the memory that it has.
+            self._sets[self._newest] = SharedArray(2 * end)
+            first, end = 0, count
+        self._used = aligned(end)
+        of_pass = self._sets[self._newest]
+        return of_pass.numbers[first:end], of_pass.array[first:end]
+
+    def __call__(self, numbers: Numbers, /) -> mx.array:
+        """See Upload. int32, uint32 and float32 numbers of any shape."""
+        into, found = self.take(numbers.size)
+        into[:] = numbers.reshape(-1).view(np.int32)
+        return (found + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
