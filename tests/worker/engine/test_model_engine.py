@@ -30,6 +30,7 @@ from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.step_cost import StepTarget  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
@@ -492,6 +493,21 @@ def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer)
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0
+
+
+def test_the_time_of_a_step_is_chosen_once(
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of some decode steps, in bounds, or what the settings say."""
+    assert ModelEngine(loaded, text, step_target=0.033).limits.seconds == 0.033
+    for lookahead in (False, True):
+        engine = ModelEngine(loaded, text, lookahead=lookahead)
+        monkeypatch.setattr(engine, "_target", StepTarget(1e-9, 1e9))
+        engine.warm_up()
+        chosen = engine.limits.seconds
+        assert 1e-9 < chosen < 1e9
+        ids_of(engine, sequence((1, 2, 3)), 5)
+        assert engine.limits.seconds == chosen
 
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:

@@ -22,9 +22,11 @@ from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads
 
-# Lines of the passes that are compiled; a pass of 1,024 lines keeps a large GPU busy.
+# Lines of the passes that are compiled; a pass of 1,024 lines keeps a large GPU busy. From 256 on
+# the time of a pass grows with its lines, so padding costs as much as tokens of prompts.
 PASS_LINES = (
-    1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768, 1024,
+    1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
+    704, 768, 896, 1024,
 )  # fmt: skip
 ITEM = 8  # numbers of an item of the work list
 NOT_WRITTEN = -1  # the slot of a padding line

@@ -36,6 +36,7 @@ class EngineSettings(TypedDict):
     prefix_bytes: int
     max_sequences: int
     limit: int
+    step_target: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
             "prefix_bytes": config.prefix_bytes,
             "max_sequences": config.sequences,
             "limit": config.memory_limit,
+            "step_target": config.step_target,
         }
         if folder.uses_mlx_lm:
             from mlxpool.worker.mlx_lm import engine as mlx_lm_engine

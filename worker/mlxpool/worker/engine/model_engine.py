@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from time import monotonic
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_byte
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import Load, StepTarget
+from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import Download, Downloads
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
@@ -54,7 +54,7 @@ CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
-ONE_ROW = Load(lines=1, drawn=1)  # a decode step of one row, which mostly reads the weights
+DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
 class ModelEngine(RowEngine[CacheRow]):
@@ -73,12 +73,14 @@ class ModelEngine(RowEngine[CacheRow]):
         max_sequences: int = 8,
         limit: int = 0,
         blocks: int | None = None,
+        step_target: float = 0.0,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
         `lookahead` None: only on a GPU. `layout` None: the best one, see layouts.choose_layout.
         `limit` bounds the bytes of the process, see device.memory_limit. `blocks` None: as many as
         the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
+        `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
         """
         folder = loaded.folder
         super().__init__(
@@ -120,6 +122,9 @@ class ModelEngine(RowEngine[CacheRow]):
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
         self._draws_alone = self._layout.store.stateful
         self._target = StepTarget.of_device(on_gpu=device.on_gpu())
+        if step_target:
+            self._target = StepTarget(step_target, step_target)
+        self._step_seconds = self._target.most
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
         self._steps = 0
 
@@ -168,7 +173,7 @@ class ModelEngine(RowEngine[CacheRow]):
             lines=self.chunk,
             pairs=pair_budget(device.prefill_chunk()),
             context=self.context,
-            seconds=self._target.seconds(self.cost.seconds(ONE_ROW)),
+            seconds=self._step_seconds,
             ahead=int(self._lookahead),
             sizes=self._layout.sizes,
         )
@@ -272,6 +277,9 @@ class ModelEngine(RowEngine[CacheRow]):
             self._require_min_blocks()
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+        # Not of the cost model, which predicts other passes from those that it saw last.
+        if self._target.least < self._target.most:
+            self._step_seconds = self._target.seconds(self._decode_seconds())
         self._finish_warm_up()
 
     def _remake_layout(self, blocks: int | None = None) -> None:
@@ -307,6 +315,20 @@ class ModelEngine(RowEngine[CacheRow]):
                 self._warm_up([1, size - 1], on_progress)
                 if size > rows:
                     self._warm_up([size], on_progress)
+
+    def _decode_seconds(self) -> float:
+        """Returns the time of a decode step of one row, one after the other as requests have it."""
+        (seq,) = self._dummy_rows(1, 1)
+        ends = []
+        for _ in range(DECODE_STEPS):
+            self.submit([Span(seq, seq.submitted, 1, draws=True)])
+            if self.in_flight > self._lookahead:
+                seq.ids += [drawn.token for drawn in self.collect().drawn]
+                ends.append(monotonic())
+        while self.in_flight:
+            self.collect()
+        self._drop_rows([seq])
+        return min(end - begin for begin, end in pairwise(ends))
 
     def _decode_sizes(self, rows: int) -> list[int]:
         """Returns the numbers of rows for which decode passes are warmed."""

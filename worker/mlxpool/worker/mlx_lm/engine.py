@@ -99,6 +99,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         max_sequences: int = 8,
         limit: int = 0,
         blocks: int | None = None,
+        step_target: float = 0.0,
     ) -> None:
         """See ModelEngine, which has the same parameters."""
         from mlx.utils import tree_flatten
@@ -114,6 +115,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             limit=limit,
             blocks=blocks,
         )
+        self._step_target = step_target
         self._model = model
         self._new_row = partial(MlxLmRow, partial(make_prompt_cache, model))
         kinds = cache_kinds_of(class_name(cache) for cache in flatten(self._new_row().caches))
@@ -129,7 +131,11 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
     def limits(self) -> StepLimits:
         """See Engine.limits. A pass computes span by span, so it reads one prompt."""
         return StepLimits(
-            self.chunk, pair_budget(self.chunk), self.context, seconds=SLOW_STEP_TARGET, prompts=1
+            self.chunk,
+            pair_budget(self.chunk),
+            self.context,
+            seconds=self._step_target or SLOW_STEP_TARGET,
+            prompts=1,
         )
 
     def submit(self, spans: Many[Span]) -> bool:
