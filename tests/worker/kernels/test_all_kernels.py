@@ -15,7 +15,9 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import kernel_cache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -142,3 +144,30 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
             if mine.token != theirs.token:
                 break
     assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST
+
+
+def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of all compiled passes; the engine is as it was, and the passes are still new."""
+    folder = inspect(
+        write_checkpoint(tmp_path, weights=halved(random_weights(config(**SIZES))), **SIZES)
+    )
+    listed: list[str] = []
+    monkeypatch.setattr(
+        kernel_cache,
+        "compile_together",
+        lambda jobs, _: listed.extend(job.text.name for job in jobs),
+    )
+    loaded = load(folder, dtype=mx.bfloat16)
+    with nullcontext() if ON_GPU else simt.simulated():
+        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        engine = ModelEngine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
+        free = engine.free_blocks()
+        engine._compile_kernels(lambda: None)
+        assert engine.free_blocks() == free and not engine._rows
+        for counts in engine._kinds_of_passes():
+            rows = [seq for count in counts for seq in engine._dummy_rows(1, count)]
+            spans = [RowSpan(engine._rows[seq], seq.length) for seq in rows]
+            assert engine._layout.is_new(spans, len(spans))
+            engine._drop_rows(rows)
+    names = {name.removeprefix("mlxpool_") for name in listed}
+    assert {"ragged_attention", "rotate_and_write", "sampling", "host_write", "rms_norm"} <= names

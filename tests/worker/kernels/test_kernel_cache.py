@@ -232,6 +232,54 @@ def test_the_build_key_changes_with_kernels_and_mlx(
     kernel_cache.build_key.cache_clear()
 
 
+def test_collected_kernels_are_compiled_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each once, those on disk not again; trials inside are compiled at once."""
+    compiled: list[str] = []
+
+    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
+        compiled.append(code)
+        return b"machine code", kernel, "_Zmangled"
+
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    monkeypatch.setattr(nvrtc, "in_process", in_process)
+    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.build_key.cache_clear()
+    moves: list[int] = []
+    inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
+    for expected in ([CODE], [CODE]):  # the second time it is on disk
+        with kernel_cache.collecting() as jobs:
+            for _ in range(3):
+                call = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
+                assert call(inputs=inputs, output_dtypes=OUTPUTS)["inputs"] is inputs
+            with kernel_cache.compiling():
+                assert kernel_cache._collected is None
+        assert kernel_cache._collected is None and len(jobs) == 3
+        kernel_cache.compile_together(jobs, lambda: moves.append(1))
+        assert compiled == expected
+    assert moves == [1]
+    assert len(list(tmp_path.glob("*.ptx"))) == 1
+    kernel_cache.build_key.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    monkeypatch.setattr(nvrtc, "in_process", in_process)
+    with caplog.at_level("INFO"):
+        job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
+        kernel_cache.compile_together([job], lambda: None)
+    assert "a kernel is compiled when it is needed: no memory" in caplog.text
+    assert not list(tmp_path.glob("*.ptx"))
+
+
 def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

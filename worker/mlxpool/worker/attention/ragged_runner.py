@@ -114,8 +114,11 @@ class RaggedRunner:
         self._computed: set[PlanShape] = set()
 
     def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
-        """Returns whether a pass over these spans was not computed before."""
-        return self._shape(spans, wanted) not in self._computed
+        """Returns whether a pass over these spans, which follows, is the first of its kind."""
+        shape = self._shape(spans, wanted)
+        new = shape not in self._computed
+        self._computed.add(shape)
+        return new
 
     def step(
         self,
@@ -131,7 +134,6 @@ class RaggedRunner:
         numbers, plan = self._uploads.take(shape.size)
         plan += self._write_plan(numbers, shape, spans, ids, wanted)
         logits = self._compiled(shape)(plan, self._padded(drawn))
-        self._computed.add(shape)
         for span in spans:
             span.row.advance(span.count)
         return logits[: len(wanted)] if wanted else logits

@@ -26,7 +26,7 @@ from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
-from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -275,6 +275,8 @@ class ModelEngine(RowEngine[CacheRow]):
         if pooled:
             self._remake_layout()
             self._require_min_blocks()
+        if device.on_gpu():
+            self._compile_kernels(on_progress)
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
         # Not of the cost model, which predicts other passes from those that it saw last.
@@ -305,16 +307,36 @@ class ModelEngine(RowEngine[CacheRow]):
 
         The second pass of a kind shows the cost model its time.
         """
+        self._warm_up([1], on_progress, ALL_OPTIONS)
+        for counts in self._kinds_of_passes():
+            self._warm_up(counts, on_progress)
+
+    def _kinds_of_passes(self) -> Iterator[list[int]]:
+        """Yields the inputs of the spans of each pass that is compiled."""
         most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
         rows = min(self._max_sequences, most)
-        self._warm_up([1], on_progress, ALL_OPTIONS)
         for count in self._decode_sizes(rows):
-            self._warm_up([1] * count, on_progress)
+            yield [1] * count
         for size in self._layout.sizes:
             if 2 < size < min(self.context, self.chunk + 1):
-                self._warm_up([1, size - 1], on_progress)
+                yield [1, size - 1]
                 if size > rows:
-                    self._warm_up([size], on_progress)
+                    yield [size]
+
+    def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
+        """Compiles our kernels of all compiled passes together; computes none of the passes."""
+        with kernel_cache.collecting() as jobs:
+            for counts in self._kinds_of_passes() if self._layout.sizes else ():
+                rows = [seq for count in counts for seq in self._dummy_rows(1, count)]
+                spans = [Span(seq, 0, seq.length, draws=True) for seq in rows]
+                if self._uploads is not None:
+                    self._uploads.begin()
+                given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
+                logits = self._layout.step(given, *self._inputs(spans), range(len(spans)))
+                self._download(self._draw(spans, logits))
+                self._last_batch = None  # its arrays are not computed
+                self._drop_rows(rows)
+        kernel_cache.compile_together(jobs, on_progress)
 
     def _decode_seconds(self) -> float:
         """Returns the time of a decode step of one row, one after the other as requests have it."""

@@ -13,6 +13,7 @@ from mlxpool.worker.kernels.kernel_cache import (
     TYPES,
     KernelText,
     build_key,
+    compiling,
     with_disk_cache,
 )
 
@@ -115,7 +116,8 @@ def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
     if not mx.cuda.is_available():
         return False
     try:
-        right = trial()
+        with compiling():
+            right = trial()
     except (RuntimeError, ValueError) as error:
         log.warning(
             "our CUDA kernel for %s does not work here, the slow way is taken: %s", what, error

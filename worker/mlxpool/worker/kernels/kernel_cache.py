@@ -9,12 +9,16 @@ MLX compiles as usual.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -83,12 +87,83 @@ class KernelText:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class KernelJob:
+    """A kernel that is to be compiled for inputs and outputs of these kinds."""
+
+    text: KernelText
+    inputs: tuple[InputKind, ...]
+    outputs: tuple[mx.Dtype, ...]
+
+
+_collected: list[KernelJob] | None = None  # None: kernels are compiled before their first call
+
+
+@contextmanager
+def collecting() -> Iterator[list[KernelJob]]:
+    """Kernels that are called inside are not compiled but listed; nothing may be evaluated.
+
+    Yields the list, for `compile_together`.
+    """
+    global _collected
+    jobs: list[KernelJob] = []
+    before, _collected = _collected, jobs
+    try:
+        yield jobs
+    finally:
+        _collected = before
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels that are called inside are compiled, also inside of `collecting`: for trials."""
+    global _collected
+    before, _collected = _collected, None
+    try:
+        yield
+    finally:
+        _collected = before
+
+
+def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None]) -> None:
+    """Compiles kernels to disk in as many processes as there are cores; NVRTC uses one core.
+
+    Calls `on_progress` after each. What fails here is compiled again before its first call.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return
+    missing: dict[Path, tuple[str, str]] = {}
+    for job in jobs:
+        with contextlib.suppress(OSError, KeyError):
+            code = kernel_code(job.text, job.inputs, job.outputs)
+            path = cache_folder() / f"{module_name(job.text, code)}.ptx"
+            if not _is_intact(path):
+                missing[path] = NAMESPACE + kernel_name(job.text), code
+
+    def compile_one(path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = nvrtc.in_process(compiler, *missing[path])
+            if _texts() in build_key():  # else another edition was installed meanwhile
+                _write(path, *found)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            log.info("a kernel is compiled when it is needed: %s", error)
+
+    with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
+        for _ in pool.map(compile_one, missing):
+            on_progress()
+
+
 def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a kernel of mx.fast.cuda_kernel: compiles it to disk before its first call."""
 
     def call(*, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **more: Any) -> Any:
         kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
-        _compile_to_disk(text, kinds, tuple(output_dtypes))
+        if _collected is None:
+            _compile_to_disk(text, kinds, tuple(output_dtypes))
+        else:
+            _collected.append(KernelJob(text, kinds, tuple(output_dtypes)))
         return made(inputs=inputs, output_dtypes=output_dtypes, **more)
 
     return call

@@ -1,6 +1,8 @@
 """NVIDIA's runtime compiler (NVRTC), as the library that MLX installs.
 
-Its functions are documented in NVRTC's manual, "User Interface".
+Its functions are documented in NVRTC's manual, "User Interface". As a program it compiles one
+kernel: it reads the arguments of `compile_kernel` from stdin and writes its result to stdout, both
+pickled.
 """
 
 from __future__ import annotations
@@ -8,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+COMPILE_SECONDS = 300.0  # after which a process that compiles is ended
 
 
 class Compiler:
@@ -28,8 +33,9 @@ class Compiler:
     ) -> None:
         """`architecture`: such as sm_90a; `includes`: folders of headers; `headers`: texts."""
         self.architecture = architecture
+        self.includes = tuple(includes)
+        self.headers = dict(headers)
         self._library = library
-        self._headers = headers
         self._options = [
             b"--device-as-default-execution-space",
             f"--gpu-architecture={architecture}".encode(),
@@ -49,15 +55,15 @@ class Compiler:
         Raises RuntimeError with the message of the compiler.
         """
         program, name = ctypes.c_void_p(), kernel.encode()
-        count = len(self._headers)
+        count = len(self.headers)
         self._call(
             "CreateProgram",
             ctypes.byref(program),
             code.encode(),
             b"kernel.cu",
             count,
-            (ctypes.c_char_p * count)(*(text.encode() for text in self._headers.values())),
-            (ctypes.c_char_p * count)(*(file.encode() for file in self._headers)),
+            (ctypes.c_char_p * count)(*(text.encode() for text in self.headers.values())),
+            (ctypes.c_char_p * count)(*(file.encode() for file in self.headers)),
         )
         try:
             self._call("AddNameExpression", program, name)
@@ -109,3 +115,49 @@ def includes() -> list[Path]:
     if not found:
         raise OSError(f"CUDA's headers are in none of {', '.join(map(str, places))}")
     return found
+
+
+def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, str]:
+    """As `compiler.machine_code`, in a process of its own: a process compiles one at a time.
+
+    Raises RuntimeError with the message of the compiler, OSError or SubprocessError.
+    """
+    given = library_path(), compiler.architecture, compiler.includes, compiler.headers, kernel, code
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=pickle.dumps(given),
+        capture_output=True,
+        check=False,
+        timeout=COMPILE_SECONDS,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.decode(errors="replace")[-2000:])
+    found: tuple[bytes, str, str] = pickle.loads(done.stdout)
+    return found
+
+
+def library_path() -> str:
+    """Returns the file of the library that MLX has loaded. Raises OSError when there is none."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            path = line.rstrip().partition("/")[2]
+            if Path(path).name in LIBRARIES:
+                return f"/{path}"
+    raise OSError(f"MLX has loaded none of {', '.join(LIBRARIES)}")
+
+
+def compile_kernel(
+    library: str,
+    architecture: str,
+    includes: Sequence[Path],
+    headers: Mapping[str, str],
+    kernel: str,
+    code: str,
+) -> tuple[bytes, str, str]:
+    """Compiles a kernel with the library of this file, see Compiler."""
+    compiler = Compiler(ctypes.CDLL(library), architecture, includes, headers)
+    return compiler.machine_code(kernel, code)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(pickle.dumps(compile_kernel(*pickle.load(sys.stdin.buffer))))
