@@ -238,7 +238,7 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
 @pytest.mark.parametrize("had", [1, 14, 15, 30, 74])
 def test_a_resume_of_a_shifted_stream_is_exact(had: int, tmp_path: Path) -> None:
     """Also sampled, with penalties, whose window is longer than the context."""
-    sizes = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
     folder = inspect(write_checkpoint(tmp_path, **sizes))
     options = {
         **SHIFT,

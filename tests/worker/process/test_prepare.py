@@ -267,7 +267,13 @@ def test_the_resume_blob_follows_the_prompt_blob() -> None:
 
 
 def test_nil_means_absent() -> None:
-    nothing = {"resume": None, "options": None, "seed": None, "tokens": None, "messages": None}
+    nothing: dict[str, Any] = {
+        "resume": None,
+        "options": None,
+        "seed": None,
+        "tokens": None,
+        "messages": None,
+    }
     admit = work(prompt="abc", **nothing)
     assert (admit.sequence.ids, admit.sequence.seed) == ([], 0)
     facts = dict.fromkeys(("digest", "context", "max_tokens", "prompt_tokens", "now"))

@@ -167,6 +167,14 @@ def test_a_sequence_shifts_when_one_token_more_than_the_context_has_to_be_read()
     assert seq.shift == ContextShift(8, 2) and len(seq.ids) == 4, "the stream is what it was"
 
 
+def test_a_context_of_ten_keeps_six() -> None:
+    """The case of the reference suite: two are kept, four leave."""
+    seq = shifted(10, 2, 10 - 1, 1)
+    seq.ids.append(10)
+    seq.shift_context()
+    assert seq.tokens == [0, 1, 6, 7, 8, 9, 10], "six, and the one that did not fit"
+
+
 def test_penalties_count_the_stream_not_the_inputs() -> None:
     stream = list(range(45))
     for last, counted in ((3, stream[-3:]), (30, stream[-30:]), (-1, stream[-8:]), (0, ())):
