@@ -42,7 +42,7 @@ def test_the_public_names_of_the_client() -> None:
     [
         ("Client", "cancel close detokenize generate models stream tokenize"),
         ("AsyncClient", "cancel close detokenize generate models stream tokenize"),
-        ("Stream", "close id read result"),
+        ("Stream", "close facts id read result"),
         ("AsyncStream", "close facts id read ready result"),
     ],
 )

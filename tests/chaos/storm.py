@@ -25,6 +25,7 @@ from chaos.checker import Findings, TraceLine, check, read
 from chaos.harness import LIMITS, model
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
+from mlxpool.common.options import GenerateOptions
 from mlxpool.common.trace import VARIABLE, History
 from support.counting_checker import expected_ids
 from support.pool import PATIENCE, Pool
@@ -128,7 +129,10 @@ class Storm:
     def _stream(self, client: Client, number: int) -> None:
         prompt, seed = f"storm {number}", 10_000 + number
         count = 1 + (number * 7919) % self.plan.tokens
-        stream = client.stream("m", prompt, max_tokens=count, seed=seed)
+        options: GenerateOptions = {"max_tokens": count, "seed": seed}
+        if number % 3 == 0:
+            options |= {"shift": True, "num_ctx": 32}
+        stream = client.stream("m", prompt, **options)
         self.expected[stream.id.hex()] = expected_ids(prompt, seed, count)
         try:
             stream.read()

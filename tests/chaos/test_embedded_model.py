@@ -27,6 +27,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# The prompt has 12 tokens, so the first cut is behind 20 ids. No worker ends so many before a fault
+# that follows the 28th.
+SHIFT: dict[str, Any] = {
+    "max_tokens": 300,
+    "seed": 3,
+    "shift": True,
+    "num_ctx": 32,
+    "num_keep": 3,
+    "ignore_eos": True,
+    "logprobs": True,  # they differ after any other context, even where the token is the same
+}
+SHIFTED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "repeat_penalty": 1.2, "repeat_last_n": 50},
+    "truncated": {"temperature": 0.7, "truncate": True, "num_ctx": 10},
+}
+
+
 def kill(pool: Pool) -> None:
     pool.kill_worker("demo/0", signal.SIGKILL)
 
@@ -46,7 +64,7 @@ def kill_the_broker(pool: Pool) -> None:
 
 def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], None]) -> Result:
     """A completion with a fault after `at` ids."""
-    with client.stream("demo", PROMPT, max_tokens=TOKENS, seed=3, **options) as stream:
+    with client.stream("demo", PROMPT, **{"max_tokens": TOKENS, "seed": 3, **options}) as stream:
         had, struck = 0, False
         for delta in stream:
             had += len(delta.ids)
@@ -59,7 +77,10 @@ def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], N
         return stream.result
 
 
-@pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broker])
+FAULTS = pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broker])
+
+
+@FAULTS
 def test_a_fault_does_not_change_the_completion(
     tmp_path: Path, fault: Callable[[Pool], None]
 ) -> None:
@@ -73,3 +94,21 @@ def test_a_fault_does_not_change_the_completion(
             assert hit.reason == whole.reason
             assert hit.usage["completion_tokens"] == len(whole.ids)
             assert [e["id"] for e in hit.logprobs] == [e["id"] for e in whole.logprobs]
+
+
+@FAULTS
+def test_a_fault_does_not_change_a_completion_with_shifts(
+    tmp_path: Path, fault: Callable[[Pool], None]
+) -> None:
+    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
+        for name, options in SHIFTED.items():
+            asked = {**SHIFT, **options}
+            whole = client.generate("demo", PROMPT, **asked)
+            hit = read(client, {**asked, "window": 8}, 28, lambda: fault(pool))
+            assert hit.attempts > 1 or fault is kill_the_broker, "the fault came too late"
+            assert len(hit.ids) == 300 and hit.ids == whole.ids, name
+            assert hit.text == whole.text and hit.reason == whole.reason == "length"
+            found, wanted = ([entry["logprob"] for entry in one.logprobs] for one in (hit, whole))
+            assert found == pytest.approx(wanted, abs=1e-3), name
+            assert hit.usage["completion_tokens"] == 300
+            assert hit.usage["prompt_tokens"] == whole.usage["prompt_tokens"]

@@ -26,6 +26,8 @@ INTEGERS = {
     "repeat_last_n": (-1, 2**31 - 1),
     "seed": (-1, 2**64 - 1),
     "top_logprobs": (0, 20),
+    "num_keep": (-1, 2**31 - 1),
+    "num_ctx": (0, 2**31 - 1),
 }
 NUMBERS = {
     "temperature": (0, 100),
@@ -35,7 +37,7 @@ NUMBERS = {
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
 }
-FLAGS = ("logprobs", "ignore_eos")
+FLAGS = ("logprobs", "ignore_eos", "truncate", "shift")
 
 
 def refused(**raw: Any) -> str:

@@ -148,9 +148,32 @@ def test_unsupported_fields_are_refused_by_name(
     assert caught.value.status_code == 400
 
 
-def test_a_context_within_the_models_is_accepted(client: ollama.Client) -> None:
-    options = {"num_ctx": 4096, "num_predict": 1}
-    assert client.generate("counting", "x", options=options).eval_count == 1
+def test_the_context_of_a_request_is_a_real_bound(client: ollama.Client) -> None:
+    found = client.generate("counting", "abcd", raw=True, options={"num_ctx": 20, "seed": 3})
+    assert found.response == text_of(expected_ids("abcd", 3, 16))
+    assert (found.eval_count, found.done_reason) == (16, "length")
+    with pytest.raises(ollama.ResponseError, match=r"20 tokens, the context is 20") as caught:
+        client.generate("counting", "x" * 20, raw=True, options={"num_ctx": 20})
+    assert caught.value.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["generate", "chat"])
+def test_truncate_shift_and_num_keep(gateway: GatewayThread, path: str) -> None:
+    text = "".join(chr(97 + n % 26) for n in range(40))
+    prompt = {"prompt": text} if path == "generate" else {"messages": [{**HI[0], "content": text}]}
+    options = {"num_ctx": 20, "num_keep": 2, "seed": 3, "num_predict": 50}
+    body = {"model": "counting", **prompt, "options": options, "stream": False}
+    url = f"{gateway.url}/api/{path}"
+    assert httpx.post(url, json=body).status_code == 400
+    found = httpx.post(url, json={**body, "truncate": True, "shift": True}).json()
+    whole = found["response"] if path == "generate" else found["message"]["content"]
+    given = f"user: {text}\n"
+    assert whole == text_of(expected_ids(given[:2] + given[-17:], 3, 50))
+    assert (found["prompt_eval_count"], found["eval_count"]) == (19, 50)
+    short = httpx.post(url, json={**body, "truncate": True}).json()
+    assert (short["eval_count"], short["done_reason"]) == (1, "length")
+    wrong = httpx.post(url, json={**body, "truncate": "yes"})
+    assert wrong.status_code == 400 and "'truncate' must be true or false" in wrong.text
 
 
 def test_paths_that_are_not_built_answer_501(client: ollama.Client, gateway: GatewayThread) -> None:

@@ -177,13 +177,28 @@ def test_unsupported_fields_are_refused_by_name(
 
 
 def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="the context of the model is 64") as caught:
+    with pytest.raises(openai.BadRequestError, match="the context is 64") as caught:
         client.completions.create(model="small", prompt="x" * 70)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(
         openai.BadRequestError
     ):  # an error before the first token has its own status
         client.completions.create(model="small", prompt="x" * 70, stream=True)
+
+
+def test_a_prompt_that_is_truncated_and_a_stream_that_shifts(client: openai.OpenAI) -> None:
+    more = {"truncate": True, "shift": True, "num_keep": 2, "num_ctx": 20}
+    found = client.completions.create(
+        model="small", prompt="ab" + "x" * 70, max_tokens=50, seed=3, extra_body=more
+    )
+    assert found.choices[0].text == text_of(expected_ids("ab" + "x" * 17, 3, 50))
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (19, 50)
+    with pytest.raises(openai.BadRequestError, match="use `truncate`") as caught:
+        client.completions.create(
+            model="small", prompt="x", extra_body={"truncate_prompt_tokens": 3}
+        )
+    assert caught.value.param == "truncate_prompt_tokens"
 
 
 def test_a_failure_before_and_in_the_stream(client: openai.OpenAI) -> None:

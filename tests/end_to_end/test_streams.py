@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -159,6 +160,56 @@ def test_reaching_the_context_ends_with_length(pool: Pool) -> None:
     with pool.client() as client:
         result = client.generate("small", "abcd", seed=3)
     assert result.reason == "length" and list(result.ids) == expected_ids("abcd", 3, 60)
+
+
+def test_a_stream_with_shifts_goes_on_at_a_full_context(pool: Pool) -> None:
+    with pool.client() as client:
+        asked: dict[str, Any] = {"seed": 3, "shift": True}
+        result = client.generate("small", "abcd", max_tokens=500, **asked)
+        assert list(result.ids) == expected_ids("abcd", 3, 500)
+        assert result.text == text_of(result.ids) and result.reason == "length"
+        assert result.usage["prompt_tokens"] == 4 and result.usage["completion_tokens"] == 500
+        endless = client.generate("small", "abcd", **asked)
+        assert list(endless.ids) == expected_ids("abcd", 3, 640), "ten contexts"
+
+
+def test_a_long_prompt_is_truncated_and_the_facts_say_so(pool: Pool) -> None:
+    prompt = "".join(chr(97 + n % 26) for n in range(5000))
+    with pool.client() as client:
+        stream = client.stream("small", prompt, seed=3, max_tokens=9, truncate=True, shift=True)
+        assert stream.facts == {}
+        result = stream.read()
+        left = prompt[:4] + prompt[-59:]
+        assert list(result.ids) == expected_ids(left, 3, 9)
+        assert result.usage["prompt_tokens"] == stream.facts["prompt_tokens"] == 63
+        assert stream.facts["truncated"] == 5000 - 63 and stream.facts["context"] == 64
+        fits = client.stream("small", "abc", max_tokens=1, truncate=True)
+        fits.read()
+        assert "truncated" not in fits.facts
+
+
+def test_a_context_of_its_own(pool: Pool) -> None:
+    with pool.client() as client:
+        result = client.generate("small", "abcd", seed=3, num_ctx=20)
+        assert list(result.ids) == expected_ids("abcd", 3, 16) and result.reason == "length"
+        with pytest.raises(ContextExceeded, match=r"20 tokens.* 20"):
+            client.generate("small", "a" * 20, num_ctx=20)
+        with pytest.raises(BadRequest, match=r"num_ctx is 65, the context of the model is 64"):
+            client.generate("small", "a", num_ctx=65)
+        with pytest.raises(ContextExceeded, match="leaves nothing"):
+            client.generate("small", "a" * 99, truncate=True, num_keep=-1)
+        assert len(client.generate("small", "a", max_tokens=1).ids) == 1
+
+
+def test_an_async_stream_has_the_same_options(pool: Pool) -> None:
+    async def read() -> tuple[list[int], Any]:
+        async with AsyncClient(pool.run_dir) as client:
+            options: dict[str, Any] = {"truncate": True, "shift": True, "num_keep": 2}
+            stream = client.stream("small", "x" * 99, seed=1, num_ctx=10, max_tokens=50, **options)
+            return list((await stream.read()).ids), stream.facts
+
+    ids, facts = asyncio.run(read())
+    assert ids == expected_ids("x" * 9, 1, 50) and facts["truncated"] == 90
 
 
 def test_an_error_in_mid_stream_comes_after_its_deltas(pool: Pool) -> None:

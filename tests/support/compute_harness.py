@@ -22,6 +22,7 @@ from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.scheduling.context_policy import ContextShift, kept_tokens
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.testing.faults import Faults
 from mlxpool.worker.testing.faulty_engine import begin_with, open_source
@@ -90,7 +91,12 @@ class ComputeHarness:
         **options: Any,
     ) -> None:
         tokens = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
-        sequence = Sequence(bytes([name] * 16), 1, tokens, Options.parse(options), name, count, ids)
+        chosen = Options.parse(options)
+        sequence = Sequence(bytes([name] * 16), 1, tokens, chosen, name, count, ids)
+        if chosen.shift:  # `num_ctx` is the context
+            keep = kept_tokens(chosen.num_keep, len(tokens), chosen.num_ctx)
+            sequence.shift = ContextShift(chosen.num_ctx, keep)
+            sequence.discarded = sequence.shift.discarded(len(tokens) + len(ids))
         text = Detokenizer(piece, sequence.options.stop)
         text.replay(ids)
         facts = Facts(prompt_tokens=len(prompt))

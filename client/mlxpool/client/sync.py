@@ -42,6 +42,14 @@ class Stream(Closing):
         return self._open.state.id
 
     @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the stream's first worker reported (docs/protocol.md, `facts`).
+
+        Empty before the first delta.
+        """
+        return self._open.state.facts.raw if self._open.state.facts else {}
+
+    @property
     def result(self) -> Result:
         """The whole completion.
 

@@ -140,6 +140,20 @@ class Options:
         int, _integer(0, MAX_TOP_LOGPROBS), "alternatives reported with --json (default 0)"
     ] = 0
     ignore_eos: Annotated[bool, _boolean, "go on past the model's own end"] = False
+    truncate: Annotated[
+        bool, _boolean, "cut a prompt that is too long, after its first num_keep tokens"
+    ] = False
+    shift: Annotated[
+        bool, _boolean, "at a full context discard tokens after the first num_keep, and go on"
+    ] = False
+    num_keep: Annotated[
+        int,
+        _integer(-1, MAX_COUNT),
+        "first tokens that truncate and shift keep, -1: the prompt (default 4)",
+    ] = 4
+    num_ctx: Annotated[
+        int, _integer(0, MAX_COUNT), "context of this request (default, 0: the model's)"
+    ] = 0
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Options:
@@ -216,6 +230,10 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: bool | None  # report each token's log-probability
     top_logprobs: int | None  # alternatives reported for each token, with logprobs
     ignore_eos: bool | None  # go on past the model's end-of-sequence token
+    truncate: bool | None  # a prompt over the context loses tokens; otherwise it is refused
+    shift: bool | None  # go on at a full context, without tokens after the kept ones
+    num_keep: int | None  # first tokens that truncate and shift keep; -1: the prompt
+    num_ctx: int | None  # context of this request; 0: the model's, which it may not exceed
     deadline_ms: int | None  # milliseconds from acceptance to the end
     queue_ms: int | None  # milliseconds that the request may wait for a worker
     first_token_ms: int | None  # milliseconds to the first token

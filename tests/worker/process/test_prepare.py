@@ -25,22 +25,24 @@ from mlxpool.worker.process.prepare import (
     service_of,
 )
 from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.scheduling.context_policy import MAX_SHIFTED_IDS, ContextShift
+from support.context_window import window
 
 TEXT = CountingText()
 OPENED = Opened("digest", 32, 300, TEXT)
 ID = bytes(16)
 
 
-def work(*blobs: bytes, **body: Any) -> Admit:
+def work(*blobs: bytes, opened: Opened = OPENED, **body: Any) -> Admit:
     """The run of a `work`, which came at 1000 s since 1970. Raises what ends its stream."""
     message = Work.parse(body, blobs)
     now = began_at(message, 1000.0)
-    job = job_of(OPENED, message, now)
+    job = job_of(opened, message, now)
     result = job if isinstance(job, Encoded) else perform(TEXT, job)
     if isinstance(result, PoolError):
         raise result
     assert isinstance(result, Encoded)
-    return admit_of(OPENED, (ID, 2), message, 1.5, 9.5, now, result)
+    return admit_of(opened, (ID, 2), message, 1.5, 9.5, now, result)
 
 
 def test_text_becomes_a_sequence_with_its_facts() -> None:
@@ -97,6 +99,10 @@ def test_blobs_of_text_and_of_ids() -> None:
         ((), {"prompt": "a", "resume": {"facts": {"now": float("nan")}}}, "now"),
         ((), {"prompt": "a", "resume": {"facts": {"now": 1e300}}}, "now"),
         ((), {"prompt": "a", "resume": {"facts": []}}, "facts"),
+        ((), {"prompt": "a", "resume": {"facts": {"truncated": -1}}}, "truncated"),
+        ((), {"prompt": "a", "resume": {"facts": {"truncated": 5}}}, "truncated 5.* 0"),
+        ((), {"prompt": "a", "options": {"num_ctx": 33}}, "num_ctx is 33.* 32"),
+        ((pack_ids([999] * 99),), {"tokens": True, "options": {"truncate": True}}, "999"),
         ((), {"prompt": "a", "resume": [1]}, "resume"),
         ((), {"prompt": "a", "resume": {"count": 1}}, "count is 1.* 0 ids"),
         ((b"abc",), {"prompt": "a", "resume": {"count": 1}}, "multiple of 4"),
@@ -123,6 +129,121 @@ def test_a_prompt_beyond_the_context_names_both_sizes(size: int) -> None:
     assert work(prompt="a" * 31).sequence.max_tokens == 1
 
 
+LONG = "".join(chr(97 + n % 26) for n in range(100))
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, LONG[:4] + LONG[73:]),
+        ({"num_keep": 0}, LONG[69:]),
+        ({"num_keep": 30}, LONG[:30] + LONG[99:]),
+        ({"num_ctx": 11}, LONG[:4] + LONG[94:]),
+        ({"num_ctx": 100, "num_keep": 2}, LONG[:2] + LONG[3:]),
+    ],
+)
+def test_truncation_removes_the_fewest_tokens_after_the_kept_ones(
+    options: dict[str, Any], left: str
+) -> None:
+    context = options.get("num_ctx", 32)
+    opened = Opened("digest", max(32, context), 300, TEXT)
+    body = {"options": {"truncate": True, **options}}
+    of_text = work(prompt=LONG, opened=opened, **body)
+    of_bytes = work(LONG.encode(), prompt=True, opened=opened, **body)
+    of_ids = work(pack_ids(list(LONG.encode())), tokens=True, opened=opened, **body)
+    for admit in (of_text, of_bytes, of_ids):
+        assert bytes(admit.sequence.prompt).decode() == left
+        assert admit.sequence.max_tokens == 1
+        assert admit.facts.prompt_tokens == len(left) == context - 1
+        assert admit.facts.body()["truncated"] == 100 - len(left)
+
+
+def test_a_chat_is_truncated_too() -> None:
+    messages = [{"role": "user", "content": LONG}]
+    with pytest.raises(ContextExceeded, match="set the option truncate"):
+        work(messages=messages)
+    admit = work(messages=messages, options={"truncate": True})
+    assert bytes(admit.sequence.prompt).decode() == "user" + LONG[-26:] + "\n"
+
+
+def test_a_prompt_that_fits_is_not_truncated() -> None:
+    admit = work(prompt=LONG[:31], options={"truncate": True})
+    assert bytes(admit.sequence.prompt).decode() == LONG[:31]
+    assert "truncated" not in admit.facts.body()
+
+
+@pytest.mark.parametrize("num_keep", [-1, 31, 10**6])
+def test_a_truncation_that_leaves_nothing_is_refused(num_keep: int) -> None:
+    with pytest.raises(ContextExceeded, match=r"100 tokens.* 32:.*num_keep.*leaves nothing"):
+        work(prompt=LONG, options={"truncate": True, "num_keep": num_keep})
+    with pytest.raises(BadRequest, match="empty"):
+        work(prompt="", options={"truncate": True})
+
+
+def test_a_resume_truncates_its_prompt_in_the_same_way() -> None:
+    options = {"truncate": True, "num_ctx": 20, "shift": True}
+    first = work(prompt=LONG, options=options)
+    resume = {"count": 2, "facts": first.facts.body()}
+    again = work(pack_ids([1, 2]), prompt=LONG, options=options, resume=resume)
+    assert again.sequence.prompt == first.sequence.prompt
+    assert again.facts == first.facts
+    assert (again.sequence.shift, again.sequence.discarded) == (ContextShift(20, 4), 8)
+
+
+@pytest.mark.parametrize(
+    ("place", "moved"),
+    [(0, 0), (3, 3), (4, 4), (5, 0), (73, 0), (74, 5), (99, 30)],
+)
+def test_a_restore_point_moves_with_its_token(place: int, moved: int) -> None:
+    message = Work.parse({"prompt": LONG, "options": {"truncate": True}}, ())
+    prompt = Encoded(pack_ids(list(LONG.encode())), place)
+    admit = admit_of(OPENED, (ID, 1), message, 1.5, 9.5, 1000.0, prompt)
+    assert admit.sequence.restore_at == moved
+
+
+def test_a_context_of_its_own_is_a_real_bound() -> None:
+    admit = work(prompt="abc", options={"num_ctx": 10})
+    assert (admit.facts.context, admit.sequence.max_tokens) == (10, 7)
+    with pytest.raises(ContextExceeded, match=r"10 tokens.* 10"):
+        work(prompt="a" * 10, options={"num_ctx": 10})
+    with pytest.raises(ContextExceeded, match=r"10 tokens.* 10"):
+        work(pack_ids([7] * 10), tokens=True, options={"num_ctx": 10})
+    assert work(prompt="abc", options={"num_ctx": 32}).facts.context == 32
+
+
+def test_shift_is_off_unless_it_is_asked_for() -> None:
+    assert work(prompt="abc").sequence.shift is None
+    assert work(prompt="abc", options={"num_keep": 7}).sequence.shift is None
+
+
+@pytest.mark.parametrize(
+    ("options", "keep", "max_tokens"),
+    [
+        ({}, 4, 320),
+        ({"num_keep": -1}, 3, 320),
+        ({"num_keep": 99}, 31, 320),
+        ({"max_tokens": 5}, 4, 5),
+        ({"max_tokens": 50_000}, 4, 50_000),
+        ({"max_tokens": 2**31 - 1}, 4, MAX_SHIFTED_IDS),
+    ],
+)
+def test_a_stream_with_shifts(options: dict[str, Any], keep: int, max_tokens: int) -> None:
+    admit = work(prompt="abc", options={"shift": True, **options})
+    assert admit.sequence.shift == ContextShift(32, keep)
+    assert admit.sequence.max_tokens == admit.facts.max_tokens == max_tokens
+    assert admit.sequence.discarded == 0
+
+
+@pytest.mark.parametrize(("had", "discarded"), [(29, 0), (30, 14), (43, 14), (44, 28), (300, 280)])
+def test_a_resume_begins_behind_the_cuts_of_its_stream(had: int, discarded: int) -> None:
+    ids = [n % 300 for n in range(had)]
+    admit = work(
+        pack_ids(ids), prompt="abc", options={"shift": True}, resume={"count": had, "facts": None}
+    )
+    assert admit.sequence.ids == ids and admit.sequence.discarded == discarded
+    assert admit.sequence.tokens == window([97, 98, 99, *ids], 32, 4)
+
+
 def test_a_resume_keeps_its_ids_and_facts() -> None:
     facts = {"digest": "digest", "prompt_tokens": 1, "now": 5.0, "max_tokens": 9, "context": 20}
     blob, resume = pack_ids([1, 2]), {"count": 2, "facts": facts}
@@ -146,7 +267,13 @@ def test_the_resume_blob_follows_the_prompt_blob() -> None:
 
 
 def test_nil_means_absent() -> None:
-    nothing = {"resume": None, "options": None, "seed": None, "tokens": None, "messages": None}
+    nothing: dict[str, Any] = {
+        "resume": None,
+        "options": None,
+        "seed": None,
+        "tokens": None,
+        "messages": None,
+    }
     admit = work(prompt="abc", **nothing)
     assert (admit.sequence.ids, admit.sequence.seed) == ([], 0)
     facts = dict.fromkeys(("digest", "context", "max_tokens", "prompt_tokens", "now"))

@@ -15,15 +15,17 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of
 MAX_COUNT = 2**31
 # Seconds since 1970: the calendars of chat templates end with the year 9999.
 MAX_TIME = 253_402_300_799
+COUNTS = ("context", "max_tokens", "prompt_tokens", "truncated")  # facts that count tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What holds for a stream from its first worker to its last.
 
-    `prompt_tokens` and `max_tokens` are counts of ids, `now` is what chat templates call the time,
-    in seconds since 1970. A field is None where the sender does not say. `raw` is the map as it was
-    received: it is stored and sent back unchanged, with keys of later versions.
+    `prompt_tokens` and `max_tokens` are counts of ids; `prompt_tokens` is what is left of the
+    prompt without its `truncated` ones. `now` is what chat templates call the time, in seconds
+    since 1970. A field is None where the sender does not say. `raw` is the map as it was received:
+    it is stored and sent back unchanged, with keys of later versions.
     """
 
     digest: str | None = None
@@ -32,6 +34,7 @@ class Facts:
     prompt_tokens: int | None = None
     now: float | None = None
     thinks: bool = False
+    truncated: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def body(self) -> dict[str, Any]:
@@ -43,13 +46,14 @@ class Facts:
             "prompt_tokens": self.prompt_tokens,
             "now": self.now,
         }
+        body |= {"truncated": self.truncated} if self.truncated else {}
         return {**body, "thinks": True} if self.thinks else body
 
     @classmethod
     def from_worker(cls, raw: Mapping[str, Any]) -> Facts:
         """The facts of a worker's first row, read leniently: a wrong type counts as absent."""
         digest, now = raw.get("digest"), raw.get("now")
-        counts = {key: raw.get(key) for key in ("context", "max_tokens", "prompt_tokens")}
+        counts = {key: raw.get(key) for key in COUNTS}
         return cls(
             digest if isinstance(digest, str) else None,
             **{key: value if is_integer(value) else None for key, value in counts.items()},
@@ -68,7 +72,7 @@ class Facts:
             raise BadRequest(f"resume.facts.now must be a number, got {now!r:.60}")
         if not isinstance(raw.get("digest", ""), str):
             raise BadRequest(f"resume.facts.digest must be text, got {raw['digest']!r:.60}")
-        for key in ("context", "max_tokens", "prompt_tokens"):
+        for key in COUNTS:
             value = raw.get(key, 0)
             if not is_integer(value) or not 0 <= value < MAX_COUNT:
                 raise BadRequest(f"resume.facts.{key} must be a count, got {value!r:.60}")
@@ -84,10 +88,7 @@ class Facts:
         digest = raw.get("digest")
         if not isinstance(digest, str | None):
             raise BadRequest(f"resume.facts.digest must be a string, got {digest!r:.60}")
-        counts = {
-            key: optional_count(raw.get(key), f"resume.facts.{key}")
-            for key in ("context", "max_tokens", "prompt_tokens")
-        }
+        counts = {key: optional_count(raw.get(key), f"resume.facts.{key}") for key in COUNTS}
         now = _time(raw.get("now"))
         return cls(digest, **counts, now=now, thinks=raw.get("thinks") is True, raw=raw)
 

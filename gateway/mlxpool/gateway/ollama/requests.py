@@ -15,7 +15,7 @@ from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
 
-# field of `options` -> option of the pool; `num_ctx` is checked apart
+# field of `options` -> option of the pool
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens",
     **{
@@ -31,12 +31,15 @@ OPTIONS: Mapping[str, str] = {
             "repeat_last_n",
             "presence_penalty",
             "frequency_penalty",
+            "num_keep",
+            "num_ctx",
         )
     },
 }
+# field of the request -> option of the pool
+CONTEXT_POLICY: Mapping[str, str] = {"truncate": "truncate", "shift": "shift"}
 POOL_SETTING = "it is a setting of the pool: [models.NAME] in its config"
 OPTIONS_REFUSED: RefusedFields = {
-    "num_keep": ((0,), "a prompt that does not fit is refused, never cut"),
     "typical_p": ((1, 1.0), "leave it out"),
     "tfs_z": ((1, 1.0), "leave it out"),
     "mirostat": ((0,), "leave it out"),
@@ -48,7 +51,9 @@ OPTIONS_REFUSED: RefusedFields = {
     "use_mmap": ((), POOL_SETTING),
     "numa": ((False,), POOL_SETTING),
 }
-COMMON = frozenset({"model", "stream", "options", "think", "logprobs", "top_logprobs"})
+COMMON = frozenset(
+    {"model", "stream", "options", "think", "logprobs", "top_logprobs", *CONTEXT_POLICY}
+)
 GENERATE = COMMON | {"prompt", "system", "raw"}
 CHAT = COMMON | {"messages", "tools"}
 REFUSED: RefusedFields = {
@@ -56,8 +61,6 @@ REFUSED: RefusedFields = {
     "keep_alive": ((), "how long a model stays is a setting of the pool: [models.NAME] keep_alive"),
     "images": (([],), "models take text only"),
     "template": (("",), "the template is the model's own; with `raw` the prompt is taken as it is"),
-    "truncate": ((False,), "a prompt that does not fit is refused, never cut"),
-    "shift": ((False,), "a completion that reaches the context ends there"),
 }
 GENERATE_REFUSED: RefusedFields = {
     **REFUSED,
@@ -73,7 +76,6 @@ class OllamaRequest:
     model: str
     stream: bool
     options: Mapping[str, Any]
-    num_ctx: int | None
     think: bool | str | None
     prompt: str = ""
     system: str = ""
@@ -112,14 +114,14 @@ def show(body: Mapping[str, Any]) -> str:
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     given = fields.mapping(body, "options")
-    fields.check_names(given, {*OPTIONS, "num_ctx"}, (), OPTIONS_REFUSED, "options.")
+    fields.check_names(given, OPTIONS, (), OPTIONS_REFUSED, "options.")
     options = fields.options(given, OPTIONS, "options.")
+    options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)
     return {
         "model": fields.text(body, "model"),
         "stream": fields.flag(body, "stream", True),
         "options": options,
-        "num_ctx": fields.integer(given, "num_ctx", 1, 2**31 - 1),
         "think": fields.checked("think", check_think, body.get("think")),
     }
 

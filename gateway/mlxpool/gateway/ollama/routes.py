@@ -68,7 +68,7 @@ class OllamaRoutes:
     async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/generate."""
         request = requests.generate(body)
-        model = await self._model(request)
+        model = await self._pool.models.get(request.model)
         make_body = partial(generate_body, request.model)
         if not request.prompt:
             return await self._load(model, request, make_body, response)
@@ -85,7 +85,7 @@ class OllamaRoutes:
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/chat."""
         request = requests.chat(body)
-        model = await self._model(request)
+        model = await self._pool.models.get(request.model)
         make_body = partial(chat_body, request.model)
         if not request.messages:
             return await self._load(model, request, make_body, response)
@@ -94,16 +94,6 @@ class OllamaRoutes:
         tools = {"tools": request.tools} if request.tools else {}
         prompt = {"messages": request.messages, **tools}
         await self._generate(model, request, prompt, make_body, response)
-
-    async def _model(self, request: OllamaRequest) -> ModelInfo:
-        model = await self._pool.models.get(request.model)
-        context = model.context
-        if request.num_ctx is not None and request.num_ctx > context:
-            message = f"options.num_ctx is {request.num_ctx}, the context of the model is {context}"
-            if not context:
-                message = "options.num_ctx: the context of this model is not known; leave it out"
-            raise bad_request(message, "options.num_ctx")
-        return model
 
     async def _load(
         self,

@@ -40,6 +40,10 @@ SAMPLING: Mapping[str, str] = {
     "repetition_penalty": "repeat_penalty",
     "repeat_last_n": "repeat_last_n",
     "ignore_eos": "ignore_eos",
+    "truncate": "truncate",
+    "shift": "shift",
+    "num_keep": "num_keep",
+    "num_ctx": "num_ctx",
 }
 ACCEPTED = frozenset({"user", "metadata", "safety_identifier", "service_tier"})
 COMMON = frozenset(
@@ -63,6 +67,7 @@ REFUSED: RefusedFields = {
     "guided_json": ((), NO_CONSTRAINTS),
     "guided_regex": ((), NO_CONSTRAINTS),
     "guided_choice": ((), NO_CONSTRAINTS),
+    "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
     "skip_special_tokens": ((), "special tokens are text like any other"),
     "use_beam_search": ((False,), "leave it out"),
     "length_penalty": ((1.0, 1), "leave it out"),

@@ -282,6 +282,9 @@ class Steps:
             return self._generations.fail(sequence, as_pool_error(error))
         if delta.end is not None:
             self._generations.forget(generation)
+        elif sequence.shift_due:
+            self._generations.release(sequence)
+            sequence.shift_context()
         return delta
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:

@@ -97,8 +97,11 @@ class CountingEngine:
 
     def submit(self, spans: Many[Span]) -> bool:
         for span in spans:
-            span.sequence.submitted = span.end
-            span.sequence.awaited += span.draws
+            seq = span.sequence
+            context = self.context if seq.shift is None else seq.shift.context
+            assert span.end <= context, f"{span.end} inputs in a context of {context}"
+            seq.submitted = span.end
+            seq.awaited += span.draws
         self.flights.append(tuple(spans))
         return False
 

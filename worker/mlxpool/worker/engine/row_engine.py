@@ -142,9 +142,11 @@ class RowEngine(ABC, Generic[R]):
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
-        self._rows[seq], seq.submitted = self._prefix.begin(seq.tokens, seq.restore_at)
+        restore_at = len(seq.lasting) if seq.discarded else seq.restore_at
+        self._rows[seq], seq.submitted = self._prefix.begin(seq.tokens, restore_at)
         if not seq.preempted:
-            seq.cached = seq.submitted
+            most = seq.prompt_inputs if seq.discarded else seq.length
+            seq.cached = min(seq.submitted, most)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
         """See Engine.clip. Where rows cannot go back, the last input is a span of its own."""
@@ -168,7 +170,10 @@ class RowEngine(ABC, Generic[R]):
 
     def _at_restore_point(self, span: Span) -> bool:
         """Whether a chunk that was not submitted yet ends at a restore point."""
-        return self._prefix.next_restore_point(self._rows[span.sequence]) == span.end
+        seq = span.sequence
+        if self._prefix.next_restore_point(self._rows[seq]) != span.end:
+            return False
+        return span.end <= len(seq.lasting)
 
     def _submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
         """Counts the inputs of a pass that was started; `keep` end at restore points."""
@@ -192,7 +197,7 @@ class RowEngine(ABC, Generic[R]):
         row = self._rows.pop(seq, None)
         if row is not None:
             self._bound_prefix()
-            self._prefix.close(row, seq.tokens)
+            self._prefix.close(row, seq.lasting)
 
     @property
     def yields_cores(self) -> bool:

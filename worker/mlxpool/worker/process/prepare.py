@@ -19,7 +19,7 @@ from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_broker import TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
-from mlxpool.common.protocol.token_ids import count_of, unpack_ids
+from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Render, Result
 from mlxpool.worker.preparation.lane_service import LaneService
@@ -28,8 +28,10 @@ from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
+from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
+from mlxpool.worker.scheduling import context_policy
+from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
@@ -165,17 +167,18 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
 
     Raises BadRequest and ContextExceeded for what can be refused before.
     """
-    context = _context(opened, _facts(work))
+    context = _context(opened, _facts(work), work.options)
+    bound = NO_BOUND if work.options.truncate else context
     _check_biases(opened, work.options)
     prompt = work.prompt
     if isinstance(prompt, ChatPrompt):
         messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
-        return Render(messages, tools, check_think(prompt.think), now, context)
+        return Render(messages, tools, check_think(prompt.think), now, bound)
     if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
-        check_tokens(count_of(prompt.blob), context)
+        check_tokens(count_of(prompt.blob), bound)
         return Encoded(prompt.blob)
-    check_bytes(prompt.size, opened.text.max_bytes_per_token, context)
-    return Encode(prompt.text if isinstance(prompt, TextPrompt) else prompt.blob, context)
+    check_bytes(prompt.size, opened.text.max_bytes_per_token, bound)
+    return Encode(prompt.text if isinstance(prompt, TextPrompt) else prompt.blob, bound)
 
 
 def admit_of(
@@ -193,13 +196,17 @@ def admit_of(
     are replayed here, to keep that work away from the compute thread.
     """
     known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
-    context = _context(opened, known)
-    prompt_ids = unpack_ids(prompt.packed)
+    options, context = work.options, _context(opened, known, work.options)
+    count = count_of(prompt.packed)
+    keep = context_policy.kept_tokens(options.num_keep, count, context)
+    removed = context_policy.truncated_tokens(count, context, keep) if options.truncate else 0
+    prompt_ids = unpack_ids(_without(prompt.packed, keep, removed))
     check_tokens(len(prompt_ids), context)
     check_ids(prompt_ids, opened.vocab_size, "prompt")
     check_ids(ids, opened.vocab_size, "resume")
-    _compare(known, opened.digest, len(prompt_ids))
-    max_tokens = _max_tokens(known, context - len(prompt_ids), work.options.max_tokens)
+    _compare(known, Facts(opened.digest, prompt_tokens=len(prompt_ids), truncated=removed))
+    max_tokens = _max_tokens(known, len(prompt_ids), context, options)
+    shift = ContextShift(context, keep) if options.shift else None
     if len(ids) > max_tokens:
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
     detokenizer = Detokenizer(opened.text.piece, work.options.stop)
@@ -208,15 +215,29 @@ def admit_of(
         id=key[0],
         run_number=key[1],
         prompt=tuple(prompt_ids),
-        options=work.options,
+        options=options,
         seed=work.seed,
         max_tokens=max_tokens,
         ids=ids,
         read_alone=work.suspect,
-        restore_at=prompt.restore_at,
+        restore_at=_restore_at(prompt.restore_at, keep, removed),
+        shift=shift,
+        discarded=0 if shift is None else shift.discarded(len(prompt_ids) + len(ids)),
     )
-    facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks)
+    facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks, removed)
     return Admit(sequence, facts, detokenizer, received, deadline)
+
+
+def _without(packed: bytes, keep: int, removed: int) -> bytes:
+    """Packed ids without the `removed` ones after the first `keep`."""
+    return packed[: ID_WIDTH * keep] + packed[ID_WIDTH * (keep + removed) :]
+
+
+def _restore_at(place: int, keep: int, removed: int) -> int:
+    """A restore point after a cut; 0 if the cut took it."""
+    if not removed or place <= keep:
+        return place
+    return max(0, place - removed) if place > keep + removed else 0
 
 
 def _facts(work: Work) -> Facts:
@@ -230,33 +251,42 @@ def _check_biases(opened: Opened, options: Options) -> None:
         raise BadRequest(f"logit_bias: token id {bad} is not below {opened.vocab_size}")
 
 
-def _context(opened: Opened, known: Facts) -> int:
+def _context(opened: Opened, known: Facts, options: Options) -> int:
     """The context of this stream: a larger one of this worker does not change it."""
+    if options.num_ctx > opened.context:
+        raise BadRequest(
+            f"option num_ctx is {options.num_ctx}, the context of the model is {opened.context}"
+        )
     if known.context is not None and known.context > opened.context:
         raise BadRequest(
             f"resume: the stream began with context {known.context},"
             f" this worker has {opened.context}"
         )
-    return opened.context if known.context is None else known.context
+    if known.context is None:
+        return options.num_ctx or opened.context
+    return known.context
 
 
-def _max_tokens(known: Facts, limit: int, wanted: int) -> int:
+def _max_tokens(known: Facts, prompt: int, context: int, options: Options) -> int:
     """The bound of ids over all attempts, which the first worker of the stream decided."""
+    shift = options.shift
     if known.max_tokens is None:
-        return limit if wanted <= 0 else min(wanted, limit)
+        return context_policy.completion_tokens(options.max_tokens, prompt, context, shift=shift)
+    limit = context_policy.completion_limit(prompt, context, shift=shift)
     if not 1 <= known.max_tokens <= limit:
         raise BadRequest(
             f"resume.facts.max_tokens is {known.max_tokens}, must be from 1 to {limit}:"
-            " what the context leaves to the prompt"
+            " the ids that this prompt leaves room for"
         )
     return known.max_tokens
 
 
-def _compare(known: Facts, digest: str, prompt_tokens: int) -> None:
+def _compare(known: Facts, found: Facts) -> None:
     """Raises BadRequest when the stream began with another model or another prompt."""
     for key, began, here in (
-        ("digest", known.digest, digest),
-        ("prompt_tokens", known.prompt_tokens, prompt_tokens),
+        ("digest", known.digest, found.digest),
+        ("prompt_tokens", known.prompt_tokens, found.prompt_tokens),
+        ("truncated", known.truncated, found.truncated),
     ):
         if began is not None and began != here:
             raise BadRequest(

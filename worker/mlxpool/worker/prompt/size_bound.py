@@ -13,7 +13,9 @@ from mlxpool.common.errors import BadRequest, ContextExceeded
 
 # NFC makes at most three bytes of text one byte: it composes nine bytes of Hangul letters to three.
 NFC_SHRINKS = 3
+NO_BOUND = 2**63 - 1  # tokens of a prompt that is truncated to its context
 _BYTES = 256
+TOO_LONG = "shorten the prompt, or set the option truncate"
 _DROPS_NOTHING = {"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"}
 
 
@@ -102,8 +104,7 @@ def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
     if least >= context:
         raise ContextExceeded(
             f"the prompt has {size} bytes, which are at least {least} tokens (a token of this model"
-            f" is at most {max_bytes} bytes long), the context of the model is {context}; shorten"
-            " the prompt",
+            f" is at most {max_bytes} bytes long), the context is {context}; {TOO_LONG}",
             details={"prompt_bytes": size, "prompt_tokens_at_least": least, "context": context},
         )
 
@@ -114,8 +115,7 @@ def check_tokens(count: int, context: int) -> None:
         raise BadRequest("the prompt is empty: it has no tokens")
     if count >= context:
         raise ContextExceeded(
-            f"the prompt has {count} tokens, the context of the model is {context};"
-            " shorten the prompt",
+            f"the prompt has {count} tokens, the context is {context}; {TOO_LONG}",
             details={"prompt_tokens": count, "context": context},
         )
 

@@ -53,8 +53,17 @@ class SampleRequest:
 
 
 def penalty_history(seq: Sequence) -> Many[int]:
-    """Returns the tokens that penalties count; empty without penalties."""
-    return seq.tokens if has_penalties(seq.options) else ()
+    """Returns the tokens that penalties count, or more; empty without penalties.
+
+    They are the newest of the stream, whatever a shift has discarded: a whole context at most.
+    """
+    if not has_penalties(seq.options):
+        return ()
+    count = seq.options.repeat_last_n
+    if count < 0:
+        whole = len(seq.prompt) + len(seq.ids)
+        count = whole if seq.shift is None else seq.shift.context - seq.awaited
+    return seq.newest(count)
 
 
 def last_token(seq: Sequence) -> int:

@@ -31,7 +31,8 @@ def promise_blocks(seq: Sequence, capacity: int) -> None:
 
 def blocks_to_finish(seq: Sequence) -> int:
     """Returns the blocks of a sequence at its greatest length."""
-    return blocks_for(len(seq.prompt) + seq.max_tokens)
+    longest = len(seq.prompt) + seq.max_tokens
+    return blocks_for(longest if seq.shift is None else min(longest, seq.shift.context))
 
 
 def blocks_to_admit(seq: Sequence, capacity: int) -> int:

@@ -91,9 +91,10 @@ def _rows_and_prompts(
         if one.phase is not Phase.RUNNING:
             continue
         made = len(one.ids) + one.awaited
-        length = len(one.prompt) + made
+        length = len(one.prompt) + made - one.discarded
         if one.awaited:
-            continues = made < one.max_tokens and length < limits.context
+            context = limits.context if one.shift is None else one.shift.context
+            continues = made < one.max_tokens and length < context
             if continues and one.awaited <= limits.ahead:
                 rows.append(Span(one, one.submitted, 1, True))
         elif length - one.submitted > 1:

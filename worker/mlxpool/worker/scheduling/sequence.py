@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from mlxpool.common.options import Options
+from mlxpool.worker.scheduling.context_policy import ContextShift
 
 
 class Phase(Enum):
@@ -22,6 +23,9 @@ class Sequence:
 
     `prompt` is never empty. `ids` is the completion so far; of a resumed request it begins with the
     ids of earlier runs. `max_tokens` counts the ids of all runs.
+
+    Prompt and completion are the stream. The model reads its inputs: the stream without the
+    `discarded` tokens after the first `shift.keep`. Positions count inputs unless said otherwise.
     """
 
     id: bytes
@@ -40,15 +44,41 @@ class Sequence:
     preempted: bool = False  # it had a row and lost it
     read_alone: bool = False  # a pass or a worker failed with it: its prompt has passes of its own
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
+    shift: ContextShift | None = None  # how it goes on at a full context; None: it ends there
+    discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
 
     @property
     def tokens(self) -> list[int]:
-        """Returns prompt and completion so far, as a new list."""
-        return [*self.prompt, *self.ids]
+        """Returns the inputs so far, as a new list."""
+        return self.token_range(0, self.length)
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + len(self.ids)
+        """The number of inputs so far; the newest one may not be read yet."""
+        return len(self.prompt) + len(self.ids) - self.discarded
+
+    @property
+    def prompt_inputs(self) -> int:
+        """How many inputs are tokens of the prompt."""
+        if self.shift is None or not self.discarded:
+            return len(self.prompt)
+        kept = min(self.shift.keep, len(self.prompt))
+        return kept + max(0, len(self.prompt) - self.shift.keep - self.discarded)
+
+    @property
+    def lasting(self) -> list[int]:
+        """Returns the inputs that other sequences may begin with.
+
+        After a shift these are the kept ones: no conversation goes on with what stands behind them.
+        """
+        if self.shift is None or not self.discarded:
+            return self.tokens
+        return self.token_range(0, self.shift.keep)
+
+    @property
+    def shift_due(self) -> bool:
+        """Whether there are more inputs than the context holds."""
+        return self.shift is not None and self.length > self.shift.context
 
     @property
     def unread(self) -> int:
@@ -62,6 +92,18 @@ class Sequence:
 
     def token_range(self, start: int, end: int) -> list[int]:
         """Returns `tokens[start:end]` without building `tokens`; `end` is at most `length`."""
+        if self.shift is None or not self.discarded:
+            return self._stream_range(start, end)
+        keep, gone = self.shift.keep, self.discarded
+        behind = self._stream_range(max(start, keep) + gone, max(end, keep) + gone)
+        return [*self._stream_range(start, min(end, keep)), *behind]
+
+    def newest(self, count: int) -> list[int]:
+        """Returns the last `count` tokens of the stream, discarded ones included; all if fewer."""
+        size = len(self.prompt) + len(self.ids)
+        return self._stream_range(max(0, size - count), size)
+
+    def _stream_range(self, start: int, end: int) -> list[int]:
         size = len(self.prompt)
         return [*self.prompt[start:end], *self.ids[max(start - size, 0) : max(end - size, 0)]]
 
@@ -74,6 +116,12 @@ class Sequence:
         """As `return_to_waiting`, because other sequences need the memory."""
         self.return_to_waiting()
         self.preempted = True
+
+    def shift_context(self) -> None:
+        """Discards inputs of a full context; the others are read again, in a new row."""
+        assert self.shift is not None
+        self.discarded = self.shift.discarded(len(self.prompt) + len(self.ids))
+        self.preempt()
 
 
 @dataclass(frozen=True, slots=True)

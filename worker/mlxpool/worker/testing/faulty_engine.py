@@ -86,7 +86,7 @@ def _place(span: Span, site: str) -> range:
     """The tokens of a chunk, or the number of the token that a span draws."""
     if site == "prefill":
         return range(span.start, span.end)
-    drawn = span.end - len(span.sequence.prompt)
+    drawn = span.end + span.sequence.discarded - len(span.sequence.prompt)
     return range(drawn, drawn + 1)
 
 

@@ -1,0 +1,82 @@
+"""What leaves a context that is full: the cut of a prompt, and the shifts of a stream. Pure.
+
+Counts are tokens. A cut removes the tokens right after the kept ones, the first `keep` of a stream.
+It depends on counts alone, so every worker makes the same cuts in a stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpool.common.errors import ContextExceeded
+
+# Ids that a completion with shifts may have where the context holds fewer. A resume carries them in
+# a blob beside the prompt's, which may take half of a message: 2 MiB of 8.
+MAX_SHIFTED_IDS = 2**19
+OPEN_ENDED_CONTEXTS = 10  # contexts of ids of a completion with shifts that names no max_tokens
+
+
+def kept_tokens(num_keep: int, prompt: int, context: int) -> int:
+    """Returns how many first tokens of a stream stay; a negative `num_keep`: the whole prompt."""
+    return min(prompt if num_keep < 0 else num_keep, context - 1)
+
+
+def truncated_tokens(prompt: int, context: int, keep: int) -> int:
+    """Returns how many tokens a prompt loses after the kept ones, so that one token stays free.
+
+    Raises ContextExceeded when that leaves none behind the kept ones.
+    """
+    removed = max(0, prompt - (context - 1))
+    if removed and keep + removed >= prompt:
+        raise ContextExceeded(
+            f"the prompt has {prompt} tokens, the context has {context}: truncation that keeps the"
+            f" first {keep} (num_keep) leaves nothing of its end; lower num_keep, or shorten the"
+            " prompt",
+            details={"prompt_tokens": prompt, "context": context, "num_keep": keep},
+        )
+    return removed
+
+
+def shift_discard(tokens: int, context: int, keep: int) -> int:
+    """Returns how many of `tokens` a shift discards after the kept ones.
+
+    Afterwards half of what the context has besides the kept ones is free, and at least 1.
+    """
+    wanted = max((context - keep) // 2, 1) - (context - tokens)
+    return min(max(0, wanted), max(0, tokens - keep))
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShift:
+    """The shifts of one stream: a full context of `context` tokens keeps its first `keep`.
+
+    A shift is due when one token more than the context holds has to be read.
+    """
+
+    context: int
+    keep: int
+
+    def discarded(self, tokens: int) -> int:
+        """Returns how many tokens of a stream of `tokens` all shifts so far have discarded."""
+        excess = tokens - self.context
+        if excess <= 0:
+            return 0
+        each = shift_discard(self.context, self.context, self.keep)
+        return -(-excess // each) * each
+
+
+def completion_limit(prompt: int, context: int, *, shift: bool) -> int:
+    """Returns how many ids a completion may have."""
+    left = context - prompt
+    return max(left, MAX_SHIFTED_IDS) if shift else left
+
+
+def completion_tokens(wanted: int, prompt: int, context: int, *, shift: bool) -> int:
+    """Returns the most ids of a completion; `wanted` 0 and below: no bound was named.
+
+    Without a bound a completion with shifts ends after OPEN_ENDED_CONTEXTS contexts.
+    """
+    limit = completion_limit(prompt, context, shift=shift)
+    if wanted > 0:
+        return min(wanted, limit)
+    return min(limit, OPEN_ENDED_CONTEXTS * context) if shift else limit
