@@ -367,7 +367,7 @@ def test_a_step_keeps_every_bound(
         assert made < seq.max_tokens and len(seq.prompt) + made < limits.context + 1
         assert span.draws == (span.end == seq.length + seq.awaited)
     rows = [span for span in step.spans if span.decodes]
-    assert list(step.spans) == [*rows, *step.chunks]
+    assert list(step.spans) == [*rows, *step.chunks] and step.rows == len(rows)
     order = [live.index(span.sequence) for span in step.chunks]
     assert order == sorted(order)
     waits = [one for one in live if one.reads_prompt]

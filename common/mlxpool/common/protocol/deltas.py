@@ -5,8 +5,9 @@ The hot path of worker, broker and client.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from mlxpool.common.checks import mapping
@@ -37,6 +38,12 @@ class Delta(NamedTuple):
         """Number of ids."""
         return len(self.ids) // ID_WIDTH
 
+
+Fields = tuple[
+    bytes, int, int, str, bytes, list[Any] | None, dict[str, Any] | None, dict[str, Any] | None
+]
+# Makes a delta of its fields in half the time of Delta(...).
+new_delta: Callable[[Fields], Delta] = partial(tuple.__new__, Delta)
 
 ROW_BYTES = 512  # an entry without its text, ids, log-probabilities
 LOGPROB_BYTES = 96  # one reported token
@@ -72,14 +79,19 @@ def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
         yield group
 
 
-def _pack_row(delta: Delta) -> list[Any]:
-    row = [delta.id, delta.attempt, delta.pos, delta.text, len(delta.ids) // 4]
-    if delta.logprobs is None and delta.facts is None and delta.end is None:
-        return row
-    rest = [delta.logprobs, delta.facts, delta.end]
-    while rest[-1] is None:
-        rest.pop()
-    return [*row, *rest]
+def _pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
+    """The rows as msgpack packs them: a count in place of the ids, no None at the end."""
+    rows: list[list[Any]] = []
+    for id, attempt, pos, text, ids, logprobs, facts, end in deltas:
+        row = [id, attempt, pos, text, len(ids) // ID_WIDTH]
+        if end is not None:
+            row += logprobs, facts, end
+        elif facts is not None:
+            row += logprobs, facts
+        elif logprobs is not None:
+            row.append(logprobs)
+        rows.append(row)
+    return rows
 
 
 def unpack_deltas(message: Message) -> list[Delta]:
@@ -121,13 +133,10 @@ def unpack_deltas(message: Message) -> list[Delta]:
         ):
             raise BadRequest("deltas: logprobs must be a list, facts and end maps")
         start = after
-        deltas.append(_tuple(Delta, (request_id, attempt, pos, text, ids, logprobs, facts, end)))
+        deltas.append(new_delta((request_id, attempt, pos, text, ids, logprobs, facts, end)))
     if start != len(blob):
         raise BadRequest(f"deltas: the rows name {start // 4} ids, the blob has {len(blob) / 4:g}")
     return deltas
-
-
-_tuple = tuple.__new__  # half the time of Delta's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,7 @@ class Deltas(Content):
     rows: Sequence[Delta]
 
     def body(self) -> dict[str, Any]:
-        return {"rows": [_pack_row(delta) for delta in self.rows]}
+        return {"rows": _pack_rows(self.rows)}
 
     def blobs(self) -> tuple[bytes, ...]:
         """All ids in the order of the rows."""

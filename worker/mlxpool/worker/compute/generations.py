@@ -10,9 +10,9 @@ from time import monotonic
 from typing import Self
 
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
+from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.common.protocol.token_ids import ID_WIDTH
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
@@ -53,16 +53,23 @@ class Generation:
 
     def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
         """Append one drawn token. Returns its delta, with the end if it is the last one."""
-        sequence = self.sequence
-        if drawn.token in eos and not sequence.options.ignore_eos:
+        sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
+        if not self.decode_at:
+            self.prefill_at, self.decode_at = self.prefill_at or now, now
+        if token in eos and not sequence.options.ignore_eos:
             return self.last_delta(self.end("stop", now))
-        position = len(sequence.ids)
-        sequence.ids.append(drawn.token)
-        text = self.detokenizer.push(drawn.token)
+        ids = sequence.ids
+        position = len(ids)
+        ids.append(token)
+        text = detokenizer.push(token)
+        packed = token.to_bytes(ID_WIDTH, "little")  # what pack_ids gives, without its checks
+        id, number = sequence.id, sequence.run_number
+        goes_on = position + 1 < sequence.max_tokens and not detokenizer.stopped
+        if goes_on and self.facts_sent and drawn.logprob is None:  # as most tokens
+            return new_delta((id, number, position, text, packed, None, None, None))
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
-        ids = pack_ids((drawn.token,))
-        return Delta(*self.key, position, text, ids, self._logprobs(drawn), self._facts(), end)
+        return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
         """A delta without a token that ends the generation."""
@@ -125,23 +132,23 @@ class Generations:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._by_key: dict[RunKey, Generation] = {}
+        self._by_sequence: dict[Sequence, Generation] = {}
+        self.of = self._by_sequence.__getitem__  # the generation of a live sequence
+        self._next_deadline = math.inf  # none is earlier; that of one that has left may be it
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def add(self, generation: Generation) -> None:
-        self._by_key[generation.key] = generation
+        self._by_key[generation.key] = self._by_sequence[generation.sequence] = generation
+        self._next_deadline = min(self._next_deadline, generation.deadline)
 
     def get(self, key: RunKey) -> Generation | None:
         return self._by_key.get(key)
 
-    def of(self, sequence: Sequence) -> Generation:
-        """The generation of a live sequence."""
-        return self._by_key[sequence.id, sequence.run_number]
-
     def sequences(self) -> list[Sequence]:
         """All live sequences in order of arrival."""
-        return [generation.sequence for generation in self._by_key.values()]
+        return [*self._by_sequence]
 
     def finish(self, generation: Generation, reason: str) -> Delta:
         """End it without a further token. Returns its last delta."""
@@ -158,13 +165,18 @@ class Generations:
 
     def expire(self, now: float) -> list[Delta]:
         """End those whose deadline has passed. Returns their last deltas."""
+        if now < self._next_deadline:
+            return []
         late = [one for one in self._by_key.values() if now >= one.deadline]
-        return [self.fail(one.sequence, one.deadline_error()) for one in late]
+        deltas = [self.fail(one.sequence, one.deadline_error()) for one in late]
+        left = [one.deadline for one in self._by_key.values()]
+        self._next_deadline = min(left, default=math.inf)
+        return deltas
 
     def forget(self, generation: Generation) -> None:
         """Remove it without a delta."""
         generation.sequence.phase = Phase.FINISHED
-        del self._by_key[generation.key]
+        del self._by_key[generation.key], self._by_sequence[generation.sequence]
         self.release(generation.sequence)
 
     def forget_all(self) -> None:

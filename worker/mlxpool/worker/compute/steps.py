@@ -65,18 +65,18 @@ class BlockAllocator:
         Returns the last deltas of the sequences that cannot grow.
         """
         failed: list[Delta] = []
-        while wanting := needing_blocks(self._generations.sequences()):
-            sequence = wanting[0]
+        for sequence in needing_blocks(self._generations.sequences()):
             need = blocks_for_step(sequence)
-            victim = preemption_victim(self._generations.sequences())
-            if self._find(need - sequence.blocks, in_use=victim is None):
-                sequence.blocks = need
-            elif victim is not None:
-                self._preempt(victim)
-            elif need <= sequence.promised:
-                sequence.blocks = need
-            else:
-                failed.append(self._refuse(sequence))
+            while sequence.phase is Phase.RUNNING and sequence.blocks < need:
+                victim = preemption_victim(self._generations.sequences())
+                if self._find(need - sequence.blocks, in_use=victim is None):
+                    sequence.blocks = need
+                elif victim is not None:
+                    self._preempt(victim)
+                elif need <= sequence.promised:
+                    sequence.blocks = need
+                else:
+                    failed.append(self._refuse(sequence))
         return failed
 
     def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
@@ -133,7 +133,7 @@ class StepInFlight:
     def of(cls, step: Step) -> Self:
         chunks = step.chunks
         request = chunks[0].sequence.id if len(chunks) == 1 else None
-        tokens = sum(span.count for span in step.spans) if chunks else 0
+        tokens = step.rows + sum(span.count for span in chunks) if chunks else 0
         return cls(step, request, tokens, len(step.spans))
 
     @property
@@ -224,8 +224,7 @@ class Steps:
         self._progress.ended(fresh=flight.fresh)
         if self._flights:
             self._progress.awaits(*self._flights[0].shown)
-        now = monotonic()
-        deltas = [self._commit(one, now) for one in found.drawn if self._is_live(one.sequence)]
+        deltas = self._commit(found.drawn)
         for failed in found.failed:
             if self._is_live(failed.sequence):
                 deltas.append(self._generations.fail(failed.sequence, Internal(str(failed))))
@@ -267,25 +266,30 @@ class Steps:
                 one.return_to_waiting()
         return deltas
 
-    def _commit(self, drawn: SampledToken, now: float) -> Delta:
-        """Append one drawn token; an error here ends this request alone."""
-        sequence = drawn.sequence
-        generation = self._generations.of(sequence)
-        generation.prefill_at = generation.prefill_at or now
-        generation.decode_at = generation.decode_at or now
-        count = len(sequence.ids)
-        try:
-            delta = generation.commit(drawn, self._engine.eos, now)
-        except Exception as error:
-            log.exception("a token could not be taken")
-            del sequence.ids[count:]  # the error's position is the number of ids sent
-            return self._generations.fail(sequence, as_pool_error(error))
-        if delta.end is not None:
-            self._generations.forget(generation)
-        elif sequence.shift_due:
-            self._generations.release(sequence)
-            sequence.shift_context()
-        return delta
+    def _commit(self, drawn: list[SampledToken]) -> list[Delta]:
+        """Append the drawn tokens of live sequences; an error ends the request of its token."""
+        deltas: list[Delta] = []
+        generations, eos = self._generations, self._engine.eos
+        running, now = Phase.RUNNING, monotonic()
+        for one in drawn:
+            sequence = one.sequence
+            if sequence.phase is not running:
+                continue
+            generation, count = generations.of(sequence), len(sequence.ids)
+            try:
+                delta = generation.commit(one, eos, now)
+            except Exception as error:
+                log.exception("a token could not be taken")
+                del sequence.ids[count:]  # the error's position is the number of ids sent
+                delta = generations.fail(sequence, as_pool_error(error))
+            else:
+                if delta.end is not None:
+                    generations.forget(generation)
+                elif sequence.shift is not None and sequence.shift_due:
+                    generations.release(sequence)
+                    sequence.shift_context()
+            deltas.append(delta)
+        return deltas
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:
         """Raises DeviceLost when the device no longer computes."""

@@ -75,41 +75,47 @@ class Detokenizer:
         self._piece = piece
         self._stops = _StopMatcher(stops) if stops else None
         self._state = 0  # of the matcher
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._undecoded = b""  # an incomplete UTF-8 sequence
         self._held = ""
-        self._stopped = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was completed; no more text is released then."""
-        return self._stopped
+        self.stopped = False  # a stop string was completed; no more text is released
 
     def push(self, token: int) -> str:
         """Append one id. Returns the text that T gains, which is often empty."""
-        return self._take(self._decoder.decode(self._piece(token)))
+        piece = self._piece(token)
+        if self._stops is None and not self._undecoded:
+            try:
+                return piece.decode()
+            except UnicodeDecodeError:  # it ends or begins inside a character, as few tokens do
+                pass
+        return self._append(piece)
 
     def replay(self, tokens: Iterable[int]) -> str:
         """Append many ids. Returns the same text as `push` for each of them in turn."""
-        return self._take(self._decoder.decode(b"".join(map(self._piece, tokens))))
+        return self._append(b"".join(map(self._piece, tokens)))
 
     def finish(self) -> str:
         """The text held back until now; "" after a stop. Incomplete UTF-8 becomes U+FFFD."""
-        text = self._take(self._decoder.decode(b"", final=True))
+        text = self._append(b"", final=True)
         rest, self._held = self._held, ""
         self._state = 0
         return text + rest
 
-    def _take(self, new: str) -> str:
-        if self._stopped:
+    def _append(self, piece: bytes, *, final: bool = False) -> str:
+        known = self._undecoded + piece
+        new, used = codecs.utf_8_decode(known, "replace", final)
+        self._undecoded = known[used:]
+        return new if self._stops is None else self._release(self._stops, new)
+
+    def _release(self, stops: _StopMatcher, new: str) -> str:
+        """Append decoded text. Returns what T gains."""
+        if self.stopped:
             return ""
-        if self._stops is None:
-            return new
-        end, stop = self._scan(self._stops, new)
+        end, stop = self._scan(stops, new)
         text = self._held + new[:end]
         if stop:
-            self._stopped, self._held = True, ""
+            self.stopped, self._held = True, ""
             return text[: len(text) - stop]
-        keep = len(text) - self._stops.length[self._state]
+        keep = len(text) - stops.length[self._state]
         self._held = text[keep:]
         return text[:keep]
 

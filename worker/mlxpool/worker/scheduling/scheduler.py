@@ -13,7 +13,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from mlxpool.worker.scheduling.kv_blocks import blocks_for_step
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, LOOKAHEAD, blocks_for_step
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
@@ -58,10 +58,12 @@ def schedule(
     decode.
     """
     rows, prompts = _rows_and_prompts(live, limits)
-    if prompts and prompts[0].read_alone and (alone or not rows):
+    if not prompts:
+        return Step(tuple(rows), len(rows))
+    if prompts[0].read_alone and (alone or not rows):
         return Step((_first_chunk(prompts[0], limits, clip),), alone=True)
     chunks = _chunks(prompts, rows, limits, predict, clip)
-    return Step((*rows, *_filled(chunks, len(rows), limits.sizes)))
+    return Step((*rows, *_filled(chunks, len(rows), limits.sizes)), len(rows))
 
 
 def pair_budget(chunk: int) -> int:
@@ -87,20 +89,21 @@ def _rows_and_prompts(
     A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
     """
     rows, prompts = [], []
+    running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
     for one in live:  # in every step, so with as few calls as possible
-        if one.phase is not Phase.RUNNING:
+        if one.phase is not running:
             continue
-        made = len(one.ids) + one.awaited
+        awaited, submitted = one.awaited, one.submitted
+        made = len(one.ids) + awaited
         length = len(one.prompt) + made - one.discarded
-        if one.awaited:
-            context = limits.context if one.shift is None else one.shift.context
-            continues = made < one.max_tokens and length < context
-            if continues and one.awaited <= limits.ahead:
-                rows.append(Span(one, one.submitted, 1, True))
-        elif length - one.submitted > 1:
+        if awaited:
+            bound = context if one.shift is None else one.shift.context
+            if awaited <= ahead and made < one.max_tokens and length < bound:
+                rows.append(Span(one, submitted, 1, True))
+        elif length - submitted > 1:
             prompts.append(one)
-        elif length - one.submitted == 1:
-            rows.append(Span(one, one.submitted, 1, True))
+        elif length - submitted == 1:
+            rows.append(Span(one, submitted, 1, True))
     return rows, prompts
 
 
@@ -172,19 +175,36 @@ def next_admissions(live: Many[Sequence], slots: int) -> list[Sequence]:
 
     Preempted sequences come first.
     """
+    order = waiting(live)
+    if not order:
+        return []
     free = max(0, slots - len(running(live)))
-    order = [s for s in live if s.phase is Phase.WAITING]
     return sorted(order, key=lambda s: not s.preempted)[:free]
+
+
+def waiting(live: Many[Sequence]) -> list[Sequence]:
+    """Returns the sequences that wait for a row."""
+    phase = Phase.WAITING
+    return [s for s in live if s.phase is phase]
 
 
 def running(live: Many[Sequence]) -> list[Sequence]:
     """Returns the sequences that have a row."""
-    return [s for s in live if s.phase is Phase.RUNNING]
+    phase = Phase.RUNNING
+    return [s for s in live if s.phase is phase]
 
 
 def needing_blocks(live: Many[Sequence]) -> list[Sequence]:
     """Returns the running sequences whose next step needs more blocks than they have."""
-    return [s for s in running(live) if blocks_for_step(s) > s.blocks]
+    phase = Phase.RUNNING
+    return [
+        s
+        for s in live
+        if s.phase is phase
+        # At least its length: few need the calculation that follows.
+        and len(s.prompt) + len(s.ids) + LOOKAHEAD > s.blocks * KV_BLOCK_TOKENS
+        and blocks_for_step(s) > s.blocks
+    ]
 
 
 def preemption_victim(live: Many[Sequence]) -> Sequence | None:

@@ -132,7 +132,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Span: there is one for each row of each step
 class SampledToken:
     """One token that a decode step sampled for one sequence."""
 

@@ -32,15 +32,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The spans of one pass: decode rows first, then chunks of prompts.
+    """The spans of one pass: `rows` inputs of decode steps first, then chunks of prompts.
 
     `alone`: it reads a prompt that failed before, so no other pass may be in flight with it.
     """
 
     spans: tuple[Span, ...] = ()
+    rows: int = 0
     alone: bool = False
 
     @property
     def chunks(self) -> list[Span]:
         """The spans that read prompts."""
-        return [span for span in self.spans if not span.decodes]
+        return [*self.spans[self.rows :]]
