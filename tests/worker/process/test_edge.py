@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
+from mlxpool.common.errors import TooLarge
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.frames import Content, Header, Message
+from mlxpool.common.protocol.frames import MAX_BACK_BODY, Content, Header, Message
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_broker import Hello, TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Welcome
@@ -139,6 +140,29 @@ def test_unsent_frames_are_dropped_with_their_epoch(tmp_path: Path) -> None:
         link.handshake.close()
         link.socket.close(linger=0)
         link.context.term()
+
+
+def test_deltas_that_are_too_large_for_one_message_are_sent_in_several(tmp_path: Path) -> None:
+    link = Link(f"ipc://{tmp_path}/nobody", "token", History("test", ""))
+    sent = [
+        Delta(id_of(name), 1, 0, "é" * (50_000 * (name % 3)), pack_ids([name]))
+        for name in range(1, 20)
+    ]
+    try:
+        link.send_deltas(sent)
+        assert not link.unsent, "there is no epoch"
+        link.welcome(4, Welcome(token="next"))
+        link.send_deltas(sent[:3])
+        assert len(link.unsent) == 1
+        link.send_deltas(sent[3:])
+        messages = [frames.decode(one, max_body=MAX_BACK_BODY) for one in link.unsent]
+        assert 3 < len(messages) < 12
+        assert [one for message in messages for one in deltas.unpack_deltas(message)] == sent
+        with pytest.raises(TooLarge, match="at most"):
+            link.send_deltas([sent[0]._replace(text="x" * MAX_BACK_BODY)])
+    finally:
+        link.unsent.clear()
+        link.close()
 
 
 def test_drain_yields_all_runs_once_after_their_deltas(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Waker(Closing):
         try:
             while data := self.socket.recv(READ_BYTES):
                 received += data
+                if len(data) < READ_BYTES:
+                    break  # a later byte ends the next poll
         except BlockingIOError:
             pass
         return bytes(received)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from mlxpool.common.errors import PoolError
+from mlxpool.common.errors import PoolError, TooLarge
 from mlxpool.common.protocol.deltas import Delta, Deltas
 from mlxpool.common.protocol.frames import (
     MAX_BACK_BODY,
@@ -168,10 +168,21 @@ class Link:
             self.put(encoded(content, id, self.epoch, max_body=MAX_BACK_BODY))
 
     def send_deltas(self, deltas: Sequence[Delta]) -> None:
-        """Send deltas that fit one message; without an epoch, nothing."""
+        """Send deltas, in several messages if need be; without an epoch, nothing.
+
+        Raises TooLarge for a delta that no message can hold.
+        """
         if not self.epoch:
             return
-        parts = encoded(Deltas(deltas), epoch=self.epoch, max_body=MAX_BACK_BODY)
+        try:
+            parts = encoded(Deltas(deltas), epoch=self.epoch, max_body=MAX_BACK_BODY)
+        except TooLarge:
+            if len(deltas) == 1:
+                raise
+            half = len(deltas) // 2
+            self.send_deltas(deltas[:half])
+            self.send_deltas(deltas[half:])
+            return
         if self.history.on:
             for delta in deltas:
                 self._write_delta(delta)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol.deltas import Delta, RunEnd, batches
+from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_broker import Credit, Yield
 from mlxpool.common.protocol.to_worker import Work, count_of_resume
@@ -161,8 +161,8 @@ class Runs:
         ended = {(one.id, one.attempt) for one in deltas if one.end is not None}
         for key in ended:
             self.live.pop(key, None)
-        for group in batches(deltas):
-            self._link.send_deltas(group)
+        if deltas:
+            self._link.send_deltas(deltas)
         if ended:
             self._send_credit()
 
