@@ -111,6 +111,15 @@ def test_nothing_is_predicted_before_the_first_passes() -> None:
     assert cost.seconds(Load(64, 0, 4096, 1)) == pytest.approx(0.02, rel=0.01)
 
 
+def test_what_was_observed_meanwhile_counts_in_the_next_prediction() -> None:
+    """However many passes nobody asked about."""
+    cost = StepCost()
+    for count, seconds in ((3, 0.02), (2 * OBSERVATIONS, 0.04), (2 * OBSERVATIONS, 0.01)):
+        for _ in range(count):
+            cost.observe(Load(8, 800, 0, 8), seconds)
+        assert cost.seconds(Load(8, 800, 0, 8)) == pytest.approx(seconds, rel=0.01)
+
+
 def test_a_machine_that_changes_is_learnt_again() -> None:
     cost, draw = fitted(GPU, 0.0), random.Random(5)
     for number in range(2 * OBSERVATIONS):

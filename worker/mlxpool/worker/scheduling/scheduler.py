@@ -121,8 +121,6 @@ def _chunks(
     prompts: Many[Sequence], rows: Many[Span], limits: StepLimits, predict: Predict, clip: Clip
 ) -> list[Span]:
     """Returns chunks of the first prompts, until a bound of the pass is reached."""
-    if not prompts:
-        return []
     load = Load.of(rows)
     bound = limits.seconds and max(limits.seconds, predict(load) + PROMPT_SHARE * limits.seconds)
     lines, pairs = limits.lines - len(rows), limits.pairs

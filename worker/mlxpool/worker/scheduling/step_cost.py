@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mlxpool.worker.scheduling.spans import Span
 
 OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes into account
-FIT_INTERVAL = 16  # observations between two fits
+FIT_INTERVAL = 16  # observations, at least, between two fits of 0.5 ms each
 FIT_ROUNDS = 4  # of a fit; each takes the predictions of the one before to weight errors
 MIN_OBSERVATIONS = 2
 SLOW_STEP_TARGET = 0.2  # seconds of a pass on a CPU, and of one that computes span by span
@@ -88,10 +88,17 @@ class StepCost:
         self._rows: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
         self._mixed: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
         self._weights = [0.0] * 5
-        self._since = 0
+        self._new = 0  # observations since the last fit
 
     def seconds(self, load: Load) -> float:
-        """The predicted time of a pass."""
+        """The predicted time of a pass. Fits the coefficients first, if enough passes are new.
+
+        So steps that only decode, of which nobody asks the time, spend nothing on fits.
+        """
+        known = len(self._rows) + len(self._mixed)
+        enough = FIT_INTERVAL if known >= FIT_INTERVAL else 1
+        if known >= MIN_OBSERVATIONS and self._new >= enough:
+            self._fit()
         a, b, c, d, e = self._weights
         return a + b * load.lines + c * load.keys + d * load.pairs + e * load.drawn
 
@@ -99,11 +106,7 @@ class StepCost:
         """Takes a measured pass into account."""
         features = [1.0, load.lines, load.keys, load.pairs, load.drawn]
         (self._mixed if load.pairs else self._rows).append((features, seconds))
-        self._since += 1
-        count = len(self._rows) + len(self._mixed)
-        if self._since >= FIT_INTERVAL or MIN_OBSERVATIONS <= count < FIT_INTERVAL:
-            self._since = 0
-            self._fit()
+        self._new += 1
 
     def _fit(self) -> None:
         """Least squares of relative errors, each at most 1: of the longer time.
@@ -111,6 +114,7 @@ class StepCost:
         So neither a pass that waited for another process nor one whose end was read late, which
         makes the next one seem to take no time, has much weight.
         """
+        self._new = 0
         every = [*self._rows, *self._mixed]
         seconds = np.array([took for _, took in every])
         features = np.array([row for row, _ in every]) / _UNITS
