@@ -45,7 +45,8 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
 }
 COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write", "host_write"}
-RAGGED = COMMON | {"ragged_attention", "rotate_and_write", "table_update"}  # of ragged passes
+COMMON |= {"rope_tables"}
+RAGGED = COMMON | {"ragged_attention", "rotate_and_write", "table_update", "known_tokens"}
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "llama": (SIZES, False, RAGGED | {"matmul_small", "matmul_tiled"}),
     "llama, 4 bits": (

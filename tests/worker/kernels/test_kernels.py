@@ -595,3 +595,24 @@ def test_the_sampling_kernel_reports_logits_that_are_no_numbers() -> None:
         -1,
         17,
     ]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("lines", "half", "scale", "gain"), [(1, 4, 1.0, 1.0), (300, 3, 0.25, 1.5)]
+)
+def test_cosines_and_sines_of_positions(lines: int, half: int, scale: float, gain: float) -> None:
+    positions = np.arange(lines, dtype=np.int32) * 17
+    frequencies = np.exp(-np.arange(half) * 1.7).astype(np.float32)
+    found = block_write.rope_tables(mx.array(positions), mx.array(frequencies), scale, gain)
+    angles = positions[:, None].astype(np.float64) * scale * frequencies
+    for one, expected in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
+        assert one.shape == (lines, 1, half)
+        assert np.allclose(np.array(one)[:, 0], expected * gain, atol=2e-3)
+
+
+@pytest.mark.usefixtures("machine")
+def test_ids_below_zero_are_tokens_in_flight() -> None:
+    assert block_write.makes_tables()
+    ids, drawn = mx.array([5, -1, 0, -3, -2], dtype=mx.int32), mx.array([7, 8, 9], dtype=mx.int32)
+    assert sampling.known_tokens(ids, drawn).tolist() == [5, 7, 0, 9, 8]

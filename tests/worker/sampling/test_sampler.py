@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.sampling.batch import NO_TOKEN, SampleRequest  # noqa: E402
+from mlxpool.worker.sampling.batch import (  # noqa: E402
+    NO_TOKEN,
+    SampledNumbers,
+    SampleRequest,
+    sampled_tokens,
+)
 from mlxpool.worker.sampling.sampler import noise_key, sample  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence, TokenLogprob  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
@@ -186,13 +192,24 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert sampled.top_ids is None
 
 
-def test_logprobs_sum_to_one_and_are_ordered() -> None:
+def test_logprobs_sum_to_one_and_are_those_of_their_tokens() -> None:
     row = draw(temperature=0.0, logprobs=True, top_logprobs=5)
     sampled = sample(mx.array([[2.0, 5, 1, 4, 3], [7.0] * 5]), [row, row])
     assert sampled.top_ids is not None and sampled.top_logprobs is not None
-    assert sampled.top_ids[0].tolist() == [1, 3, 4, 0, 2]
+    order = np.argsort(-np.array(sampled.top_logprobs)[0])
+    assert np.array(sampled.top_ids)[0][order].tolist() == [1, 3, 4, 0, 2]
     assert np.exp(np.array(sampled.top_logprobs)).sum(axis=1) == pytest.approx([1, 1], abs=1e-5)
     assert sampled.top_logprobs[1].tolist() == pytest.approx([math.log(0.2)] * 5)
+
+
+def test_the_host_orders_the_likeliest_tokens_and_drops_those_that_a_row_did_not_ask_for() -> None:
+    asked = Options(logprobs=True, top_logprobs=2)
+    rows = [Sequence(b"", 0, (1,), options, 0, 1) for options in (asked, Options())]
+    numbers = SampledNumbers([5, 6], [-0.5, -0.7], [[7, 5, 3], [1, 2, 3]], [[-2.0, -0.5, -2.0]] * 2)
+    drawn, failed = sampled_tokens(numbers, {seq: row for row, seq in enumerate(rows)})
+    assert not failed and [one.token for one in drawn] == [5, 6]
+    assert drawn[0].logprob == TokenLogprob(-0.5, ((5, -0.5), (3, -2.0)))
+    assert drawn[1].logprob is None
 
 
 def test_logprobs_are_given_on_request_and_bounded_by_the_vocabulary() -> None:

@@ -181,9 +181,10 @@ def test_prompts_of_a_pass_are_bounded_where_the_engine_says_so() -> None:
         (4, 0.0, 2044),  # the time of a line is unknown
         (4, 1e-9, 2044),
         (4, 0.1 / 500, 496),
-        (100, 0.1 / 150, 50),
-        (1000, 0.1 / 1000, 250),  # a quarter of the time, although the rows take all of it
-        (1000, 0.1 / 500, 125),
+        (20, 0.1 / 150, 130),
+        (100, 0.1 / 150, 112),  # three quarters of the time, which the rows would not leave
+        (1000, 0.1 / 1000, 750),  # although the rows take all of it
+        (1000, 0.1 / 500, 375),
         (100, 0.1 / 10, MIN_CHUNK),
         (4, 1.0, MIN_CHUNK),
     ],

@@ -33,6 +33,7 @@ from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
 from mlxpool.worker.caches.specs import RecurrentSpec
+from mlxpool.worker.kernels.block_write import makes_tables
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
@@ -228,6 +229,7 @@ class PagedLayout(Layout):
         self.blocks = blocks
         self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
         self._upload = uploads or upload_copy
+        makes_tables()  # tried here because nothing can be tried while a pass is traced
         self.runner = PagedRunner(model, self.pool, self._upload)
         self.ragged = None
         if self.compiles_chunks and uploads is not None:

@@ -17,6 +17,7 @@ from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, 
 from mlxpool.worker.attention.row_batch import RowSpan
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
+from mlxpool.worker.kernels.sampling import known_tokens
 from mlxpool.worker.kernels.work_list import Spans, TileShape, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
@@ -206,5 +207,4 @@ class RaggedRunner:
     def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> mx.array:
         """Returns logits [wanted, vocabulary]."""
         ids, arrays = shape.arrays(plan, self._memory)
-        ids = mx.where(ids >= 0, ids, drawn[mx.maximum(-1 - ids, 0)])
-        return self._model(ids, RaggedBatch(self._pool, arrays))
+        return self._model(known_tokens(ids, drawn), RaggedBatch(self._pool, arrays))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from mlxpool.worker.kernels.block_write import RopeTables
+from mlxpool.worker.kernels.block_write import RopeTables, makes_tables, rope_tables
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import Rope
 
@@ -35,6 +38,9 @@ class RotaryEmbedding:
 
     def turns(self, rope: Rope) -> RopeTables:
         """Returns the tables for a kernel that rotates by itself."""
+        if rope not in self._tables and makes_tables():
+            frequencies = mx.array(_frequencies(rope))
+            self._tables[rope] = rope_tables(self._positions, frequencies, rope.scale, rope.gain)
         cosines, sines = self._table(rope)
         return RopeTables(cosines, sines, rope.traditional)
 
@@ -92,6 +98,15 @@ class RotaryEmbedding:
             cos, sin = mx.cos(angles) * rope.gain, mx.sin(angles) * rope.gain
             self._tables[rope] = cos[:, None], sin[:, None]
         return self._tables[rope]
+
+
+@cache
+def _frequencies(rope: Rope) -> npt.NDArray[np.float32]:
+    """Returns the angular frequency of each pair of dimensions, in float32."""
+    if rope.freqs is not None:
+        return (1 / np.array(rope.freqs)).astype(np.float32)
+    steps = np.arange(0, rope.dims, 2) / rope.dims
+    return np.exp(-steps * math.log(rope.base)).astype(np.float32)
 
 
 class RotateThenAttend:

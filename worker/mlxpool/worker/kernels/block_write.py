@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel
+from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, kernel_works
 
 THREADS = 256
 COPY_BYTES = 16  # that a thread copies
@@ -24,6 +25,42 @@ class RopeTables:
     cosines: mx.array
     sines: mx.array
     traditional: bool
+
+
+def rope_tables(
+    positions: mx.array, frequencies: mx.array, scale: float, gain: float
+) -> tuple[mx.array, mx.array]:
+    """Returns cosines and sines [T, 1, D / 2] of positions [T] times angular frequencies [D / 2].
+
+    Positions are multiplied by `scale`, the results by `gain`.
+    """
+    lines, half = positions.shape[0], frequencies.shape[0]
+    cosines, sines = _tables_kernel(half, scale, gain)(
+        inputs=[positions, frequencies],
+        grid=(-(-lines * half // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, 1, half)] * 2,
+        output_dtypes=[mx.float32] * 2,
+    )
+    return cosines, sines
+
+
+@cache
+def makes_tables() -> bool:
+    """Returns whether `rope_tables` works here; the first call tries it."""
+    return kernel_works("angles of positions", _tables_are_right)
+
+
+def _tables_are_right() -> bool:
+    # Compared on the host: MLX would compile a kernel for each of its operations.
+    positions, frequencies = np.array([0, 7, 100_000]), np.array([1.0, 0.125, 1e-4])
+    angles = (positions[:, None] * 0.5 * frequencies).astype(np.float32)
+    found = rope_tables(
+        mx.array(positions.astype(np.int32)), mx.array(frequencies.astype(np.float32)), 0.5, 2.0
+    )
+    expected = 2 * np.cos(angles), 2 * np.sin(angles)
+    pairs = zip(found, expected, strict=True)
+    return all(np.allclose(np.array(one)[:, 0], other, atol=1e-2) for one, other in pairs)
 
 
 def rotate_and_write(
@@ -95,6 +132,14 @@ def copy_block(pool: mx.array, blocks: mx.array) -> mx.array:
 @cache
 def _copy_kernel(count: int) -> Any:
     return build_kernel("block_copy", ["pool", "blocks"], ["done"], {"COUNT": count})
+
+
+@cache
+def _tables_kernel(half: int, scale: float, gain: float) -> Any:
+    constants: dict[str, Constant] = {"HALF": half, "SCALE": float(scale), "GAIN": float(gain)}
+    return build_kernel(
+        "rope_tables", ["positions", "turns"], ["cosines", "sines"], constants, contiguous=True
+    )
 
 
 @cache

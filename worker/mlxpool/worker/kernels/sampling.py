@@ -11,6 +11,7 @@ from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, Constant, build_
 
 INPUTS = ("logits", "heats", "top_ks", "top_ps", "min_ps", "seeds", "positions")
 THREADS = 1024
+KNOWN_THREADS = 256
 
 
 @cache
@@ -43,6 +44,24 @@ def sample_tokens(
         output_dtypes=[mx.int32],
     )
     return found[0]
+
+
+def known_tokens(ids: mx.array, drawn: mx.array) -> mx.array:
+    """Returns ids [T] int32, where an id -1 - r is replaced by element r of `drawn` int32."""
+    lines = ids.shape[0]
+    found: list[mx.array] = _known_kernel()(
+        inputs=[ids, drawn],
+        grid=(-(-lines // KNOWN_THREADS) * KNOWN_THREADS, 1, 1),
+        threadgroup=(KNOWN_THREADS, 1, 1),
+        output_shapes=[(lines,)],
+        output_dtypes=[mx.int32],
+    )
+    return found[0]
+
+
+@cache
+def _known_kernel() -> Any:
+    return build_kernel("known_tokens", ["ids", "drawn"], ["known"], {}, contiguous=True)
 
 
 @cache

@@ -200,7 +200,7 @@ class SamplerOutput:
 
     tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
     logprobs: mx.array | None = None  # [R] float32
-    top_ids: mx.array | None = None  # [R, k], most likely first
+    top_ids: mx.array | None = None  # [R, k] int32 of the likeliest tokens, in any order
     top_logprobs: mx.array | None = None  # [R, k] float32
 
     def arrays(self) -> list[mx.array]:
@@ -252,5 +252,6 @@ def _logprob(sampled: SampledNumbers, seq: Sequence, row: int) -> TokenLogprob |
     wanted = seq.options.top_logprobs
     if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
         return TokenLogprob(chosen)
-    top = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
-    return TokenLogprob(chosen, tuple(top)[:wanted])
+    every = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
+    top = sorted(every, key=lambda one: (-one[1], one[0]))
+    return TokenLogprob(chosen, tuple(top[:wanted]))

@@ -236,12 +236,11 @@ def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> Sam
         return SamplerOutput(tokens)
     near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, mx.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    rows = mx.arange(logprobs.shape[0], dtype=mx.int32) * logprobs.shape[1]
+    flat = logprobs.reshape(-1)  # MLX compiles a kernel for each kind of index along an axis
+    chosen = flat[rows + mx.maximum(tokens, 0)]
     k = batch.top_logprobs
     if k == 0:
         return SamplerOutput(tokens, chosen)
-    ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k]
-    values = mx.take_along_axis(logprobs, ids, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    top_ids, top = (mx.take_along_axis(array, order, axis=-1) for array in (ids, values))
-    return SamplerOutput(tokens, chosen, top_ids, top)
+    ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k].astype(mx.int32)
+    return SamplerOutput(tokens, chosen, ids, flat[rows[:, None] + ids])

@@ -20,7 +20,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
-PROMPT_SHARE = 0.25  # of the target time of a pass, which prompts get even beside many rows
+PROMPT_SHARE = 0.75  # of the target time of a pass, which prompts get even beside many rows
 
 Clip = Callable[[Sequence, int], int]  # (sequence, tokens) -> tokens that its next chunk may have
 Predict = Callable[[Load], float]  # -> seconds of a pass

@@ -69,7 +69,7 @@ class StepTarget:
 
     least: float
     most: float
-    steps: int = 5
+    steps: int = 6
 
     @classmethod
     def of_device(cls, *, on_gpu: bool) -> Self:
