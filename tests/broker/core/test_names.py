@@ -218,6 +218,7 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "context": 64,
         "type": "llama",
         "size": 500,
+        "memory": None,
         "quantisation": "bf16",
         "features": ["batching"],
         "layout": None,
@@ -227,6 +228,14 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "error": None,
     }
     assert story.model("a").need == 500
+
+
+def test_the_list_shows_what_all_workers_of_a_model_hold() -> None:
+    story = pool({"a": HERE}, a=model(replicas=2))
+    for replica, total in enumerate((700, 800)):
+        worker = story.ready_worker("a", replica=replica)
+        worker.beat(memory={"weights": 600, "total": total})
+    assert row(story, "a")["memory"] == 1500
 
 
 def test_a_fault_of_a_cold_model_is_shown_and_refuses_no_request() -> None:

@@ -255,7 +255,7 @@ def test_progress_reports_phase_and_memory() -> None:
     harness.until_ended({1})
     until(lambda: harness.progress.phase == "idle", "it is idle again")
     assert harness.progress.count >= before + 3
-    assert harness.progress.memory["active"] == 0
+    assert harness.progress.memory.latest["active"] == 0
 
 
 @pytest.mark.parametrize(

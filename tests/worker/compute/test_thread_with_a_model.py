@@ -283,7 +283,7 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
         assert end_of(found[name])["reason"] == "length", end_of(found[name])
         assert len(ids_of(found[name])) == count
     assert harness.progress.preemptions >= 1
-    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * KV_BLOCK_TOKENS
+    assert harness.progress.capacity_tokens == Growing.LEFT * KV_BLOCK_TOKENS
     admit(harness, 3, 2 * KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
     error = end_of(harness.until_ended({3})[3])
     assert error["details"]["capacity_tokens"] == Growing.LEFT * KV_BLOCK_TOKENS

@@ -266,6 +266,40 @@ def test_release_works_in_every_phase(engine: ModelEngine) -> None:
     assert engine.memory().kv == 0
 
 
+@pytest.mark.parametrize("layout", ["slabs", "pool"])
+def test_memory_counts_all_that_is_allocated_for_rows_and_prefixes(
+    loaded: LoadedModel, text: ChatTokenizer, layout: str
+) -> None:
+    engine = ModelEngine(loaded, text, layout=layout, blocks=20)
+    first, second = sequence(prompt_of(300)), sequence(prompt_of(300))
+    enter(engine, first)
+    engine.release(first)
+    enter(engine, second)  # in a pool it shares blocks with the prefix
+    used, kept = engine.memory(), engine._layout
+    assert used.kv_free > 0 and used.prefix > 0
+    if isinstance(kept, SlabLayout):
+        assert used.kv > 0 and used.kv + used.kv_free == kept.slabs.nbytes
+    else:
+        assert isinstance(kept, PagedLayout)
+        assert used.kv + used.kv_free + used.prefix == kept.pool.nbytes
+    engine.release(second)
+    assert engine.memory().kv == 0
+    engine.close()
+
+
+def test_the_peak_of_the_memory_begins_with_each_reading(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
+    engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
+    engine.memory()
+    enter(engine, sequence(prompt_of(300)))
+    used = engine.memory()
+    assert used.peak > used.active
+    resting = engine.memory()
+    assert resting.peak == resting.active
+    engine.close()
+
+
 def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))

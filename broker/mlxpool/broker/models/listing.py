@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
+from mlxpool.broker.workers.worker import Worker
 
 DIGEST_DIGITS = 12  # that are shown
 MAX_DETAILED = 150  # models whose details fit into one body
 MAX_ERROR = 200  # characters of an error that clients are shown
-BRIEF_KEYS = ("name", "state", "queued", "context", "chat")
+BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory")
 
 
 def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
@@ -45,6 +46,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "context": context or usual,
         "type": about.get("type"),
         "size": about.get("size"),
+        "memory": _memory_of(workers),
         "quantisation": about.get("quantisation"),
         "features": list(features) if isinstance(features, list | tuple) else [],
         "chat": _chat_of(about),
@@ -60,6 +62,13 @@ def _chat_of(about: Mapping[str, object]) -> dict[str, str | None] | None:
     if not isinstance(chat, Mapping) or not chat:
         return None
     return {key: chat.get(key) for key in ("tools", "thinking")}
+
+
+def _memory_of(workers: Sequence[Worker]) -> int | None:
+    """The bytes of all workers' weights, keys and values, prefixes and steps; None: not known."""
+    totals = [worker.beat.memory.get("total") for worker in workers]
+    known = [total for total in totals if type(total) is int]
+    return sum(known) if known else None
 
 
 def _last_error(model: Model) -> str | None:

@@ -89,7 +89,7 @@ class Compute(threading.Thread):
 
     def _loaded_so_far(self, tensors: int, size: int) -> None:
         self.progress.moved()
-        self.progress.memory = {**self.progress.memory, "weights": size, "active": size}
+        self.progress.memory.loaded(size)
 
     def _end(self, error: BaseException, what: str) -> None:
         """Have the process end: the broker counts a crash, and the streams continue elsewhere."""

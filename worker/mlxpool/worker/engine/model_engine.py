@@ -253,6 +253,9 @@ class ModelEngine(RowEngine[CacheRow]):
         )
         return free - promised - (self._layout.blocks - self.blocks)
 
+    def _kv_bytes(self) -> tuple[int, int]:
+        return self._layout.kv_bytes(self._rows.values())
+
     def _bytes_left(self) -> int:
         return self._layout.left(self._rows.values(), self.blocks * self._block_bytes)
 

@@ -228,16 +228,24 @@ class RowEngine(ABC, Generic[R]):
     def memory(self) -> MemoryUse:
         """See Engine.memory. Measures the memory outside MLX; when it grew, fewer blocks fit."""
         self._measure_process()
+        kv, kv_free = self._kv_bytes()
+        active, peak = mx.get_active_memory(), mx.get_peak_memory()
+        mx.reset_peak_memory()
         return MemoryUse(
             weights=self._weights,
-            kv=sum(row.nbytes for row in self._rows.values()),
+            kv=kv,
+            kv_free=kv_free,
             prefix=self._prefix.nbytes,
-            active=mx.get_active_memory(),
+            active=active,
             cache=mx.get_cache_memory(),
-            peak=mx.get_peak_memory(),
+            peak=max(active, peak),
             limit=self._limit,
             device_free=device.device_memory()[1],
         )
+
+    def _kv_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of rows, and those that are allocated for rows and unused."""
+        return sum(row.nbytes for row in self._rows.values()), 0
 
     @property
     def prefix(self) -> PrefixCache[R]:

@@ -78,7 +78,9 @@ class Heartbeat:
             waiting=progress.waiting + preparing,
             layout=progress.layout,
             memory={
-                **progress.memory,
+                **progress.memory.take(),
+                "capacity_tokens": progress.capacity_tokens,
+                "preemptions": progress.preemptions,
                 "rss": self._process.memory_info().rss,
                 "prepare": load.memory,
             },
