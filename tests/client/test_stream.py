@@ -49,6 +49,13 @@ def test_accepted() -> None:
     assert (state.boot, state.link, state.seed, state.over) == (7, 3, 42, False)
 
 
+def test_the_result_has_the_warnings_of_the_broker() -> None:
+    state = StreamState(ID)
+    state.receive(frame(kinds.ACCEPTED, {**ACCEPTED, "warnings": ["the unknown key 'x'"]}))
+    state.receive(frame(kinds.DONE, DONE, pos=0))
+    assert state.whole().warnings == ("the unknown key 'x'",)
+
+
 def test_deltas_in_order() -> None:
     state = accepted()
     assert state.receive(delta(0, 5, 6, text="ab")) == Delta("ab", (5, 6), 0)

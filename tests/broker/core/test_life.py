@@ -49,6 +49,11 @@ def test_accepted_has_the_position_in_the_queue(story: Story) -> None:
     assert frame.header.attempt == 1
 
 
+def test_accepted_has_a_warning_for_a_key_that_is_ignored(story: Story) -> None:
+    story.generate(later=1)
+    story.assert_sent(1, "accepted", warnings=["the unknown key 'later' is ignored"])
+
+
 def test_a_request_without_a_seed_gets_the_entropy_of_its_event(story: Story) -> None:
     request = story.generate()
     story.assert_sent(1, "accepted", seed=ENTROPY)

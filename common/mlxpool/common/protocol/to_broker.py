@@ -15,6 +15,7 @@ from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
 from mlxpool.common.protocol.resume import Resume
+from mlxpool.common.protocol.unread_keys import check_keys
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # the kinds of a `TokenizerCall`
 MAX_WINDOW = 1 << 20
@@ -43,6 +44,7 @@ class Generate:
     durable: bool = True
     session: str = ""
     resume: Resume | None = None
+    warnings: tuple[str, ...] = ()  # of keys that are ignored
 
     @property
     def resume_ids(self) -> bytes:
@@ -60,6 +62,7 @@ class Generate:
         model = body.get("model")
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model must be a name, got {model!r}")
+        warnings = check_keys(body)
         prompt = parse_prompt(body, blobs)
         resume = Resume.from_client(body.get("resume"), blobs[len(prompt.blobs()) :])
         options = body.get("options")
@@ -82,6 +85,7 @@ class Generate:
             durable=flag(body, "durable", True),
             session=text(body, "session"),
             resume=resume,
+            warnings=warnings,
         )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 from mlxpool.common.config.schema import Counting
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
@@ -184,7 +185,9 @@ class CountingText:
         now: float,
         think: bool | str | None,
     ) -> RenderedChat:
-        """Writes one line for each message; the model has no thoughts."""
+        """Writes one line for each message; there are no thoughts. Raises BadRequest for tools."""
+        if tools:
+            raise BadRequest("the model counting knows no tools: leave `tools` out")
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
         return RenderedChat("".join(lines))
 
