@@ -153,7 +153,8 @@ def test_cancel_without_a_terminal() -> None:
     state.cancel_here()
     assert state.result is not None
     assert (state.result.reason, state.result.text, state.result.ids) == ("cancelled", "a", (5,))
-    assert state.result.usage == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 1}
+    usage = {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 1, "total_tokens": 4}
+    assert state.result.usage == usage
 
 
 def test_frames_of_another_attempt_are_ignored() -> None:

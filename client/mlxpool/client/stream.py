@@ -41,7 +41,7 @@ class Result:
     text: str
     ids: tuple[int, ...]
     reason: str  # why it ended: stop, length or cancelled
-    usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens
+    usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens
     timings_ms: Mapping[str, float]  # queue, prefill, first_token, decode, total
     seed: int
     attempts: int  # how often the broker gave it to a worker; 0: no broker reported it

@@ -219,6 +219,7 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "type": "llama",
         "size": 500,
         "memory": None,
+        "load_progress": None,
         "quantisation": "bf16",
         "features": ["batching"],
         "layout": None,
@@ -228,6 +229,17 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "error": None,
     }
     assert story.model("a").need == 500
+
+
+def test_the_list_shows_how_far_a_model_is_loaded() -> None:
+    story = pool({"a": HERE}, a=model())
+    story.generate(name="a")
+    assert row(story, "a")["load_progress"] == 0.0
+    worker = story.workers["a/0"].hello()
+    worker.beat(phase="load", load_progress=1 / 3)
+    assert row(story, "a")["load_progress"] == 0.333
+    worker.credit(1)
+    assert row(story, "a")["load_progress"] is None
 
 
 def test_the_list_shows_what_all_workers_of_a_model_hold() -> None:

@@ -9,6 +9,8 @@ from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 
@@ -121,4 +123,15 @@ class Endings:
             else:
                 self._delivery.set_timer(request)
             return
-        self._delivery.fail(request, DeadlineExceeded(why), now)
+        self._delivery.fail(request, self._late(request, why), now)
+
+    def _late(self, request: Request, why: str) -> DeadlineExceeded:
+        """The error of a request that is past a deadline; it says how far its model is loaded."""
+        loaded = self._state.model_of(request).load_progress
+        if loaded is None or request.state is not RequestState.QUEUED:
+            return DeadlineExceeded(why)
+        name = request.message.model
+        return DeadlineExceeded(
+            f"{why}: {name!r} is still loading, {loaded:.0%} of its weights are loaded",
+            details={"model": name, "load_progress": round(loaded, 3)},
+        )

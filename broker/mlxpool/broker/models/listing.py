@@ -47,6 +47,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "type": about.get("type"),
         "size": about.get("size"),
         "memory": _memory_of(workers),
+        "load_progress": _rounded(model.load_progress),
         "quantisation": about.get("quantisation"),
         "features": list(features) if isinstance(features, list | tuple) else [],
         "chat": _chat_of(about),
@@ -69,6 +70,10 @@ def _memory_of(workers: Sequence[Worker]) -> int | None:
     totals = [worker.beat.memory.get("total") for worker in workers]
     known = [total for total in totals if type(total) is int]
     return sum(known) if known else None
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
 
 
 def _last_error(model: Model) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
-from mlxpool.common.checks import flag, integer, mapping, natural, text
+from mlxpool.common.checks import flag, integer, is_number, mapping, natural, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol.frames import Content
@@ -294,6 +294,7 @@ class Beat(Content):
     """A heartbeat: what the worker does now and what it holds. Memory is bytes.
 
     `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
+    `load_progress` is the share of the weights that is loaded, 0 to 1; None: it did not say.
     """
 
     kind: ClassVar[str] = "beat"
@@ -308,6 +309,7 @@ class Beat(Content):
     memory: Mapping[str, Any] = field(default_factory=dict)
     prefix: Mapping[str, Any] = field(default_factory=dict)
     look: ProgressSample | None = None
+    load_progress: float | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -319,6 +321,7 @@ class Beat(Content):
             "running": self.running,
             "waiting": self.waiting,
             "layout": self.layout,
+            "load_progress": self.load_progress,
             "memory": self.memory,
             "prefix": self.prefix,
         }
@@ -331,6 +334,7 @@ class Beat(Content):
         """Read leniently: a wrong type counts as absent."""
         phase, age, step = body.get("phase"), body.get("phase_age_ms"), body.get("step_ms")
         prefill, layout = body.get("prefill"), body.get("layout")
+        loaded = body.get("load_progress")
         return cls(
             phase if isinstance(phase, str) else None,
             age if isinstance(age, int | float) else 0,
@@ -343,6 +347,7 @@ class Beat(Content):
             mapping(body.get("memory")),
             mapping(body.get("prefix")),
             ProgressSample.parse(body["look"]) if "look" in body else None,
+            float(loaded) if is_number(loaded) and 0 <= loaded <= 1 else None,
         )
 
 
@@ -390,6 +395,32 @@ class Yield(Content):
                 and isinstance(pair[1], int)
             ]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSizes(Content):
+    """How many tokens prompts have, before they are read: (id, run number, tokens) each."""
+
+    kind: ClassVar[str] = "prompts"
+    runs: Sequence[tuple[bytes, int, int]] = ()
+
+    def body(self) -> dict[str, Any]:
+        return {"runs": [list(run) for run in self.runs]}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> PromptSizes:
+        """Read leniently: entries that are no [id, run number, tokens] are left out."""
+        runs = body.get("runs")
+        return cls([tuple(run) for run in runs if _is_size(run)] if isinstance(runs, list) else [])
+
+
+def _is_size(run: object) -> bool:
+    return (
+        isinstance(run, list)
+        and len(run) == 3
+        and isinstance(run[0], bytes)
+        and all(type(number) is int and number >= 0 for number in run[1:])
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class ModelSource:
     opened: Opened
     load: Callable[[OnProgress], Engine]
     max_sequences: int  # that its engine runs at once
+    weight_bytes: int = 0  # as stored, of which `load` reports its progress; 0: not known
 
 
 def open_source(
@@ -64,7 +65,7 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
         return engine
 
     opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
-    return ModelSource(opened, load, max_sequences)
+    return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
 def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
@@ -116,7 +117,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     opened = Opened(
         versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, source
     )
-    return ModelSource(opened, load, config.sequences)
+    return ModelSource(opened, load, config.sequences, folder.weight_bytes)
 
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:

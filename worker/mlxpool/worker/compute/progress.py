@@ -34,6 +34,7 @@ class Progress:
         self.running = 0
         self.waiting = 0
         self.preemptions = 0  # since the start
+        self.loaded = 0.0  # share of the weights, 0 to 1
         self.layout = ""  # of the engine, see Engine.layout
         self.memory = MemoryFigures()
         self.capacity_tokens = 0  # that fit, cached prefixes included; 0: not known yet

@@ -77,6 +77,7 @@ class Heartbeat:
             running=progress.running,
             waiting=progress.waiting + preparing,
             layout=progress.layout,
+            load_progress=progress.loaded,
             memory={
                 **progress.memory.take(),
                 "capacity_tokens": progress.capacity_tokens,
