@@ -186,6 +186,8 @@ class PoolConfig:
     # A larger log of a worker is cut to half of this at its next start.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
+    # debug: also what the prefix cache had for each request, and the names of tensors.
+    log_level: Annotated[str, OneOf(("info", "debug"))] = "info"
     # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none.
     metrics: Annotated[str, check_host_port] = ""
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
@@ -210,6 +212,7 @@ class WorkerConfig:
     key: str = ""  # the file of its own key
     orphan_grace: float = 60.0  # seconds without a broker until the worker ends
     prepare_limit: float = 5.0  # processor seconds, see PoolConfig
+    log_level: str = "info"
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""

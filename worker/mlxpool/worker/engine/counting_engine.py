@@ -152,8 +152,12 @@ class CountingEngine:
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Does nothing: its first step is as fast as later ones."""
 
+    def kv_use(self) -> tuple[int, int]:
+        tokens = sum(row.length for row in self.rows)
+        return tokens, tokens * BYTES_PER_TOKEN
+
     def memory(self) -> MemoryUse:
-        kv = sum(row.length for row in self.rows) * BYTES_PER_TOKEN
+        kv = self.kv_use()[1]
         weights = self.settings.load_bytes
         return MemoryUse(weights=weights, kv=kv, active=weights + kv, peak=weights + kv)
 

@@ -152,6 +152,9 @@ class Engine(Protocol):
     def memory(self) -> MemoryUse:
         """Returns the memory in use."""
 
+    def kv_use(self) -> tuple[int, int]:
+        """Returns the tokens that the rows of running sequences have, and their bytes."""
+
     def piece(self, token: int) -> bytes:
         """Returns the text of a token as bytes."""
 

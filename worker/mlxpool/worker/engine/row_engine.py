@@ -243,6 +243,10 @@ class RowEngine(ABC, Generic[R]):
             device_free=device.device_memory()[1],
         )
 
+    def kv_use(self) -> tuple[int, int]:
+        """See Engine.kv_use."""
+        return sum(row.offset for row in self._rows.values()), self._kv_bytes()[0]
+
     def _kv_bytes(self) -> tuple[int, int]:
         """Returns the bytes of rows, and those that are allocated for rows and unused."""
         return sum(row.nbytes for row in self._rows.values()), 0
