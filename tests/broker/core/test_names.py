@@ -58,6 +58,8 @@ def test_two_names_for_one_folder_share_a_worker() -> None:
         {"prefix_cache": "off"},
         {"prefix_bytes": 10**6},
         {"deterministic": True},
+        {"batch": 64},
+        {"engine": "own"},
         {"counting": Counting(step_us=5)},
     ],
 )
@@ -248,6 +250,16 @@ def test_the_list_shows_what_all_workers_of_a_model_hold() -> None:
         worker = story.ready_worker("a", replica=replica)
         worker.beat(memory={"weights": 600, "total": total})
     assert row(story, "a")["memory"] == 1500
+
+
+@pytest.mark.parametrize(
+    ("mode", "shown"),
+    [("tree", ["batching", "tree"]), ("single", ["batching"]), ("off", ["batching"])],
+)
+def test_the_list_shows_the_tree_only_where_it_is_on(mode: str, shown: list[str]) -> None:
+    story = pool({"a": HERE}, a=model(prefix_cache=mode))
+    describe(story, "a", "0123456789abcdef", features=["batching", "tree"])
+    assert row(story, "a")["features"] == shown
 
 
 def test_a_fault_of_a_cold_model_is_shown_and_refuses_no_request() -> None:

@@ -105,6 +105,15 @@ def test_model_engine_is_an_engine(
     assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
 
 
+def test_batch_bounds_the_tokens_of_a_pass(loaded: LoadedModel, text: ChatTokenizer) -> None:
+    engine = ModelEngine(loaded, text, layout="slabs", batch=64)
+    assert (engine.limits.lines, engine.chunk) == (64, 64)
+    assert ModelEngine(loaded, text, layout="slabs", batch=4096).limits.lines == 512  # the context
+    plain = ModelEngine(loaded, text, layout="slabs")
+    prompt = prompt_of(300)
+    assert ids_of(engine, sequence(prompt), 5) == ids_of(plain, sequence(prompt), 5)
+
+
 @pytest.mark.parametrize("budget", [1, 7, 64, 2048])
 def test_the_chunk_size_changes_no_token(
     loaded: LoadedModel, text: ChatTokenizer, budget: int

@@ -49,7 +49,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "memory": _memory_of(workers),
         "load_progress": _rounded(model.load_progress),
         "quantisation": about.get("quantisation"),
-        "features": list(features) if isinstance(features, list | tuple) else [],
+        "features": _shown_features(features, known.config.prefix_cache),
         "chat": _chat_of(about),
         "layout": next(filter(None, (worker.beat.layout for worker in workers)), None),
         "digest": digest[:DIGEST_DIGITS] or None,
@@ -70,6 +70,12 @@ def _memory_of(workers: Sequence[Worker]) -> int | None:
     totals = [worker.beat.memory.get("total") for worker in workers]
     known = [total for total in totals if type(total) is int]
     return sum(known) if known else None
+
+
+def _shown_features(features: object, prefix_cache: str) -> list[str]:
+    """What a model supports; the prefix tree only where it is on."""
+    found = features if isinstance(features, list | tuple) else ()
+    return [one for one in found if one != "tree" or prefix_cache == "tree"]
 
 
 def _rounded(share: float | None) -> float | None:

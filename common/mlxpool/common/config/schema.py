@@ -84,6 +84,10 @@ class ModelConfig:
     replicas: Annotated[int, Within(1, 64)] = 1
     # Sequences that one worker runs at once.
     sequences: Annotated[int, Within(1, 4096)] = 8
+    # Tokens of one step at most, more than sequences; 0: what suits the device.
+    batch: Annotated[int, Within(0, 2**20)] = 0
+    # Whose code computes it; "auto": ours where it has the model_type, else mlx-lm's.
+    engine: Annotated[str, OneOf(("auto", "own", "mlx-lm"))] = "auto"
     # Idle time before the worker is ended; below 0: never.
     keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = 300.0
     # Whether its workers start with the pool and stay; sets keep_alive to -1.

@@ -96,12 +96,14 @@ class RowEngine(ABC, Generic[R]):
         max_sequences: int,
         limit: int,
         blocks: int | None,
+        batch: int = 0,
     ) -> None:
         """`weights` are bytes; for the other parameters see ModelEngine."""
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(device.prefill_chunk(), self.context)
+        self.batch = device.prefill_chunk(batch)
+        self.chunk = min(self.batch, self.context)
         self.cost = StepCost()
         self.digest = versions.digest_of(folder.digest)
         self._text = text or ChatTokenizer.from_folder(folder)

@@ -102,6 +102,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         limit: int = 0,
         blocks: int | None = None,
         step_target: float = 0.0,
+        batch: int = 0,
     ) -> None:
         """See ModelEngine, which has the same parameters."""
         from mlx.utils import tree_flatten
@@ -116,6 +117,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             max_sequences=max_sequences,
             limit=limit,
             blocks=blocks,
+            batch=batch,
         )
         self._step_target = step_target
         self._model = model
