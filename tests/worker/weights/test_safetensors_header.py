@@ -105,7 +105,7 @@ def test_metadata_and_empty_tensors_are_fine(tmp_path: Path) -> None:
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
-    arrays = {"a": np.zeros((2, 3), np.float16), "b": np.zeros((), np.uint32)}
+    arrays: dict[str, Any] = {"a": np.zeros((2, 3), np.float16), "b": np.zeros((), np.uint32)}
     save_file(arrays, tmp_path / "x", {"format": "mlx"})
     header = safetensors_header.read_header(tmp_path / "x")
     assert {name: (one.dtype, one.shape) for name, one in header.tensors.items()} == {

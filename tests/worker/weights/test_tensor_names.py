@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ STORE_NAMES = {"scales": "weight.scale", "biases": "weight.bias"}
 
 def quantised(path: Path, names: dict[str, str], biases: bool = True) -> Path:
     """A model with biases of layers, of which UP is quantised; `names`: of its parts."""
-    settings = {"mlp_bias": True}
+    settings: dict[str, Any] = {"mlp_bias": True}
     weights = random_weights(config(**settings))
     packed, scales, offsets = mx.quantize(mx.array(weights[f"{UP}.weight"]), 32, 4)
     weights[f"{UP}.weight"] = np.array(packed)

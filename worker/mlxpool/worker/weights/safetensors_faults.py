@@ -44,7 +44,9 @@ def _tensor_faults(entry: Any, data_bytes: int) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield f"is described by {entry!r}, must be a map"
         return
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         yield f"has dtype {dtype!r}, known are {', '.join(BITS)}"
     if not _are_counts(shape):
