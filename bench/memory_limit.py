@@ -142,7 +142,7 @@ def measure(count: int, limit: int) -> dict[str, Any]:
             "ends": dict(seen.ends),
             "rss at the start": before["memory"]["rss"],
             "rss, high-water mark": high_water(after["pid"]),
-            "active, highest": after["memory"]["peak"],
+            "active, highest": after["memory"]["highest"],
             "rss after the first": statistics.median(early),
             "rss at the last": statistics.median(late),
             "tokens that fit, first and last": [

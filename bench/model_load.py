@@ -86,6 +86,7 @@ def write(folder: Path, kind: str, size: float) -> Path:
 
 
 def _write_shard(file: Path, found: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Writes piece by piece; the library would need all of the file in memory."""
     header, end = {}, 0
     for name, dtype, shape in found:
         begin, end = end, end + int(np.prod(shape)) * (2 if dtype == "BF16" else 4)

@@ -14,7 +14,7 @@ def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
     return {"broker": {}, "workers": rows, "models": [{"name": "m", "queued": 0, **model}]}
 
 
-LOADING = {"state": "loading", "memory": {"weights": 250_000}}
+LOADING = {"state": "loading", "load_progress": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,8 @@ LOADING = {"state": "loading", "memory": {"weights": 250_000}}
         (seen({"state": "none"}), "starting a worker for m"),
         (seen({"state": "starting"}), "starting a worker for m, 2.0 s"),
         (seen({"state": "loading"}), "loading m, 2.0 s"),
-        (seen(LOADING), "loading m: 250 kB, 2.0 s"),
+        (seen(LOADING), "loading m: 25 %, 2.0 s"),
         (seen(LOADING, size=1_000_000), "loading m: 25 % of 1.0 MB, 2.0 s"),
-        (seen(LOADING, size=1000), "loading m: 250 kB, 2.0 s"),
         (seen({"state": "none"}, {"state": "loading", "epoch": 2}), "loading m, 2.0 s"),
         (seen({"state": "ready"}), ""),
         (seen({"state": "ready"}, LOADING, queued=3), "waiting for m, 3 in its queue"),

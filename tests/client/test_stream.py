@@ -49,6 +49,13 @@ def test_accepted() -> None:
     assert (state.boot, state.link, state.seed, state.over) == (7, 3, 42, False)
 
 
+def test_the_result_has_the_warnings_of_the_broker() -> None:
+    state = StreamState(ID)
+    state.receive(frame(kinds.ACCEPTED, {**ACCEPTED, "warnings": ["the unknown key 'x'"]}))
+    state.receive(frame(kinds.DONE, DONE, pos=0))
+    assert state.whole().warnings == ("the unknown key 'x'",)
+
+
 def test_deltas_in_order() -> None:
     state = accepted()
     assert state.receive(delta(0, 5, 6, text="ab")) == Delta("ab", (5, 6), 0)
@@ -146,7 +153,8 @@ def test_cancel_without_a_terminal() -> None:
     state.cancel_here()
     assert state.result is not None
     assert (state.result.reason, state.result.text, state.result.ids) == ("cancelled", "a", (5,))
-    assert state.result.usage == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 1}
+    usage = {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 1, "total_tokens": 4}
+    assert state.result.usage == usage
 
 
 def test_frames_of_another_attempt_are_ignored() -> None:

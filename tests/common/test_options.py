@@ -106,6 +106,17 @@ def test_num_predict_is_max_tokens() -> None:
     assert "'num_predict'" in refused(num_predict="x")
 
 
+@pytest.mark.parametrize("tokens", [3, 0, -1, -2])
+def test_max_tokens_wins_over_num_predict_in_any_order(tokens: int) -> None:
+    assert Options.parse({"max_tokens": tokens, "num_predict": 7}).max_tokens == tokens
+    assert Options.parse({"num_predict": 7, "max_tokens": tokens}).max_tokens == tokens
+
+
+def test_num_predict_counts_where_max_tokens_is_not_set_and_is_checked_in_any_case() -> None:
+    assert Options.parse({"num_predict": 7, "max_tokens": None}).max_tokens == 7
+    assert "'num_predict'" in refused(max_tokens=3, num_predict="x")
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("temprature", "temperature"), ("topk", "top_k"), ("num_predct", "num_predict")],

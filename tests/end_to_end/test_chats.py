@@ -41,6 +41,14 @@ def client(pool: Pool) -> Iterator[Client]:
         yield connected
 
 
+@pytest.mark.parametrize("model", ["strict", "counting"])
+def test_tools_for_a_model_that_reads_none_are_refused(client: Client, model: str) -> None:
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(BadRequest, match="leave `tools` out"):
+        client.generate(model, messages=messages, tools=tools, max_tokens=1)
+
+
 def test_tools_and_the_answers_of_tools_reach_the_template(client: Client) -> None:
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
     call = {"id": "a", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}

@@ -22,6 +22,9 @@ from support.pool import PATIENCE, Pool, until, with_path
 
 KEY, OTHER = "k" * 32, "o" * 32
 CONFIG = """
+[models.loading]
+path = "builtin:counting"
+counting.load_ms = 3600000
 [models.slow]
 path = "builtin:counting"
 counting.step_us = 20000
@@ -301,8 +304,18 @@ def test_an_unknown_model_and_an_unknown_path(http: httpx.Client) -> None:
     refused(http.post("/v1/embeddings", json={}), 501, "not_supported")
 
 
+def test_a_deadline_that_passes_before_the_model_is_loaded(pool: Pool) -> None:
+    body = {"model": "loading", "prompt": "x"}
+    with GatewayThread(pool.run_dir, deadline=0.1) as gateway:
+        response = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE)
+        refused(response, 503, "model_loading")
+    assert response.json()["load_progress"] == 0.0 and response.headers["retry-after"] == "1"
+
+
 def test_a_deadline_that_passes(pool: Pool) -> None:
     body = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
+    with pool.client() as client:
+        client.tokenize("slow", "")  # the model is loaded
     with GatewayThread(pool.run_dir, deadline=0.1) as gateway:
         response = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE)
         refused(response, 504, "deadline_exceeded")

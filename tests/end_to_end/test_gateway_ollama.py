@@ -89,6 +89,23 @@ def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
     assert next(iter(client.chat("bare", stream=True))).done_reason == "load"
 
 
+def test_ps_has_what_a_model_holds_now(client: ollama.Client, pool: Pool) -> None:
+    client.generate("bare", "hello", raw=True, options={"num_predict": 2})
+    disk = next(model.size for model in client.list().models if model.model == "bare")
+
+    def shown_total() -> int | None:
+        """Its size, once ps of the pool and of the gateway show the same heartbeat."""
+        total = pool.worker("bare/0")["memory"].get("total")
+        size = next(model.size for model in client.ps().models if model.model == "bare")
+        return total if size == total else None
+
+    total = until(shown_total, "both show the same")
+    memory = pool.worker("bare/0")["memory"]
+    assert disk and total > disk and total >= memory["weights"] + memory["prefix"]
+    loaded = next(model for model in client.ps().models if model.model == "bare")
+    assert loaded.size == loaded.size_vram
+
+
 def test_the_lists_of_models(client: ollama.Client) -> None:
     assert {model.model for model in client.list().models} == {
         "demo", "counting", "thinker", "bare",

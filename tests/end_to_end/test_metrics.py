@@ -189,3 +189,16 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         assert pool.ask("ps")["broker"]["metrics"] is None
+
+
+def test_workers_log_at_the_level_of_the_settings(tmp_path: Path) -> None:
+    with Pool(tmp_path, '[pool]\nlog_level = "debug"') as quiet, quiet.client() as client:
+        client.generate("counting", SECRET, max_tokens=1)
+        logs = quiet.run_dir / "logs"
+        told = until(
+            lambda: [one for one in logs.glob("counting*") if "prefix miss" in one.read_text()],
+            "the request is in the worker's log",
+        )
+        text = told[0].read_text()
+    assert f"cached=0 left={len(SECRET)} " in text and "the model has no prefix cache" in text
+    assert SECRET not in text

@@ -111,7 +111,24 @@ def test_memory_figures_grow_with_a_conversation(client: Client, pool: Pool) -> 
     grown = memory()
     assert grown["weights"] > 0
     assert grown["active"] >= grown["weights"] + grown["prefix"]
-    assert grown["peak"] >= grown["active"] and grown["rss"] > grown["weights"]
+    assert grown["highest"] >= grown["peak"] >= grown["active"]
+    assert grown["rss"] > grown["weights"]
+    parts = (grown[part] for part in ("weights", "kv", "prefix", "compute"))
+    assert grown["total"] == sum(parts) >= grown["active"]
+
+
+def test_the_memory_of_steps_is_shown_with_the_step_and_gone_later(
+    client: Client, pool: Pool
+) -> None:
+    def memory() -> dict[str, int]:
+        return dict(pool.worker("good/0")["memory"])
+
+    client.generate("good", "warm", max_tokens=1)
+    until(lambda: memory()["peak"] == memory()["active"], "a second without a step")
+    resting = memory()["compute"]
+    client.generate("good", "d" * 450, max_tokens=1)
+    until(lambda: memory()["compute"] > resting, "what the prompt's step needed")
+    until(lambda: memory()["peak"] == memory()["active"], "it is gone")
 
 
 def test_context_and_vocabulary_bound_a_prompt(client: Client, pool: Pool) -> None:

@@ -75,7 +75,12 @@ def test_every_token_is_the_right_one(pool: Pool) -> None:
     assert list(result.ids) == expected_ids("hello", 7, 200)
     assert result.text == text_of(result.ids) == "".join(d.text for d in deltas)
     assert result.reason == "length" and result.seed == 7 and result.attempts == 1
-    assert result.usage == {"prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 200}
+    assert result.usage == {
+        "prompt_tokens": 5,
+        "cached_tokens": 0,
+        "completion_tokens": 200,
+        "total_tokens": 205,
+    }
     assert [d.pos for d in deltas if d.ids] == [
         sum(len(d.ids) for d in deltas[:i]) for i, d in enumerate(deltas) if d.ids
     ]

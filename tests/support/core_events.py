@@ -44,6 +44,10 @@ def beat(epoch: int, body: Body) -> ev.WorkerBeat:
     return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
 
 
+def prompts(epoch: int, *runs: tuple[bytes, int, int]) -> ev.WorkerPrompts:
+    return ev.WorkerPrompts(epoch, to_broker.PromptSizes(runs))
+
+
 def credit(epoch: int, body: Body) -> ev.WorkerCredit:
     return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
 

@@ -10,6 +10,7 @@ ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "e
 FATE, PONG, TOKENS = "fate", "pong", "tokens"
 # back: worker -> broker
 HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
+PROMPTS = "prompts"
 # back: broker -> worker
 WELCOME, HEARD, WHO, WORK, DRAIN, STOP = "welcome", "heard", "who", "work", "drain", "stop"
 # admin: the one kind that is answered more than once

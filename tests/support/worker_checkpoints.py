@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -59,7 +60,6 @@ GLM: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-DTYPES = {"float32": "F32", "float16": "F16", "uint32": "U32", "uint8": "U8"}
 BOS, EOS = 256, 257
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -144,16 +144,7 @@ def write_weights(path: Path, weights: dict[str, np.ndarray], shards: int = 1) -
 
 
 def write_safetensors(file: Path, weights: Mapping[str, np.ndarray]) -> None:
-    header, end = {}, 0
-    for name, array in weights.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": DTYPES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    data = b"".join(array.tobytes() for array in weights.values())
-    write_raw_safetensors(file, json.dumps(header).encode(), data)
+    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, file)
 
 
 def write_raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:

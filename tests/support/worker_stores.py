@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 TENSOR = "application/vnd.ollama.image.tensor"
 JSON = "application/vnd.ollama.image.json"
@@ -76,20 +77,18 @@ class Store:
         return self.root / "blobs" / str(layer["digest"]).replace(":", "-")
 
 
-def _tensors(folder: Path) -> dict[str, tuple[dict[str, Any], bytes]]:
-    """name -> header entry and bytes, for the tensors of all shards."""
-    found = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        content = shard.read_bytes()
-        start = 8 + struct.unpack("<Q", content[:8])[0]
-        for name, entry in json.loads(content[8:start]).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = (entry, content[start + begin : start + end])
-    return found
+def _tensors(folder: Path) -> dict[str, Any]:
+    """The tensors of all shards, as MLX's arrays: numpy has no bfloat16."""
+    import mlx.core as mx
+
+    return {
+        name: array
+        for shard in sorted(folder.glob("*.safetensors"))
+        for name, array in cast(dict[str, Any], mx.load(str(shard))).items()
+    }
 
 
-def _blob(tensors: Any, name: str, settings: dict[str, Any], stated: bool) -> bytes:
+def _blob(tensors: Mapping[str, Any], name: str, settings: dict[str, Any], stated: bool) -> bytes:
     """A safetensors file of one tensor, with its .scale and .bias where it is quantised."""
     module = name.removesuffix(".weight")
     parts = {name: tensors[name]}
@@ -102,11 +101,14 @@ def _blob(tensors: Any, name: str, settings: dict[str, Any], stated: bool) -> by
         kind = QUANT_TYPES.get((layout.get("mode", "affine"), layout["bits"]))
         if stated and kind:
             metadata = {"quant_type": kind, "group_size": str(layout["group_size"])}
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for one, (entry, data) in sorted(parts.items(), reverse=True):  # .scale before its tensor
-        begin, end = end, end + len(data)
-        header[one] = {**entry, "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    data = b"".join(data for _, (_, data) in sorted(parts.items(), reverse=True))
-    return struct.pack("<Q", len(raw)) + raw + data
+    return _saved(parts, metadata)
+
+
+def _saved(parts: Mapping[str, Any], metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file."""
+    import mlx.core as mx
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "blob.safetensors"
+        mx.save_safetensors(str(file), dict(parts), metadata)
+        return file.read_bytes()

@@ -13,7 +13,7 @@ from mlxpool.common.config import loading
 def main() -> int:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     settings = loading.load(path)
-    logs.set_up(json_lines=settings.log_format == "json")
+    logs.set_up(json_lines=settings.log_format == "json", level=logs.LEVELS[settings.log_level])
     Broker(settings, lambda: loading.load(path)).run()
     return 0
 

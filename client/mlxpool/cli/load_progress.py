@@ -65,12 +65,10 @@ def _worker_rows(
 
 def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """The part of the weights that is loaded; "" if it is not known."""
-    loaded, whole = (worker.get("memory") or {}).get("weights"), model.get("size")
+    loaded, whole = worker.get("load_progress"), model.get("size")
     if not loaded:
         return ""
-    if not whole or loaded > whole:
-        return f": {size(loaded)}"
-    return f": {100 * loaded // whole} % of {size(whole)}"
+    return f": {100 * loaded:.0f} %" + (f" of {size(whole)}" if whole else "")
 
 
 class StatusLine:

@@ -31,7 +31,7 @@ class Row:
     rate: float | None = None  # tokens a second
     first_token: float | None = None  # seconds; the median of its model
     kv: float | None = None  # 0 to 1: keys and values, of the memory that weights leave
-    memory: int | None = None  # bytes that MLX holds
+    memory: int | None = None  # bytes: weights, keys and values, prefixes, what steps need
     restarts: int = 0
     up: float | None = None  # seconds
 
@@ -173,6 +173,7 @@ def _row(
 ) -> Row:
     memory = worker.get("memory") or {}
     available = memory.get("limit", 0) - memory.get("weights", 0)
+    used = memory.get("kv_used", memory.get("kv"))
     return Row(
         model=worker["model"],
         slot=worker["slot"],
@@ -181,8 +182,8 @@ def _row(
         waiting=model.get("waiting", 0),
         rate=rate,
         first_token=first_token,
-        kv=memory["kv"] / available if available > 0 and "kv" in memory else None,
-        memory=memory.get("active"),
+        kv=used / available if available > 0 and used is not None else None,
+        memory=memory.get("total", memory.get("active")),
         restarts=worker.get("restarts", 0),
         up=worker.get("uptime_s"),
     )

@@ -41,11 +41,12 @@ class Result:
     text: str
     ids: tuple[int, ...]
     reason: str  # why it ended: stop, length or cancelled
-    usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens
+    usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens
     timings_ms: Mapping[str, float]  # queue, prefill, first_token, decode, total
     seed: int
     attempts: int  # how often the broker gave it to a worker; 0: no broker reported it
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
+    warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
 
 
 # ---- what the broker says ------------------------------------------------------------------------
@@ -128,6 +129,7 @@ class StreamState:
     link: int = 0  # the number that this process gave to the connection
     barren_boots: int = 0  # broker processes in a row that accepted the stream and sent no id
     seed: int = -1
+    warnings: tuple[str, ...] = ()
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, object]] = field(default_factory=list)
@@ -193,6 +195,7 @@ class StreamState:
             self.barren_boots += 1
         self.accepted, self.seed = True, accepted.seed
         self.boot, self.link = accepted.boot, accepted.link
+        self.warnings = accepted.warnings
 
     def _append(self, pos: int, piece: Piece) -> Delta | None:
         """Append a piece. One that does not fit is a gap: the stream has to be sent again."""
@@ -223,4 +226,5 @@ class StreamState:
             seed=self.seed,
             attempts=done.attempts,
             logprobs=tuple(self.logprobs),
+            warnings=self.warnings,
         )

@@ -61,6 +61,9 @@ def _utc(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
+LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}  # of the setting log_level
+
+
 def set_up(*, json_lines: bool, level: int = logging.INFO) -> None:
     """Write the log of this process, exceptions that nothing catches included, to stderr."""
     handler = logging.StreamHandler(sys.stderr)

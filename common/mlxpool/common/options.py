@@ -157,19 +157,20 @@ class Options:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Options:
-        """Options from a message's map.
+        """Options from a message's map; where both are set, an option wins over its other name.
 
         Raises BadRequest naming the option, its value and its bound.
         """
         values: dict[str, Any] = {}
+        aliased: dict[str, Any] = {}
         for name, value in raw.items():
             target = ALIASES.get(name, name)
             check = CHECKS.get(target)
             if check is None:
                 raise BadRequest(f"unknown option {name!r}{_nearest(name)}")
             if value is not None:
-                values[target] = check(name, value)
-        return cls(**values)
+                (values if target == name else aliased)[target] = check(name, value)
+        return cls(**{**aliased, **values})
 
     def to_wire(self) -> dict[str, Any]:
         """The map that `parse` reads back to an equal object."""
@@ -215,7 +216,7 @@ class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`; None is the same as not given."""
 
     max_tokens: int | None  # tokens of the whole completion; 0 and below: up to the context
-    num_predict: int | None  # another name of max_tokens
+    num_predict: int | None  # another name of max_tokens, which wins where both are set
     temperature: float | None  # 0 is greedy
     top_p: float | None  # keep the most likely tokens of this mass; 1 or 0: off
     top_k: int | None  # keep this many of the most likely tokens; 0: off

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.common.checks import is_number
 from mlxpool.common.errors import PoolError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
@@ -33,6 +34,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
 }
 ERROR_TYPES = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
 # Part of the body may still be unread, so the connection cannot carry another request.
+LOADING_RETRY_AFTER = 1.0  # seconds until a request for a model that is loading is sent again
 CLOSING_STATUSES = (408, 413)
 PARAMS = {"unknown_model": "model", "context_exceeded": "messages"}
 
@@ -50,6 +52,7 @@ class HttpError(Exception):
     param: str | None = None
     retry_after: float | None = None  # seconds
     retry: bool = True
+    load_progress: float | None = None  # 0 to 1, of a model that is loading
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -63,11 +66,14 @@ class HttpError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        return {"error": error}
+        return {"error": error, **self._progress()}
 
     def ollama_body(self) -> dict[str, Any]:
         """The error object of Ollama's interface."""
-        return {"error": self.message}
+        return {"error": self.message, **self._progress()}
+
+    def _progress(self) -> dict[str, float]:
+        return {} if self.load_progress is None else {"load_progress": self.load_progress}
 
     def headers(self) -> dict[str, str]:
         """OpenAI's clients retry by themselves unless `x-should-retry` is false."""
@@ -97,6 +103,15 @@ def from_pool_error(error: PoolError, *, started: bool = False) -> HttpError:
     `started`: a model has produced output, so a retry would repeat work and is not suggested.
     """
     status, code = STATUS.get(error.code, (429 if error.retry_after_ms is not None else 500, ""))
+    progress = (error.details or {}).get("load_progress")
+    if is_number(progress):  # the deadline came before the model was loaded
+        return HttpError(
+            503,
+            error.message,
+            "model_loading",
+            retry_after=LOADING_RETRY_AFTER,
+            load_progress=float(progress),
+        )
     after = None if error.retry_after_ms is None else error.retry_after_ms / 1000
     return HttpError(
         status,

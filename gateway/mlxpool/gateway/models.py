@@ -25,7 +25,8 @@ class ModelInfo:
     inspected: bool  # the pool has read the model's files, or it has none
     architecture: str
     context: int  # tokens
-    size: int  # bytes
+    size: int  # bytes of the weights on disk
+    memory: int  # bytes that its workers hold now
     digest: str
     quantisation: str
     chat: ChatFormats | None  # None: the model has no chat template
@@ -41,6 +42,7 @@ class ModelInfo:
             architecture=row.get("type") or "",
             context=row.get("context") or 0,
             size=row.get("size") or 0,
+            memory=row.get("memory") or 0,
             digest=row.get("digest") or "",
             quantisation=row.get("quantisation") or "",
             chat=chat and ChatFormats(chat.get("tools"), chat.get("thinking")),

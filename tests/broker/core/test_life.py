@@ -49,6 +49,11 @@ def test_accepted_has_the_position_in_the_queue(story: Story) -> None:
     assert frame.header.attempt == 1
 
 
+def test_accepted_has_a_warning_for_a_key_that_is_ignored(story: Story) -> None:
+    story.generate(later=1)
+    story.assert_sent(1, "accepted", warnings=["the unknown key 'later' is ignored"])
+
+
 def test_a_request_without_a_seed_gets_the_entropy_of_its_event(story: Story) -> None:
     request = story.generate()
     story.assert_sent(1, "accepted", seed=ENTROPY)
@@ -67,6 +72,19 @@ def test_work_carries_prompt_options_and_what_is_left_of_the_deadline(story: Sto
     assert run.body["options"]["max_tokens"] == 3
     assert run.body["deadline_ms"] == 5000
     assert run.attempt == 1
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_read_has_its_tokens_in_usage(story: Story) -> None:
+    request = story.generate()
+    worker = story.ready_worker()
+    number = worker.runs[request].attempt
+    story.do(make.prompts(worker.epoch, (request, number + 1, 7)))  # of another run
+    story.do(make.prompts(worker.epoch + 1, (request, number, 8)))  # of another worker
+    story.do(make.prompts(worker.epoch, (request, number, 300), (b"x" * 16, 1, 5)))
+    story.cancel(request)
+    usage = body_of(story.assert_sent(1, "done", id=request))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (300, 0)
+    assert usage["total_tokens"] == 300
 
 
 def test_usage_and_timings_of_done(story: Story) -> None:

@@ -39,6 +39,59 @@ def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> N
     story.assert_conserved()
 
 
+def test_the_place_of_a_silent_client_is_given_to_a_client_that_waits(story: Story) -> None:
+    worker, stalled = story.running(sequences=1)
+    worker.tokens(stalled)
+    own = story.generate()
+    waiting = story.generate(link=2)
+    story.later(2.9)
+    story.hear(2)
+    assert worker.cancelled == []
+    assert act.ForgetLink(1) in story.later(0.1)
+    assert worker.cancelled == [(stalled, 1)] and story.to_client() == []
+    assert story.core.state.tombstones[stalled].state is RequestState.CANCELLED
+    assert {own, waiting} == story.core.state.requests.keys()
+    worker.end(stalled, "cancelled")
+    worker.credit()
+    assert waiting in worker.runs or own in worker.runs
+
+
+def test_a_silent_client_keeps_its_place_until_somebody_waits(story: Story) -> None:
+    worker, stalled = story.running(sequences=1)
+    own = story.generate()  # its own requests do not count
+    story.later(6)
+    assert worker.cancelled == []
+    story.generate(link=2)
+    story.later(1)
+    assert worker.cancelled == [(stalled, 1)]
+    assert own in story.core.state.requests
+
+
+def test_a_durable_stream_that_gave_its_place_goes_on_when_its_client_wakes(story: Story) -> None:
+    worker, stalled = story.running(sequences=1)
+    worker.tokens(stalled, 3)
+    other = story.generate(link=2)
+    story.later(3)
+    story.hear(2)
+    assert worker.cancelled == [(stalled, 1)]
+    resume = {"count": 3, "seed": 0, "resumes": 0}
+    story.generate(stalled, link=3, attempt=2, resume=resume, blobs=[pack_ids([0, 1, 2])])
+    assert {stalled, other} == story.core.state.requests.keys()
+    assert story.request(stalled).run.taken == 3
+
+
+def test_the_end_of_a_connection_ends_its_streams_that_are_not_durable(story: Story) -> None:
+    worker, plain = story.running(sequences=2, durable=False)
+    durable, waiting = story.generate(), story.generate(durable=False)
+    other = story.generate(link=2, durable=False)
+    story.do(ev.LinkLost(1))
+    assert worker.cancelled == [(plain, 1)] and story.to_client() == []
+    assert {durable, other} == story.core.state.requests.keys()
+    for request in (plain, waiting):
+        assert story.core.state.tombstones[request].state is RequestState.CANCELLED
+    story.assert_conserved()
+
+
 def test_a_link_that_is_heard_from_keeps_its_streams(story: Story) -> None:
     request = story.generate()
     for _ in range(10):

@@ -58,6 +58,8 @@ def test_two_names_for_one_folder_share_a_worker() -> None:
         {"prefix_cache": "off"},
         {"prefix_bytes": 10**6},
         {"deterministic": True},
+        {"batch": 64},
+        {"engine": "own"},
         {"counting": Counting(step_us=5)},
     ],
 )
@@ -218,6 +220,8 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "context": 64,
         "type": "llama",
         "size": 500,
+        "memory": None,
+        "load_progress": None,
         "quantisation": "bf16",
         "features": ["batching"],
         "layout": None,
@@ -227,6 +231,35 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "error": None,
     }
     assert story.model("a").need == 500
+
+
+def test_the_list_shows_how_far_a_model_is_loaded() -> None:
+    story = pool({"a": HERE}, a=model())
+    story.generate(name="a")
+    assert row(story, "a")["load_progress"] == 0.0
+    worker = story.workers["a/0"].hello()
+    worker.beat(phase="load", load_progress=1 / 3)
+    assert row(story, "a")["load_progress"] == 0.333
+    worker.credit(1)
+    assert row(story, "a")["load_progress"] is None
+
+
+def test_the_list_shows_what_all_workers_of_a_model_hold() -> None:
+    story = pool({"a": HERE}, a=model(replicas=2))
+    for replica, total in enumerate((700, 800)):
+        worker = story.ready_worker("a", replica=replica)
+        worker.beat(memory={"weights": 600, "total": total})
+    assert row(story, "a")["memory"] == 1500
+
+
+@pytest.mark.parametrize(
+    ("mode", "shown"),
+    [("tree", ["batching", "tree"]), ("single", ["batching"]), ("off", ["batching"])],
+)
+def test_the_list_shows_the_tree_only_where_it_is_on(mode: str, shown: list[str]) -> None:
+    story = pool({"a": HERE}, a=model(prefix_cache=mode))
+    describe(story, "a", "0123456789abcdef", features=["batching", "tree"])
+    assert row(story, "a")["features"] == shown
 
 
 def test_a_fault_of_a_cold_model_is_shown_and_refuses_no_request() -> None:

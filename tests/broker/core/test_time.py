@@ -30,6 +30,25 @@ def test_a_deadline_ends_a_queued_request(story: Story) -> None:
     story.assert_idle()
 
 
+def test_a_deadline_before_the_model_is_loaded_says_how_far_it_is(story: Story) -> None:
+    request = story.generate(deadline_ms=1500)
+    worker = story.workers["m/0"].hello()
+    worker.beat(phase="load", load_progress=0.25)
+    story.later(1.5)
+    frame = story.assert_sent(1, "error", id=request, code="deadline_exceeded")
+    body = body_of(frame)
+    assert body["details"] == {"model": "m", "load_progress": 0.25}
+    assert "'m' is still loading, 25% of its weights are loaded" in body["message"]
+
+
+def test_a_deadline_behind_others_in_the_queue_says_nothing_of_a_load(story: Story) -> None:
+    story.running(sequences=1)
+    request = story.generate(deadline_ms=1500)
+    story.later(1.5)
+    frame = story.assert_sent(1, "error", id=request, code="deadline_exceeded")
+    assert "details" not in body_of(frame)
+
+
 def test_a_deadline_ends_a_stream_and_stops_its_run(story: Story) -> None:
     worker, request = story.running(deadline_ms=2000)
     worker.tokens(request, 3)

@@ -39,7 +39,7 @@ class Nursery:
         self.folder = folder
         models = {"m": ModelConfig(path="builtin:counting")}
         self.config = PoolConfig(
-            run_dir=folder, models=models, stop_grace=7.0, worker_log_bytes=2048
+            run_dir=folder, models=models, stop_grace=7.0, worker_log_bytes=2048, log_level="debug"
         )
         self.supervisor = Supervisor(self.config, "ipc:///back", portable=portable)
         self.patch = patch
@@ -176,7 +176,9 @@ def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
     model = nursery.config.models["m"]
     assert told.block_fd > 2 and told.dump_fd > 2
     told = replace(told, block_fd=-1, dump_fd=-1)
-    assert told == WorkerConfig("ipc:///back", "m/0", child.token, "m", model, "text")
+    assert told == WorkerConfig(
+        "ipc:///back", "m/0", child.token, "m", model, "text", log_level="debug"
+    )
     assert len(json.loads(line)["token"]) == 32
 
 

@@ -51,9 +51,9 @@ def test_a_point_has_the_running_and_waiting_requests(story: Story) -> None:
     assert (now.running, now.waiting, now.memory) == (1, 2, 900)
 
 
-def test_the_memory_of_a_worker_is_the_larger_of_active_and_resident(story: Story) -> None:
+def test_the_memory_of_a_worker_is_the_larger_of_its_total_and_resident(story: Story) -> None:
     worker, _ = story.running()
-    worker.beat(memory={"active": 6000, "rss": 900})
+    worker.beat(memory={"total": 6000, "active": 5000, "rss": 900})
     assert recorded(story, 10.0, 12.0).points[0].memory == 6000
 
 

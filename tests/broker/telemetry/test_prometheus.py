@@ -18,7 +18,11 @@ from support.core_harness import Story, model
 BEAT = {
     "memory": {
         "weights": 600,
-        "kv": 100,
+        "kv": 160,
+        "kv_used": 100,
+        "prefix": 40,
+        "compute": 50,
+        "total": 850,
         "rss": 900,
         "prepare": 70,
         "limit": 1000,
@@ -99,7 +103,12 @@ def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     assert value(metrics, "mlxpool_workers", model="m", state="ready") == 1
     assert value(metrics, "mlxpool_model_state", model="other", state="cold") == 1
     at = {"model": "m", "worker": "m/0"}
-    assert value(metrics, "mlxpool_worker_memory_bytes", kind="kv", **at) == 100
+    parts = [
+        value(metrics, "mlxpool_worker_memory_bytes", kind=kind, **at)
+        for kind in ("weights", "kv", "prefix", "compute")
+    ]
+    assert parts == [600, 160, 40, 50]
+    assert value(metrics, "mlxpool_worker_memory_bytes", kind="total", **at) == sum(parts)
     assert value(metrics, "mlxpool_worker_memory_bytes", kind="prepare", **at) == 70
     assert value(metrics, "mlxpool_worker_memory_limit_bytes", **at) == 1000
     assert value(metrics, "mlxpool_kv_cache_usage_ratio", **at) == 0.25

@@ -14,6 +14,8 @@ from support.core_harness import START, Story, model
 
 MAX_PAGE_BYTES = 100_000  # bytes of the page and its first figures
 
+MEMORY = {"weights": 600, "kv": 100, "prefix": 20, "compute": 30, "rss": 900, "limit": 1000}
+
 
 def test_the_status_of_a_pool_at_work(story: Story) -> None:
     worker, request = story.running(sequences=1)
@@ -21,7 +23,7 @@ def test_the_status_of_a_pool_at_work(story: Story) -> None:
     past = RecentHistory()
     past.record(snapshots.of(story), START)
     worker.tokens(request, 6)
-    worker.beat(phase="decode", memory={"weights": 600, "kv": 100, "rss": 900, "limit": 1000})
+    worker.beat(phase="decode", memory=MEMORY)
     past.record(snapshots.of(story), START + 2)
     told = status(snapshots.of(story, pid=7), past, START + 3)
     assert told["broker"] == {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2}
@@ -37,8 +39,10 @@ def test_the_status_of_a_pool_at_work(story: Story) -> None:
         "decode",
         1,
     )
-    assert row["memory"] == {"weights": 600, "kv": 100, "limit": 1000}
-    assert row["taken"] == 900
+    parts = {"weights": 600, "kv": 100, "prefix": 20, "compute": 30}
+    assert row["memory"] == {**parts, "process": 150}
+    assert row["taken"] == sum(row["memory"].values()) == 900
+    assert row["limit"] == 1000
     assert told["past"]["age_s"] == [1.0]
     assert told["past"]["tokens_s"] == [3.0]
     assert told["past"]["running"] == [1]

@@ -251,3 +251,23 @@ def test_only_a_worker_found_gone_is_remembered() -> None:
         sessions.release("m/0")
         sessions.sweep()
         assert list(wires.peers.by_number) == [alive.number]
+
+
+def test_the_peer_of_a_connection_that_has_ended_is_found_and_forgotten(wires: Wire) -> None:
+    dealer = wires.dealer()
+    peer = wires.met(dealer)
+    descriptor = peer.descriptor
+    assert wires.peers.ended(descriptor) is None and peer.number in wires.peers.by_number
+    dealer.close(linger=0)
+    found: list[Peer] = []
+
+    def is_found() -> bool:
+        ended = wires.peers.ended(descriptor)
+        found.extend([] if ended is None else [ended])
+        return bool(found)
+
+    until(is_found)
+    assert found == [peer] and peer.number not in wires.peers.by_number
+    assert wires.peers.ended(descriptor) is None
+    again = wires.met(wires.dealer())  # it may have the same descriptor
+    assert wires.peers.ended(again.descriptor) is None and again.number in wires.peers.by_number

@@ -104,7 +104,7 @@ def test_two_replicas_have_the_queue_of_their_model() -> None:
 
 
 def test_cells() -> None:
-    memory = {"limit": 1100, "weights": 100, "kv": 250, "active": 5_000_000}
+    memory = {"limit": 1100, "weights": 100, "kv": 700, "kv_used": 250, "total": 5_000_000}
     row = rows([snapshot(1.0, [worker(memory=memory, suspect=True, running=2)], [model()])])[0]
     assert row.kv == 0.25 and row.state == "suspect"
     line = dict(zip(HEAD, cells(row), strict=True))

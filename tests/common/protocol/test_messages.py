@@ -31,6 +31,8 @@ PARSED_BY_BODY: list[Any] = [
     to_broker.Hello("m/0", "m", "t", 7, 1.5, "h", "d", 64),
     to_broker.Credit(2, 5),
     to_broker.Beat("decode", 3, 4, ID, 1.5, 1, 2, "paged", {"kv": 1}, {"hits": 2}),
+    to_broker.Beat("load", load_progress=0.25),
+    to_broker.PromptSizes([(ID, 4, 300)]),
     to_broker.Beat("idle", look=to_broker.ProgressSample(1, False, 2, 3)),
     to_broker.Yield([(ID, 4)]),
     to_broker.Bye(),
@@ -86,6 +88,17 @@ def test_work_travels(prompt: Prompt) -> None:
 def test_empty_facts_state_nothing() -> None:
     """The facts of the first worker hold, as if the client had sent none."""
     assert Resume.from_client({"count": 0, "facts": {}}, []) == Resume()
+
+
+def test_what_is_no_size_of_a_prompt_is_left_out() -> None:
+    runs = [[ID, 4, 300], [ID, 4], ["x", 4, 3], [ID, 4, -1], [ID, 4, True], 5]
+    assert to_broker.PromptSizes.parse({"runs": runs}).runs == [(ID, 4, 300)]
+    assert to_broker.PromptSizes.parse({"runs": "x"}).runs == []
+
+
+@pytest.mark.parametrize("share", ["x", -0.1, 1.1, True, None, float("nan")])
+def test_what_is_no_share_of_a_load_counts_as_unknown(share: object) -> None:
+    assert to_broker.Beat.parse({"load_progress": share}).load_progress is None
 
 
 def test_work_without_a_resume_begins_with_an_empty_one() -> None:

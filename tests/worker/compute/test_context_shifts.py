@@ -76,6 +76,7 @@ def test_a_counting_stream_goes_on_at_a_full_context(recorded: dict[int, list[li
             "prompt_tokens": 10,
             "cached_tokens": 0,
             "completion_tokens": 40 + name,
+            "total_tokens": 50 + name,
         }
     assert ids_of(found[4]) == expected_ids("x" * 10, 4, 14)
     chunks = [chunk for chunk in recorded[1] if len(chunk) > 1]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.compute.model_source import open_source
+from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
@@ -31,3 +36,26 @@ def test_no_tokenizer_is_kept_once_a_model_is_checked(tmp_path: Path) -> None:
     assert table.max_bytes_per_token == text.max_bytes_per_token
     for token in (*range(-1, 301), 2**40):
         assert table.piece(token) == (text.piece(token) if 0 <= token < 300 else b"")
+
+
+def test_batch_has_to_be_more_than_sequences() -> None:
+    words = r"batch is 8 tokens, sequences is 8: .*; raise batch or lower sequences"
+    with pytest.raises(ModelLoadFailed, match=words):
+        open_source(ModelConfig(path="builtin:counting", batch=8, sequences=8))
+
+
+def test_batch_bounds_the_steps_of_the_counting_model() -> None:
+    def loaded(batch: int) -> Engine:
+        source = open_source(ModelConfig(path="builtin:counting", batch=batch))
+        return source.load(lambda tensors, size: None)
+
+    assert loaded(100).limits.lines == 100
+    assert loaded(0).limits.lines > 100
+
+
+def test_an_engine_that_cannot_compute_the_model_is_refused(tmp_path: Path) -> None:
+    unknown = write_checkpoint(tmp_path / "unknown", weights={"w": np.zeros(1)}, model_type="none")
+    with pytest.raises(ModelLoadFailed, match='engine = "mlx-lm", but mlx-lm has no model_type'):
+        open_source(ModelConfig(path=str(unknown), engine="mlx-lm"))
+    with pytest.raises(ModelLoadFailed, match="model_type 'none', which is not supported"):
+        open_source(ModelConfig(path=str(unknown), engine="own"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any, ClassVar
 
@@ -255,7 +256,24 @@ def test_progress_reports_phase_and_memory() -> None:
     harness.until_ended({1})
     until(lambda: harness.progress.phase == "idle", "it is idle again")
     assert harness.progress.count >= before + 3
-    assert harness.progress.memory["active"] == 0
+    assert harness.progress.memory.latest["active"] == 0
+
+
+def test_progress_reports_the_share_of_the_weights_that_is_loaded() -> None:
+    shares: list[float] = []
+
+    class Loading(CountingEngine):
+        def load(self, on_progress: Callable[[int, int], None]) -> None:
+            def seen(tensors: int, size: int) -> None:
+                on_progress(tensors, size)
+                shares.append(harness.progress.loaded)
+
+            super().load(seen)
+
+    harness = ComputeHarness(release=False, engine=Loading, load_bytes=1000)
+    harness.ready()
+    assert shares == sorted(shares) and 0 < shares[0] < 0.5 and shares[-1] == 1.0
+    assert harness.progress.loaded == 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -76,6 +77,34 @@ def prompt_of(size: int, salt: int = 0) -> list[int]:
 def admit(harness: ComputeHarness, name: int, size: int, count: int, **options: Any) -> None:
     chosen = {**OPTIONS[name % 2], "logprobs": True, "top_logprobs": 2, **options}
     harness.admit(name, prompt_of(size, name), count, **chosen)
+
+
+def test_at_debug_each_admission_is_logged_with_what_the_prefix_cache_had(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "mlxpool.worker"):
+        harness = ComputeHarness(source=source_of(folder)).ready()
+        for name in (1, 2):
+            harness.admit(name, prompt_of(300), 4, ignore_eos=True)
+            harness.until_ended({name})
+    told = [one for one in caplog.records if one.message.startswith("prefix ")]
+    assert [one.message for one in told] == ["prefix miss", "prefix hit"]
+    shown = [{key: getattr(one, key) for key in ("reason", "cached", "left")} for one in told]
+    assert shown == [
+        {"reason": "nothing is cached", "cached": 0, "left": 300},
+        {"reason": "all but the last token is cached", "cached": 299, "left": 1},
+    ]
+    first, second = (one.__dict__ for one in told)
+    assert first["kv_tokens"] == 0 and second["kv_tokens"] == 299 < second["kv_bytes"]
+    assert first["id"] != second["id"] and len(first["id"]) == 32
+
+
+def test_at_info_no_admission_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mlxpool.worker"):
+        harness = ComputeHarness(source=source_of(folder)).ready()
+        harness.admit(1, prompt_of(300), 1)
+        harness.until_ended({1})
+    assert not [one for one in caplog.records if one.message.startswith("prefix ")]
 
 
 SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of which one comes late
@@ -283,7 +312,7 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
         assert end_of(found[name])["reason"] == "length", end_of(found[name])
         assert len(ids_of(found[name])) == count
     assert harness.progress.preemptions >= 1
-    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * KV_BLOCK_TOKENS
+    assert harness.progress.capacity_tokens == Growing.LEFT * KV_BLOCK_TOKENS
     admit(harness, 3, 2 * KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
     error = end_of(harness.until_ended({3})[3])
     assert error["details"]["capacity_tokens"] == Growing.LEFT * KV_BLOCK_TOKENS

@@ -105,6 +105,15 @@ def test_model_engine_is_an_engine(
     assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
 
 
+def test_batch_bounds_the_tokens_of_a_pass(loaded: LoadedModel, text: ChatTokenizer) -> None:
+    engine = ModelEngine(loaded, text, layout="slabs", batch=64)
+    assert (engine.limits.lines, engine.chunk) == (64, 64)
+    assert ModelEngine(loaded, text, layout="slabs", batch=4096).limits.lines == 512  # the context
+    plain = ModelEngine(loaded, text, layout="slabs")
+    prompt = prompt_of(300)
+    assert ids_of(engine, sequence(prompt), 5) == ids_of(plain, sequence(prompt), 5)
+
+
 @pytest.mark.parametrize("budget", [1, 7, 64, 2048])
 def test_the_chunk_size_changes_no_token(
     loaded: LoadedModel, text: ChatTokenizer, budget: int
@@ -264,6 +273,40 @@ def test_release_works_in_every_phase(engine: ModelEngine) -> None:
     engine.release(admitted)
     engine.release(admitted)
     assert engine.memory().kv == 0
+
+
+@pytest.mark.parametrize("layout", ["slabs", "pool"])
+def test_memory_counts_all_that_is_allocated_for_rows_and_prefixes(
+    loaded: LoadedModel, text: ChatTokenizer, layout: str
+) -> None:
+    engine = ModelEngine(loaded, text, layout=layout, blocks=20)
+    first, second = sequence(prompt_of(300)), sequence(prompt_of(300))
+    enter(engine, first)
+    engine.release(first)
+    enter(engine, second)  # in a pool it shares blocks with the prefix
+    used, kept = engine.memory(), engine._layout
+    assert used.kv_free > 0 and used.prefix > 0
+    if isinstance(kept, SlabLayout):
+        assert used.kv > 0 and used.kv + used.kv_free == kept.slabs.nbytes
+    else:
+        assert isinstance(kept, PagedLayout)
+        assert used.kv + used.kv_free + used.prefix == kept.pool.nbytes
+    engine.release(second)
+    assert engine.memory().kv == 0
+    engine.close()
+
+
+def test_the_peak_of_the_memory_begins_with_each_reading(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
+    engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
+    engine.memory()
+    enter(engine, sequence(prompt_of(300)))
+    used = engine.memory()
+    assert used.peak > used.active
+    resting = engine.memory()
+    assert resting.peak == resting.active
+    engine.close()
 
 
 def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTokenizer) -> None:

@@ -335,6 +335,26 @@ def test_the_quantisation_of_mlx_lm_in_words(
     assert quantisation(folder) == words
 
 
+def test_engine_forces_a_side(tmp_path: Path, checked: dict[str, Checked]) -> None:
+    """A model that both sides have gives the same tokens from both, under two digests."""
+    both, seen = str(write_checkpoint(tmp_path / "both")), []
+    for side in ("auto", "own", "mlx-lm"):
+        source = model_source.open_source(ModelConfig(path=both, engine=side))
+        engine = source.load(lambda tensors, size: None)
+        assert isinstance(engine, MlxLmEngine) == (side == "mlx-lm")
+        seq = Sequence(b"", 0, tuple(prompt_of(20)), Options(temperature=0.0), 0, 9)
+        enter(engine, seq)
+        decode(engine, [seq], 8)
+        seen.append((engine.digest, list(seq.ids)))
+        engine.close()
+    (auto, ids), (own, own_ids), (other, other_ids) = seen
+    assert auto == own != other
+    assert ids == own_ids == other_ids and len(ids) >= 8
+    only = str(checked["phi3"].folder.path)
+    with pytest.raises(ModelLoadFailed, match="model_type 'phi3', which is not supported"):
+        model_source.open_source(ModelConfig(path=only, engine="own"))
+
+
 def test_open_source_loads_the_engine_and_keeps_process_limits(checked: dict[str, Checked]) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     path = str(checked["phi3"].folder.path)

@@ -547,3 +547,39 @@ def test_cancelled_prefills_that_diverge(stateful: bool) -> None:
     assert serve(cache, prompt, (9,)) >= 20
     assert serve(cache, prompt, (9,)) >= 36 if not stateful else 20
     check_shape(cache, stateful=stateful)
+
+
+# ---- reasons -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_the_reason_of_a_hit_or_miss(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    cache = make()
+    cache.close(begun(cache, A), A)
+    assert cache.reason == prefix_cache.EMPTY
+    row = begun(cache, B)
+    assert cache.reason == prefix_cache.PART
+    cache.close(row, B)
+    cache.close(begun(cache, [*B[:-1]]), B[:-1])
+    assert cache.reason == prefix_cache.WHOLE
+    begun(cache, [99, 98])
+    assert cache.reason == prefix_cache.DIFFERENT
+
+
+def test_the_reason_of_a_prompt_of_one_token_and_of_no_cache() -> None:
+    cache = tree()
+    cache.close(begun(cache, A), A)
+    cache.begin([1])
+    assert cache.reason == prefix_cache.ONE_TOKEN
+    off = PrefixCache(ListStore(), ROOMY)
+    off.begin(A)
+    assert off.reason == prefix_cache.OFF
+
+
+def test_the_reason_where_no_state_is_kept_at_the_place() -> None:
+    cache = tree(stateful=True)
+    cache.close(begun(cache, A), A)
+    begun(cache, B)
+    assert cache.reason == prefix_cache.NO_STATE
+    begun(cache, [*A, 50])
+    assert cache.reason in (prefix_cache.PART, prefix_cache.WHOLE)

@@ -67,6 +67,14 @@ def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
     ]
 
 
+def test_the_size_of_a_prompt_is_sent_before_it_is_read(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as worker:
+        worker.welcome(7)
+        worker.work(1, "hello", max_tokens=1)
+        sizes = worker.receive(kinds.PROMPTS, no=(kinds.DELTAS,))
+        assert sizes.body == {"runs": [[id_of(1), 1, 5]]}
+
+
 def test_who_drops_all_runs_and_sends_hello_with_the_newest_token(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, step_us=2000) as worker:
         worker.welcome(7, "second")

@@ -84,9 +84,18 @@ def test_a_template_cannot_change_the_request() -> None:
     ],
 )
 def test_choice_of_the_template(names: tuple[str, ...], tools: bool, taken: str) -> None:
-    named = ChatTemplates({name: Template(name) for name in names})
-    assert named.template_for(tools).source == taken
+    read = "{% if tools %}{% endif %}"
+    named = ChatTemplates({name: Template(name + read) for name in names})
+    assert named.template_for(tools).source == taken + read
     assert named.render(USER, TOOLS if tools else (), now=NOW) == taken
+
+
+@pytest.mark.parametrize("source", ["x", "{# tools #}tools", "{{ messages[0].tools }}"])
+def test_tools_are_refused_where_the_template_does_not_read_them(source: str) -> None:
+    templates = ChatTemplates({DEFAULT: Template(source)})
+    with pytest.raises(BadRequest, match="no place for tools: leave `tools` out"):
+        templates.render(USER, TOOLS, now=NOW)
+    templates.render(USER, now=NOW)
 
 
 def test_a_list_of_named_templates(tmp_path: Path) -> None:

@@ -88,9 +88,10 @@ def test_layers_of_one_digest_are_read_once_and_drafts_ignored(folder: Path, sto
     assert opened().match.weights == inspect(folder).match.weights
 
 
+@pytest.mark.parametrize("scales", ["weight.scale", "weight_scale"])
 @pytest.mark.parametrize("kind", ["nvfp4", "", "unheard-of"])
 def test_scales_and_biases_are_renamed_in_any_order(
-    tmp_path: Path, store: Store, kind: str
+    tmp_path: Path, store: Store, kind: str, scales: str
 ) -> None:
     """The bias of a layer keeps its name; missing parts of a layout are inferred from shapes."""
     weights = random_weights(config(attention_bias=True))
@@ -99,7 +100,7 @@ def test_scales_and_biases_are_renamed_in_any_order(
     header: dict[str, Any] = {"__metadata__": {f"{UP}.weight.quant_type": kind}} if kind else {}
     end = 0
     for name, dtype, shape, size in (
-        (f"{UP}.weight.scale", "U8", [48, 2], 1),
+        (f"{UP}.{scales}", "U8", [48, 2], 1),
         (f"{UP}.weight", "U32", [48, 4], 4),
         (f"{UP}.weight_scale_2", "F32", [], 4),
     ):

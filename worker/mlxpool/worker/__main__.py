@@ -28,7 +28,7 @@ def main() -> int:
     parent_death.die_with_parent()
     from mlxpool.common import logs
 
-    logs.set_up(json_lines=config.log_format == "json")
+    logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
     sys.setswitchinterval(SWITCH_INTERVAL)
     edge = build(config)
     parent_death.watch_stdin(edge.orphaned)

@@ -40,6 +40,7 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "metrics",
     "models_dir",
     "log_format",
+    "log_level",
 )
 
 

@@ -160,7 +160,13 @@ class Admission:
     def _send_accepted(self, request: Request, link: int) -> None:
         queued = request.state is RequestState.QUEUED
         position = self._state.model_of(request).queue.position(request) if queued else 0
-        accepted = Accepted(self._state.boot, request.reader.link, position, request.run.seed)
+        accepted = Accepted(
+            self._state.boot,
+            request.reader.link,
+            position,
+            request.run.seed,
+            request.message.warnings,
+        )
         self._outbox.send(link, accepted, request.id, request.attempt)
 
     # ---- later sendings ----------------------------------------------------------------------

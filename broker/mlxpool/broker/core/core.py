@@ -80,6 +80,7 @@ class Core:
             ev.WorkerHello: workers.on_hello,
             ev.WorkerDialled: workers.on_dialled,
             ev.WorkerDeltas: ingest.on_deltas,
+            ev.WorkerPrompts: ingest.on_prompts,
             ev.WorkerBeat: workers.on_beat,
             ev.WorkerCredit: workers.on_credit,
             ev.WorkerTokens: calls.on_tokens,

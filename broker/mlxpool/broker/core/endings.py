@@ -8,9 +8,13 @@ from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import State
+from mlxpool.broker.core.state import STALL_GRACE, Link, State
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
+
+STALL_INTERVAL = 1.0  # seconds between two looks at whether somebody waits for a silent client
 
 
 class Endings:
@@ -71,25 +75,53 @@ class Endings:
         if link is not None and not link.lost:
             link.lost = True
             self._state.counters.links_lost += 1
+            for request in self._streams_of(link):
+                if not request.message.durable:  # its client never sends it again
+                    self._delivery.cancel(request, now)
+
+    def _streams_of(self, link: Link) -> list[Request]:
+        return [self._state.requests[request_id] for request_id in sorted(link.ids)]
 
     def on_link_timer(self, number: int, now: float) -> None:
-        """Cancel what a link has that was silent for `client_grace`, and forget the link."""
+        """Cancel what a link has that was silent for `client_grace`, and forget the link.
+
+        Places in workers for which others wait are given back earlier, after `STALL_GRACE`.
+        """
         link = self._state.links.get(number)
         if link is None:
             return
-        silent_until = link.heard_at + self._state.config.client_grace
-        if now < silent_until:
-            self._state.timers.set(("link", number), silent_until)
+        gone_at = link.heard_at + self._state.config.client_grace
+        stalled_at = min(gone_at, link.heard_at + STALL_GRACE)
+        if now < gone_at:
+            if now >= stalled_at:
+                self._end_stalled(number, link, now)
+            following = stalled_at if now < stalled_at else min(gone_at, now + STALL_INTERVAL)
+            self._state.timers.set(("link", number), following)
             return
         if link.ids or link.calls:
-            # It gets no terminal, and a new number: a client that wakes up sees that and retries.
-            link.lost = True
-            self._outbox.add(ForgetLink(number))
-        for request_id in sorted(link.ids):
-            self._delivery.cancel(self._state.requests[request_id], now)
+            self._detach(number, link)
+        for request in self._streams_of(link):
+            self._delivery.cancel(request, now)
         for call_id in sorted(link.calls):
             self._calls.cancel(self._state.calls[call_id], now)
         del self._state.links[number]
+
+    def _detach(self, number: int, link: Link) -> None:
+        """It gets no terminal, and a new number: a client that wakes up sees that and retries."""
+        link.lost = True
+        self._outbox.add(ForgetLink(number))
+
+    def _end_stalled(self, number: int, link: Link, now: float) -> None:
+        """Cancel the streams of a silent client that have a place for which another client waits.
+
+        A durable one goes on when its client sends it again, as after `client_grace`.
+        """
+        for request in self._streams_of(link):
+            waiting = self._state.model_of(request).queue
+            if request.run.epoch and any(one.reader.link != number for one in waiting):
+                if not link.lost:
+                    self._detach(number, link)
+                self._delivery.cancel(request, now)
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -121,4 +153,15 @@ class Endings:
             else:
                 self._delivery.set_timer(request)
             return
-        self._delivery.fail(request, DeadlineExceeded(why), now)
+        self._delivery.fail(request, self._late(request, why), now)
+
+    def _late(self, request: Request, why: str) -> DeadlineExceeded:
+        """The error of a request that is past a deadline; it says how far its model is loaded."""
+        loaded = self._state.model_of(request).load_progress
+        if loaded is None or request.state is not RequestState.QUEUED:
+            return DeadlineExceeded(why)
+        name = request.message.model
+        return DeadlineExceeded(
+            f"{why}: {name!r} is still loading, {loaded:.0%} of its weights are loaded",
+            details={"model": name, "load_progress": round(loaded, 3)},
+        )

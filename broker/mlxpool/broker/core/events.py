@@ -197,6 +197,14 @@ class WorkerYield(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPrompts(Event):
+    """`prompts` of a worker: the sizes of prompts that it has prepared."""
+
+    epoch: int
+    message: to_broker.PromptSizes
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerBye(Event):
     """`bye` of a worker."""
 

@@ -71,6 +71,8 @@ class Timers:
         return keys
 
 
+# Seconds of silence, three pings, after which a client's places are for those who wait.
+STALL_GRACE = 3.0
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
 
 
@@ -159,8 +161,9 @@ class State:
             known.heard_at = now
 
     def watch_link(self, link: int, now: float) -> None:
-        """Have its silence noticed when `client_grace` is over."""
-        self.timers.set(("link", link), now + self.config.client_grace)
+        """Have its silence noticed: see Endings.on_link_timer."""
+        silent_until = now + min(STALL_GRACE, self.config.client_grace)
+        self.timers.set(("link", link), silent_until)
 
     def attach(self, request: Request) -> None:
         """The link of its reader has this stream."""

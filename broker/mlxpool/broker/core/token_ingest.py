@@ -69,6 +69,13 @@ class TokenIngest:
             if request.live:
                 self._delivery.flush(request, now)
 
+    def on_prompts(self, event: ev.WorkerPrompts, now: float) -> None:
+        """Note the sizes of prompts, so that usage has them before the first token."""
+        for id, number, tokens in event.message.runs:
+            request = self._state.requests.get(id)
+            if request is not None and request.run.leased_by(event.epoch, number):
+                request.run.prompt_tokens = tokens
+
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
         """Take a row that is the first or the last of its run, or that should not exist."""
         worker, number = self._state.workers.get(epoch), row.attempt

@@ -132,6 +132,7 @@ class Broker:
         )
         self.guard = MemoryGuard(self.endpoints.listener, front, self.state)
         self.endpoints.listener.busy = partial(busy_descriptors, front, self.state)
+        self.endpoints.listener.on_ended = self._on_client_gone
         self.idle_peers = IdlePeers(front, self.sessions, lambda link: link in self.state.links)
         self.executor.bind(
             Actions(
@@ -220,6 +221,13 @@ class Broker:
     def _put_snapshot(self, now: float) -> None:
         assert self.http is not None
         self.http.latest.put(self.reporter.snapshot(now))
+
+    def _on_client_gone(self, descriptor: int, now: float) -> None:
+        """A client's connection has ended, as with its process; the core need not wait for that."""
+        peer = self.endpoints.front.ended(descriptor)
+        link = None if peer is None else self.state.links.get(peer.number)
+        if peer is not None and link is not None and link.ids:
+            self.perform(ev.LinkLost(peer.number), now)
 
     def _retry_full_peers(self, now: float) -> None:
         self.endpoints.back.retry()

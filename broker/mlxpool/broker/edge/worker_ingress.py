@@ -130,6 +130,8 @@ class WorkerIngress:
             return ev.WorkerTokens(epoch, request_id, answer)
         if message.kind == to_broker.Yield.kind:
             return ev.WorkerYield(epoch, to_broker.Yield.parse(body))
+        if message.kind == to_broker.PromptSizes.kind:
+            return ev.WorkerPrompts(epoch, to_broker.PromptSizes.parse(body))
         if message.kind == to_broker.Bye.kind:
             return ev.WorkerBye(epoch, to_broker.Bye.parse(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")

@@ -15,6 +15,8 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "context",
     "memory_limit",
     "sequences",
+    "batch",
+    "engine",
     "prefix_cache",
     "prefix_bytes",
     "step_target",

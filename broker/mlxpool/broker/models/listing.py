@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
+from mlxpool.broker.workers.worker import Worker
 
 DIGEST_DIGITS = 12  # that are shown
 MAX_DETAILED = 150  # models whose details fit into one body
 MAX_ERROR = 200  # characters of an error that clients are shown
-BRIEF_KEYS = ("name", "state", "queued", "context", "chat")
+BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory")
 
 
 def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
@@ -45,8 +46,10 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "context": context or usual,
         "type": about.get("type"),
         "size": about.get("size"),
+        "memory": _memory_of(workers),
+        "load_progress": _rounded(model.load_progress),
         "quantisation": about.get("quantisation"),
-        "features": list(features) if isinstance(features, list | tuple) else [],
+        "features": _shown_features(features, known.config.prefix_cache),
         "chat": _chat_of(about),
         "layout": next(filter(None, (worker.beat.layout for worker in workers)), None),
         "digest": digest[:DIGEST_DIGITS] or None,
@@ -60,6 +63,23 @@ def _chat_of(about: Mapping[str, object]) -> dict[str, str | None] | None:
     if not isinstance(chat, Mapping) or not chat:
         return None
     return {key: chat.get(key) for key in ("tools", "thinking")}
+
+
+def _memory_of(workers: Sequence[Worker]) -> int | None:
+    """The bytes of all workers' weights, keys and values, prefixes and steps; None: not known."""
+    totals = [worker.beat.memory.get("total") for worker in workers]
+    known = [total for total in totals if type(total) is int]
+    return sum(known) if known else None
+
+
+def _shown_features(features: object, prefix_cache: str) -> list[str]:
+    """What a model supports; the prefix tree only where it is on."""
+    found = features if isinstance(features, list | tuple) else ()
+    return [one for one in found if one != "tree" or prefix_cache == "tree"]
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
 
 
 def _last_error(model: Model) -> str | None:

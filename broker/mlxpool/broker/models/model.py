@@ -69,6 +69,17 @@ class Model:
         return any(worker.state in SERVING | COMING for worker in self.workers)
 
     @property
+    def load_progress(self) -> float | None:
+        """The share of the weights that the furthest worker to come has loaded, 0 to 1.
+
+        None: a worker is loaded, or none is to come.
+        """
+        if any(worker.state in SERVING for worker in self.workers):
+            return None
+        coming = [worker for worker in self.workers if worker.state in COMING]
+        return max((worker.beat.load_progress or 0.0 for worker in coming), default=None)
+
+    @property
     def busy(self) -> bool:
         """Whether anything waits for it or runs in it."""
         return bool(self.queue or self.calls) or not all(w.idle for w in self.workers)

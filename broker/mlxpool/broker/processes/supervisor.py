@@ -126,6 +126,7 @@ class Supervisor:
             dump,
             number,
             prepare_limit=self.config.prepare_limit,
+            log_level=self.config.log_level,
         )
         if self.dial is not None:
             settings = replace(settings, dials=True, token="", **asdict(self.dial))

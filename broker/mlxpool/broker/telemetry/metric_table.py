@@ -27,7 +27,10 @@ MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "b
 WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
-MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss", "prepare")
+MEMORY = (
+    "weights", "kv", "prefix", "compute", "total",  # the sum of those before it
+    "kv_used", "active", "cache", "peak", "rss", "prepare",
+)  # fmt: skip
 
 Value = float | Sequence[float] | Frozen
 Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
@@ -134,7 +137,7 @@ def _kv_usage(snapshot: Snapshot) -> Rows:
         memory = worker.memory
         for_sequences = memory.get("limit", 0) - memory.get("weights", 0)
         if for_sequences > 0 and "kv" in memory:
-            yield (worker.model, worker.slot), memory["kv"] / for_sequences
+            yield (worker.model, worker.slot), memory.get("kv_used", memory["kv"]) / for_sequences
 
 
 def _queries(worker: WorkerSnapshot) -> int | None:

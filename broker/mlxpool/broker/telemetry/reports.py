@@ -96,6 +96,7 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "host": worker.host,
         "load_s": None if worker.load_s is None else round(worker.load_s, 3),
         "context": worker.context,
+        "load_progress": None if beat.load_progress is None else round(beat.load_progress, 3),
         "layout": beat.layout or None,
         "memory": beat.memory,
         "prefix": beat.prefix,

@@ -101,9 +101,9 @@ class WorkerSnapshot:
 
     @property
     def memory_used(self) -> int:
-        """Bytes. The resident set lacks device memory, `active` lacks memory outside MLX."""
+        """Bytes. The resident set lacks device memory, `total` lacks memory outside MLX."""
         memory = self.memory
-        return max(memory.get("active", 0), memory.get("rss", 0))
+        return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
 
 
 @dataclass(frozen=True, slots=True)

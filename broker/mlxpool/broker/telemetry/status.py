@@ -18,7 +18,7 @@ from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSna
 MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
 FAULTY = ("failed", "broken", "suspect", "condemned")
 INACTIVE = ("cold", "drained", "none")
-MEMORY = ("weights", "kv", "prefix", "limit")
+PARTS = ("weights", "kv", "prefix", "compute")  # of what MLX holds
 
 Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 
@@ -105,7 +105,10 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
 
 
 def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
-    memory = worker.memory
+    memory, taken = worker.memory, worker.memory_used
+    parts = {kind: memory[kind] for kind in PARTS if kind in memory}
+    if parts:
+        parts["process"] = max(0, taken - sum(parts.values()))
     return {
         "slot": worker.slot,
         "model": worker.model,
@@ -115,6 +118,7 @@ def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
         "uptime_s": round(worker.uptime, 1),
         "restarts": worker.restarts,
         "last_exit": worker.last_exit,
-        "taken": worker.memory_used,
-        "memory": {kind: memory[kind] for kind in MEMORY if kind in memory},
+        "taken": taken,
+        "limit": memory.get("limit", 0),
+        "memory": parts,  # which add up to `taken`
     }

@@ -18,6 +18,24 @@ def inode_of(descriptor: int) -> int:
         return -1
 
 
+def has_ended(descriptor: int, inode: int) -> bool:
+    """Whether the connection with this descriptor is closed, by us or by its peer."""
+    if inode_of(descriptor) != inode:
+        return True
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:
+        return True
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.detach()
+
+
 def count_open() -> int:
     """Descriptors that this process has open."""
     return len(os.listdir("/dev/fd"))

@@ -54,6 +54,7 @@ class Listener:
         self.times_unbound = 0
         self._end_idle_above = min(END_IDLE_ABOVE * limit, UNBIND_ABOVE * limit - BURST)
         self.busy: Callable[[], set[int]] = set  # descriptors of connections with live streams
+        self.on_ended: Callable[[int, float], None] = lambda descriptor, now: None
         self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: dict[int, None] = {}  # descriptors in the order of their acceptance
         self._accepted = 0  # connections since the last count
@@ -72,6 +73,8 @@ class Listener:
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     self._connected[event["value"]] = None
                     self._accepted += 1
+                else:
+                    self.on_ended(event["value"], now)
         self.check(now)
 
     def check(self, now: float) -> None:

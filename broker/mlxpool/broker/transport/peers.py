@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from mlxpool.broker.transport.descriptors import inode_of, shut_down
+from mlxpool.broker.transport.descriptors import has_ended, inode_of, shut_down
 from mlxpool.common.protocol.frames import MAX_PARTS
 
 MAX_SKIPPED_PARTS = 1024  # read in one call of a message with more parts than the protocol allows
@@ -198,6 +198,17 @@ class Peers:
             if self._by_descriptor.get(peer.descriptor) is peer:
                 del self._by_descriptor[peer.descriptor]
             self.full.discard(number)
+
+    def ended(self, descriptor: int) -> Peer | None:
+        """The peer whose connection with this descriptor has ended; it is forgotten.
+
+        None where the descriptor is unknown, or of a newer connection by now.
+        """
+        peer = self._by_descriptor.get(descriptor)
+        if peer is None or not has_ended(peer.descriptor, peer.inode):
+            return None
+        self.forget(peer.number)
+        return peer
 
     def disconnect(self, peer: Peer) -> None:
         """End its connection, and drop what was not read of it."""

@@ -96,8 +96,8 @@ def ps(options: argparse.Namespace) -> int:
     answer = ask(options.admin_target, "ps")
     rows = [_worker_row(worker) for worker in answer["workers"]]
     head = (
-        "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "ACTIVE", "RSS",
-        "RESTARTS", "LAST EXIT",
+        "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "PREFIX", "COMPUTE",
+        "TOTAL", "RSS", "RESTARTS", "LAST EXIT",
     )  # fmt: skip
     broker = answer["broker"]
     line = (
@@ -113,7 +113,8 @@ def ps(options: argparse.Namespace) -> int:
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
     memory = worker.get("memory") or {}
-    sizes = [size(memory.get(key)) for key in ("weights", "kv", "active", "rss")]
+    shown = ("weights", "kv", "prefix", "compute", "total", "rss")
+    sizes = [size(memory.get(key)) for key in shown]
     return (
         worker["slot"],
         str(worker.get("pid") or "-"),

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.common import logs
 
     settings = settings_of(options)
-    logs.set_up(json_lines=settings.log_format == "json")
+    logs.set_up(json_lines=settings.log_format == "json", level=logs.LEVELS[settings.log_level])
 
     Broker(settings, lambda: settings_of(options)).run()
     return 0

@@ -84,6 +84,10 @@ class ModelConfig:
     replicas: Annotated[int, Within(1, 64)] = 1
     # Sequences that one worker runs at once.
     sequences: Annotated[int, Within(1, 4096)] = 8
+    # Tokens of one step at most, more than sequences; 0: what suits the device.
+    batch: Annotated[int, Within(0, 2**20)] = 0
+    # Whose code computes it; "auto": ours where it has the model_type, else mlx-lm's.
+    engine: Annotated[str, OneOf(("auto", "own", "mlx-lm"))] = "auto"
     # Idle time before the worker is ended; below 0: never.
     keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = 300.0
     # Whether its workers start with the pool and stay; sets keep_alive to -1.
@@ -186,6 +190,8 @@ class PoolConfig:
     # A larger log of a worker is cut to half of this at its next start.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
+    # debug: also what the prefix cache had for each request, and the names of tensors.
+    log_level: Annotated[str, OneOf(("info", "debug"))] = "info"
     # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none.
     metrics: Annotated[str, check_host_port] = ""
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
@@ -210,6 +216,7 @@ class WorkerConfig:
     key: str = ""  # the file of its own key
     orphan_grace: float = 60.0  # seconds without a broker until the worker ends
     prepare_limit: float = 5.0  # processor seconds, see PoolConfig
+    log_level: str = "info"
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import msgpack
 
-from mlxpool.common.checks import flag, integer, mapping, natural, text
+from mlxpool.common.checks import flag, integer, is_number, mapping, natural, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
 from mlxpool.common.protocol.resume import Resume
+from mlxpool.common.protocol.unread_keys import check_keys
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # the kinds of a `TokenizerCall`
 MAX_WINDOW = 1 << 20
@@ -43,6 +44,7 @@ class Generate:
     durable: bool = True
     session: str = ""
     resume: Resume | None = None
+    warnings: tuple[str, ...] = ()  # of keys that are ignored
 
     @property
     def resume_ids(self) -> bytes:
@@ -60,6 +62,7 @@ class Generate:
         model = body.get("model")
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model must be a name, got {model!r}")
+        warnings = check_keys(body)
         prompt = parse_prompt(body, blobs)
         resume = Resume.from_client(body.get("resume"), blobs[len(prompt.blobs()) :])
         options = body.get("options")
@@ -82,6 +85,7 @@ class Generate:
             durable=flag(body, "durable", True),
             session=text(body, "session"),
             resume=resume,
+            warnings=warnings,
         )
 
 
@@ -290,6 +294,7 @@ class Beat(Content):
     """A heartbeat: what the worker does now and what it holds. Memory is bytes.
 
     `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
+    `load_progress` is the share of the weights that is loaded, 0 to 1; None: it did not say.
     """
 
     kind: ClassVar[str] = "beat"
@@ -304,6 +309,7 @@ class Beat(Content):
     memory: Mapping[str, Any] = field(default_factory=dict)
     prefix: Mapping[str, Any] = field(default_factory=dict)
     look: ProgressSample | None = None
+    load_progress: float | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -315,6 +321,7 @@ class Beat(Content):
             "running": self.running,
             "waiting": self.waiting,
             "layout": self.layout,
+            "load_progress": self.load_progress,
             "memory": self.memory,
             "prefix": self.prefix,
         }
@@ -327,6 +334,7 @@ class Beat(Content):
         """Read leniently: a wrong type counts as absent."""
         phase, age, step = body.get("phase"), body.get("phase_age_ms"), body.get("step_ms")
         prefill, layout = body.get("prefill"), body.get("layout")
+        loaded = body.get("load_progress")
         return cls(
             phase if isinstance(phase, str) else None,
             age if isinstance(age, int | float) else 0,
@@ -339,6 +347,7 @@ class Beat(Content):
             mapping(body.get("memory")),
             mapping(body.get("prefix")),
             ProgressSample.parse(body["look"]) if "look" in body else None,
+            float(loaded) if is_number(loaded) and 0 <= loaded <= 1 else None,
         )
 
 
@@ -386,6 +395,32 @@ class Yield(Content):
                 and isinstance(pair[1], int)
             ]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSizes(Content):
+    """How many tokens prompts have, before they are read: (id, run number, tokens) each."""
+
+    kind: ClassVar[str] = "prompts"
+    runs: Sequence[tuple[bytes, int, int]] = ()
+
+    def body(self) -> dict[str, Any]:
+        return {"runs": [list(run) for run in self.runs]}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> PromptSizes:
+        """Read leniently: entries that are no [id, run number, tokens] are left out."""
+        runs = body.get("runs")
+        return cls([tuple(run) for run in runs if _is_size(run)] if isinstance(runs, list) else [])
+
+
+def _is_size(run: object) -> bool:
+    return (
+        isinstance(run, list)
+        and len(run) == 3
+        and isinstance(run[0], bytes)
+        and all(type(number) is int and number >= 0 for number in run[1:])
+    )
 
 
 @dataclass(frozen=True, slots=True)

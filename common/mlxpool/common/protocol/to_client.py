@@ -14,26 +14,38 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 @dataclass(frozen=True, slots=True)
 class Accepted(Content):
-    """The broker has taken the request. `queue_position` requests wait in front of it."""
+    """The broker has taken the request. `queue_position` requests wait in front of it.
+
+    `warnings` say which keys of the request are ignored.
+    """
 
     kind: ClassVar[str] = "accepted"
     boot: int
     link: int
     queue_position: int
     seed: int
+    warnings: tuple[str, ...] = ()
 
     def body(self) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "boot": self.boot,
             "link": self.link,
             "queue_position": self.queue_position,
             "seed": self.seed,
         }
+        return {**body, "warnings": list(self.warnings)} if self.warnings else body
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Accepted:
         position = int(body.get("queue_position", 0))
-        return cls(int(body["boot"]), int(body["link"]), position, int(body["seed"]))
+        warnings = body.get("warnings")
+        return cls(
+            int(body["boot"]),
+            int(body["link"]),
+            position,
+            int(body["seed"]),
+            tuple(map(str, warnings)) if isinstance(warnings, list) else (),
+        )
 
 
 @dataclass(eq=False, slots=True)

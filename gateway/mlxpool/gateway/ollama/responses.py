@@ -178,9 +178,9 @@ def tag(model: ModelInfo) -> dict[str, Any]:
 
 
 def running(model: ModelInfo) -> dict[str, Any]:
-    """An entry of /api/ps."""
-    size = model.size
-    return {**tag(model), "size_vram": size, "context_length": model.context}
+    """An entry of /api/ps: the sizes are what the model's workers hold now."""
+    held = {"size": model.memory, "size_vram": model.memory}
+    return {**tag(model), **held, "context_length": model.context}
 
 
 def show(model: ModelInfo) -> dict[str, Any]:

@@ -85,6 +85,10 @@ class Layout:
         """Returns the bytes that all `rows` leave of a capacity of `whole` bytes."""
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
 
+    def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
+        """Returns the bytes of all `rows`, and those that are allocated for rows and unused."""
+        return sum(row.nbytes for row in rows), 0
+
     def reserve(self, row: Any, tokens: int) -> None:
         """Allocates memory for so many tokens, where writing would not."""
 
@@ -176,6 +180,11 @@ class SlabLayout(Layout):
         """See Layout. The unused blocks of slabs count as used."""
         return min(super().left(rows, whole), whole + self.spare - self.slabs.nbytes)
 
+    def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
+        """See Layout."""
+        used = sum(row.nbytes for row in rows)
+        return used, max(0, self.slabs.nbytes - used)
+
     def reserve(self, row: Any, tokens: int) -> None:
         """See Layout."""
         row.reserve(tokens)
@@ -249,6 +258,12 @@ class PagedLayout(Layout):
         store = cast(PagedStore, self.store)
         unusable = self.blocks * store.block_bytes - whole
         return store.nbytes + store.free_blocks * store.block_bytes - unusable
+
+    def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
+        """See Layout. A block that a row shares with a prefix is the prefix's."""
+        store = cast(PagedStore, self.store)
+        used = store.own_bytes(cast(Iterable[PagedRow], rows))
+        return used, self.pool.nbytes - store.nbytes - used
 
     def _ragged_runner(self, rows: int, uploads: Uploads) -> RaggedRunner | None:
         """Returns the runner of ragged passes; None where our kernel does not serve the model."""

@@ -112,19 +112,8 @@ class ComputeLoop:
     def _report_memory(self, now: float) -> None:
         """Copy the engine's figures into the progress, for the heartbeats."""
         self._reported = now
-        memory = self._engine.memory()
-        self._progress.memory = {
-            "weights": memory.weights,
-            "kv": memory.kv,
-            "prefix": memory.prefix,
-            "active": memory.active,
-            "cache": memory.cache,
-            "peak": memory.peak,
-            "limit": memory.limit,
-            "device_free": memory.device_free,
-            "capacity_tokens": self._engine.blocks * KV_BLOCK_TOKENS,
-            "preemptions": self._progress.preemptions,
-        }
+        self._progress.memory.read(self._engine.memory())
+        self._progress.capacity_tokens = self._engine.blocks * KV_BLOCK_TOKENS
         counters = self._engine.prefix
         if counters is not None:
             self._progress.prefix = {

@@ -37,6 +37,7 @@ class EngineSettings(TypedDict):
     max_sequences: int
     limit: int
     step_target: float
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ModelSource:
     opened: Opened
     load: Callable[[OnProgress], Engine]
     max_sequences: int  # that its engine runs at once
+    weight_bytes: int = 0  # as stored, of which `load` reports its progress; 0: not known
 
 
 def open_source(
@@ -53,9 +55,22 @@ def open_source(
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
 ) -> ModelSource:
     """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used."""
+    require_batch(config)
     if config.path == COUNTING:
-        return _counting(counting(config.counting, config.context), config.sequences)
+        engine = counting(config.counting, config.context)
+        engine.chunk = min(config.batch or engine.chunk, engine.context)
+        return _counting(engine, config.sequences)
     return _folder(open_files(locate(config)), config)
+
+
+def require_batch(config: ModelConfig) -> None:
+    """Raises ModelLoadFailed where a step had no place for a prompt beside all sequences."""
+    if 0 < config.batch <= config.sequences:
+        raise ModelLoadFailed(
+            f"batch is {config.batch} tokens, sequences is {config.sequences}: a step needs more"
+            " tokens than sequences, or no prompt is read while all run; raise batch or lower"
+            " sequences"
+        )
 
 
 def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
@@ -64,11 +79,11 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
         return engine
 
     opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
-    return ModelSource(opened, load, max_sequences)
+    return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
 def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
-    folder = inspect(files)
+    folder = inspect(files, config.engine)
     if config.deterministic:
         require_deterministic(folder)
     text, source = _text_of(folder)
@@ -95,6 +110,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
             "max_sequences": config.sequences,
             "limit": config.memory_limit,
             "step_target": config.step_target,
+            "batch": config.batch,
         }
         if folder.uses_mlx_lm:
             from mlxpool.worker.mlx_lm import engine as mlx_lm_engine
@@ -116,7 +132,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     opened = Opened(
         versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, source
     )
-    return ModelSource(opened, load, config.sequences)
+    return ModelSource(opened, load, config.sequences, folder.weight_bytes)
 
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:

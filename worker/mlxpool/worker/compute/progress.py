@@ -12,6 +12,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from mlxpool.common.progress import PHASES, Block
+from mlxpool.worker.compute.memory_figures import MemoryFigures
 
 NEWEST_WEIGHT = 0.1  # of the newest chunk or step in the moving average
 
@@ -33,8 +34,10 @@ class Progress:
         self.running = 0
         self.waiting = 0
         self.preemptions = 0  # since the start
+        self.loaded = 0.0  # share of the weights, 0 to 1
         self.layout = ""  # of the engine, see Engine.layout
-        self.memory: dict[str, int] = {}
+        self.memory = MemoryFigures()
+        self.capacity_tokens = 0  # that fit, cached prefixes included; 0: not known yet
         self.prefix: dict[str, int] = {}
         self.block = block or Block.private()
         self._on_phase = on_phase

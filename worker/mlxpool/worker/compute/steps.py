@@ -36,6 +36,7 @@ from mlxpool.worker.scheduling.spans import Step
 
 log = logging.getLogger("mlxpool.worker")
 
+NO_CACHE = "the model has no prefix cache"
 MAX_FAILED_JOINT_STEPS = 3  # then prompts are read one by one
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
@@ -171,9 +172,27 @@ class Steps:
             self._require_device(error, None)
             return [self._generations.fail(sequence, as_pool_error(error))]
         sequence.phase = Phase.RUNNING
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_prefix(sequence)
         if self._failed_joint_steps >= MAX_FAILED_JOINT_STEPS:
             sequence.read_alone = True
         return []
+
+    def _log_prefix(self, sequence: Sequence) -> None:
+        """Logs what the prefix cache had for a sequence that was admitted, and all rows' use."""
+        cache = self._engine.prefix
+        found = sequence.submitted
+        kv_tokens, kv_bytes = self._engine.kv_use()
+        fields = {
+            "id": sequence.id.hex(),
+            "reason": NO_CACHE if cache is None else cache.reason,
+            "again": sequence.preempted or None,
+            "cached": found,
+            "left": sequence.length - found,
+            "kv_tokens": kv_tokens,
+            "kv_bytes": kv_bytes,
+        }
+        log.debug("prefix hit" if found else "prefix miss", extra=fields)
 
     def run(self) -> list[Delta]:
         """Submit the next step, and collect the oldest one when no more may be in flight."""

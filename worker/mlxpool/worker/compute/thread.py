@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal
@@ -71,7 +72,8 @@ class Compute(threading.Thread):
         self.progress.enter("load")
         source = self._open_source(self.config.model)
         self._post(source.opened)
-        engine = source.load(self._loaded_so_far)
+        engine = source.load(partial(self._loaded_so_far, source.weight_bytes))
+        self.progress.loaded = 1.0
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
         cpu_threads = self._cpu_threads if engine.yields_cores else CpuThreads(None, 1)
@@ -87,9 +89,11 @@ class Compute(threading.Thread):
         self._post(Loaded(source.max_sequences))
         return loop
 
-    def _loaded_so_far(self, tensors: int, size: int) -> None:
+    def _loaded_so_far(self, whole: int, tensors: int, size: int) -> None:
+        """`size` of `whole` bytes of weights are loaded."""
         self.progress.moved()
-        self.progress.memory = {**self.progress.memory, "weights": size, "active": size}
+        self.progress.loaded = min(1.0, size / whole) if whole else 0.0
+        self.progress.memory.loaded(size)
 
     def _end(self, error: BaseException, what: str) -> None:
         """Have the process end: the broker counts a crash, and the streams continue elsewhere."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.worker.compute.model_source import NO_BACK_END
+from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.description import (
@@ -57,10 +57,10 @@ def check(
     folder = None
     if location is not None:
         report["path"] = str(location.where if isinstance(location, ModelFiles) else location)
-        folder, found = find_problems(location)
+        folder, found = find_problems(location, config.engine)
         problems.add(found)
     if folder is not None:
-        report["model"] = problems.attempt(describe, folder)
+        report["model"] = problems.attempt(describe, folder, config.prefix_cache)
         if config.context > folder.context:
             report["notes"].append(
                 f"context is {config.context} tokens, the model's own is {folder.context}, which"
@@ -68,6 +68,7 @@ def check(
             )
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
+        problems.attempt(require_batch, config)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
@@ -90,7 +91,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         prefix_cache=config.prefix_cache,
         prefix_bytes=config.prefix_bytes,
         limit=limit,
-        chunk=device.prefill_chunk(),
+        chunk=device.prefill_chunk(config.batch),
         float32=not device.on_gpu(),
         deterministic=config.deterministic,
     )

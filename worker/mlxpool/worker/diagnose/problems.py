@@ -62,10 +62,12 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def find_problems(location: Path | ModelFiles) -> tuple[ModelFolder | None, list[str]]:
+def find_problems(
+    location: Path | ModelFiles, engine: str = "auto"
+) -> tuple[ModelFolder | None, list[str]]:
     """The model, or None where `inspect` raises, and all problems of its files."""
     problems = Problems()
-    folder = problems.attempt(inspect, location)
+    folder = problems.attempt(inspect, location, engine)
     if folder is None:
         _check_files(location, problems)
     else:

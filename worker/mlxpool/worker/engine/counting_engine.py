@@ -17,6 +17,7 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 from mlxpool.common.config.schema import Counting
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
@@ -151,8 +152,12 @@ class CountingEngine:
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Does nothing: its first step is as fast as later ones."""
 
+    def kv_use(self) -> tuple[int, int]:
+        tokens = sum(row.length for row in self.rows)
+        return tokens, tokens * BYTES_PER_TOKEN
+
     def memory(self) -> MemoryUse:
-        kv = sum(row.length for row in self.rows) * BYTES_PER_TOKEN
+        kv = self.kv_use()[1]
         weights = self.settings.load_bytes
         return MemoryUse(weights=weights, kv=kv, active=weights + kv, peak=weights + kv)
 
@@ -184,7 +189,9 @@ class CountingText:
         now: float,
         think: bool | str | None,
     ) -> RenderedChat:
-        """Writes one line for each message; the model has no thoughts."""
+        """Writes one line for each message; there are no thoughts. Raises BadRequest for tools."""
+        if tools:
+            raise BadRequest("the model counting knows no tools: leave `tools` out")
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
         return RenderedChat("".join(lines))
 

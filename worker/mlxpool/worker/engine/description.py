@@ -29,8 +29,8 @@ NOT_ON_A_GPU = (
 COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it has no KV cache
 
 
-def describe(folder: ModelFolder) -> dict[str, Any]:
-    """The `model` object of docs/models.md, of JSON values."""
+def describe(folder: ModelFolder, prefix_cache: str = "tree") -> dict[str, Any]:
+    """The `model` object of docs/models.md, of JSON values; its features with this prefix cache."""
     tokenizer = read_json(folder.files / "tokenizer.json")
     templates = ChatTemplates.from_folder(folder.files).templates
     return {
@@ -46,7 +46,7 @@ def describe(folder: ModelFolder) -> dict[str, Any]:
         "chat": chat_format(template.source for template in templates.values()),
         "eos_ids": sorted(folder.eos_ids),
         "digest": versions.digest_of(folder.digest),
-        "features": list(features(folder)),
+        "features": [one for one in features(folder) if one != "tree" or prefix_cache == "tree"],
     }
 
 

@@ -16,14 +16,18 @@ from mlxpool.worker.scheduling.step_cost import StepCost
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use: MLX's figures, and what `weights`, `kv` and `prefix` take of `active`."""
+    """Bytes in use: MLX's figures, and what `weights` to `prefix` take of `active`.
+
+    `kv` and `prefix` count a block that rows and prefixes share once, as the prefix's.
+    """
 
     weights: int = 0
     kv: int = 0  # rows of running sequences
+    kv_free: int = 0  # allocated for rows and unused
     prefix: int = 0  # entries of the prefix cache
     active: int = 0
     cache: int = 0  # freed arrays that the allocator keeps
-    peak: int = 0  # of `active` since the start
+    peak: int = 0  # of `active` since the last reading
     limit: int = 0  # of the process; 0: unknown
     device_free: int = 0  # free on the machine or the GPU, for all processes; 0: unknown
 
@@ -147,6 +151,9 @@ class Engine(Protocol):
 
     def memory(self) -> MemoryUse:
         """Returns the memory in use."""
+
+    def kv_use(self) -> tuple[int, int]:
+        """Returns the tokens that the rows of running sequences have, and their bytes."""
 
     def piece(self, token: int) -> bytes:
         """Returns the text of a token as bytes."""

@@ -74,6 +74,7 @@ class ModelEngine(RowEngine[CacheRow]):
         limit: int = 0,
         blocks: int | None = None,
         step_target: float = 0.0,
+        batch: int = 0,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
@@ -81,6 +82,7 @@ class ModelEngine(RowEngine[CacheRow]):
         `limit` bounds the bytes of the process, see device.memory_limit. `blocks` None: as many as
         the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
+        `batch` bounds the tokens of a pass, see device.prefill_chunk.
         """
         folder = loaded.folder
         super().__init__(
@@ -92,6 +94,7 @@ class ModelEngine(RowEngine[CacheRow]):
             max_sequences=max_sequences,
             limit=limit,
             blocks=blocks,
+            batch=batch,
         )
         if loaded.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())
@@ -171,7 +174,7 @@ class ModelEngine(RowEngine[CacheRow]):
         """See Engine.limits."""
         return StepLimits(
             lines=self.chunk,
-            pairs=pair_budget(device.prefill_chunk()),
+            pairs=pair_budget(self.batch),
             context=self.context,
             seconds=self._step_seconds,
             ahead=int(self._lookahead),
@@ -252,6 +255,9 @@ class ModelEngine(RowEngine[CacheRow]):
             max(0, seq.blocks - self._layout.blocks_of(row)) for seq, row in self._rows.items()
         )
         return free - promised - (self._layout.blocks - self.blocks)
+
+    def _kv_bytes(self) -> tuple[int, int]:
+        return self._layout.kv_bytes(self._rows.values())
 
     def _bytes_left(self) -> int:
         return self._layout.left(self._rows.values(), self.blocks * self._block_bytes)

@@ -96,12 +96,14 @@ class RowEngine(ABC, Generic[R]):
         max_sequences: int,
         limit: int,
         blocks: int | None,
+        batch: int = 0,
     ) -> None:
         """`weights` are bytes; for the other parameters see ModelEngine."""
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(device.prefill_chunk(), self.context)
+        self.batch = device.prefill_chunk(batch)
+        self.chunk = min(self.batch, self.context)
         self.cost = StepCost()
         self.digest = versions.digest_of(folder.digest)
         self._text = text or ChatTokenizer.from_folder(folder)
@@ -228,16 +230,28 @@ class RowEngine(ABC, Generic[R]):
     def memory(self) -> MemoryUse:
         """See Engine.memory. Measures the memory outside MLX; when it grew, fewer blocks fit."""
         self._measure_process()
+        kv, kv_free = self._kv_bytes()
+        active, peak = mx.get_active_memory(), mx.get_peak_memory()
+        mx.reset_peak_memory()
         return MemoryUse(
             weights=self._weights,
-            kv=sum(row.nbytes for row in self._rows.values()),
+            kv=kv,
+            kv_free=kv_free,
             prefix=self._prefix.nbytes,
-            active=mx.get_active_memory(),
+            active=active,
             cache=mx.get_cache_memory(),
-            peak=mx.get_peak_memory(),
+            peak=max(active, peak),
             limit=self._limit,
             device_free=device.device_memory()[1],
         )
+
+    def kv_use(self) -> tuple[int, int]:
+        """See Engine.kv_use."""
+        return sum(row.offset for row in self._rows.values()), self._kv_bytes()[0]
+
+    def _kv_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of rows, and those that are allocated for rows and unused."""
+        return sum(row.nbytes for row in self._rows.values()), 0
 
     @property
     def prefix(self) -> PrefixCache[R]:

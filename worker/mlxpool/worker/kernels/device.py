@@ -29,9 +29,12 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def prefill_chunk() -> int:
-    """Returns the tokens of a prefill chunk; larger ones are no faster and delay others longer."""
-    return GPU_CHUNK if on_gpu() else CPU_CHUNK
+def prefill_chunk(configured: int = 0) -> int:
+    """Returns the tokens of a prefill chunk: `configured`, or what suits the device where it is 0.
+
+    Larger chunks are no faster and delay others longer.
+    """
+    return configured or (GPU_CHUNK if on_gpu() else CPU_CHUNK)
 
 
 def device_memory() -> tuple[int, int]:

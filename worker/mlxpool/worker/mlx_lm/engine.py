@@ -75,12 +75,14 @@ def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: No
     if not device.on_gpu():
         model.set_dtype(mx.float32)
     weights = [array for _, array in tree_flatten(model.parameters())]
+    whole = max(1, sum(array.nbytes for array in weights))
     for end in range(TENSORS_PER_REPORT, len(weights) + TENSORS_PER_REPORT, TENSORS_PER_REPORT):
         try:
             mx.eval(*weights[end - TENSORS_PER_REPORT : end])
         except (RuntimeError, OSError) as error:
             raise ModelLoadFailed(f"{folder.path} cannot be read: {error}") from error
-        on_progress(len(weights[:end]), sum(array.nbytes for array in weights[:end]))
+        share = sum(array.nbytes for array in weights[:end]) / whole
+        on_progress(len(weights[:end]), round(share * folder.weight_bytes))
     return model
 
 
@@ -100,6 +102,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         limit: int = 0,
         blocks: int | None = None,
         step_target: float = 0.0,
+        batch: int = 0,
     ) -> None:
         """See ModelEngine, which has the same parameters."""
         from mlx.utils import tree_flatten
@@ -114,6 +117,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             max_sequences=max_sequences,
             limit=limit,
             blocks=blocks,
+            batch=batch,
         )
         self._step_target = step_target
         self._model = model

@@ -23,10 +23,33 @@ MODES = ("tree", "single", "off")
 RESTORE_POINT_INTERVAL = 8192
 
 
+# Why a prompt got the tokens that it got from the cache.
+OFF = "the cache is off"
+EMPTY = "nothing is cached"
+ONE_TOKEN = "the prompt has one token, which is always computed"
+DIFFERENT = "no cached prompt begins alike"
+NO_STATE = "no state is kept where the tokens begin to differ"
+EARLIER_STATE = "the last state is kept before the tokens begin to differ"
+PART = "the rest differs from what is cached"
+WHOLE = "all but the last token is cached"
+
+
+def _reason(cached: int, matched: int, length: int) -> str:
+    """Why `cached` of the `matched` tokens of a prompt could be used, the cache not being empty."""
+    if cached:
+        if cached < matched:
+            return EARLIER_STATE
+        return WHOLE if cached == length - 1 else PART
+    if length == 1:
+        return ONE_TOKEN
+    return NO_STATE if matched else DIFFERENT
+
+
 class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
     Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`.
+    `reason` says why the newest `begin` found what it found.
     """
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
@@ -39,6 +62,7 @@ class PrefixCache(Generic[R]):
         self.misses = 0
         self.tokens = 0
         self.evictions = 0
+        self.reason = ""
 
     @property
     def budget(self) -> int:
@@ -62,7 +86,7 @@ class PrefixCache(Generic[R]):
         where a later prompt is likely to branch off, such as the end of the conversation before the
         generation prompt; 0: none.
         """
-        self._count(0)
+        self._count(0, OFF)
         return self._new_row(), 0
 
     def next_restore_point(self, row: R) -> int | None:
@@ -88,7 +112,8 @@ class PrefixCache(Generic[R]):
         """Frees all entries; returns their bytes. Rows in use are not changed."""
         return 0
 
-    def _count(self, cached: int) -> None:
+    def _count(self, cached: int, reason: str) -> None:
+        self.reason = reason
         self.hits += cached > 0
         self.misses += cached == 0
         self.tokens += cached
@@ -119,11 +144,12 @@ class SingleCache(PrefixCache[R]):
         cached = common_prefix(entry.tokens, tuple(prompt)) if entry else 0
         cached = min(cached, len(prompt) - 1)
         if entry is not None and cached > 0 and self._rewind(entry.row, cached):
-            self._count(cached)
+            self._count(cached, _reason(cached, cached, len(prompt)))
             return entry.row, cached
+        self._count(0, EMPTY if entry is None else _reason(0, cached, len(prompt)))
         if entry is not None:
             self._release(entry.row)
-        return super().begin(prompt)
+        return self._new_row(), 0
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
         """See PrefixCache. Replaces the entry, unless the row is empty or too large."""
@@ -183,6 +209,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
         """See PrefixCache. The path that the row began from is not evicted until `close`."""
         prompt = tuple(prompt)
+        empty = not self.nbytes
         self._now += 1
         match = self._tree.match(prompt, len(prompt) - 1)
         cached, state = self._restorable(match)
@@ -193,7 +220,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         node.readers += 1
         stops = self._stops(len(prompt), cached, match.tokens, restore_at)
         self._readers[id(row)] = _ActiveRow(row, node, stops, len(prompt) - 1)
-        self._count(cached)
+        self._count(cached, EMPTY if empty else _reason(cached, match.tokens, len(prompt)))
         return row, cached
 
     def next_restore_point(self, row: R) -> int | None:

@@ -7,7 +7,7 @@ has the tokens from b * size on. A row copies a block with other references befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mlxpool.common.errors import OutOfMemory
@@ -99,6 +99,11 @@ class BlockStore:
     def nbytes(self) -> int:
         """See Store."""
         return self._bytes * len(self._kept)
+
+    def own_bytes(self, rows: Iterable[BlockRow]) -> int:
+        """Returns the bytes of blocks that some of `rows` have and the tree has not."""
+        blocks = {block for row in rows for block in row.table}
+        return self._bytes * len(blocks - self._kept.keys())
 
     @property
     def free_blocks(self) -> int:

@@ -77,8 +77,11 @@ class Heartbeat:
             running=progress.running,
             waiting=progress.waiting + preparing,
             layout=progress.layout,
+            load_progress=progress.loaded,
             memory={
-                **progress.memory,
+                **progress.memory.take(),
+                "capacity_tokens": progress.capacity_tokens,
+                "preemptions": progress.preemptions,
                 "rss": self._process.memory_info().rss,
                 "prepare": load.memory,
             },

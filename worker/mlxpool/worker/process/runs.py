@@ -14,7 +14,7 @@ from enum import Enum, auto
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Credit, Yield
+from mlxpool.common.protocol.to_broker import Credit, PromptSizes, Yield
 from mlxpool.common.protocol.to_worker import Work, count_of_resume
 from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, Inbound, RunKey
@@ -135,6 +135,7 @@ class Runs:
         elif prepared.error is not None:
             self._end(key, prepared.error)
         elif prepared.admit is not None and not self._draining:
+            self._link.send(PromptSizes([(*key, len(prepared.admit.sequence.prompt))]))
             self._compute(prepared.admit)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -12,7 +12,9 @@ from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import other_formats
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.safetensors_header import Header, Tensor, read_header
+from mlxpool.worker.weights.tensor_names import mlx_names
 
+PACKED_DTYPE = "U32"  # of weights that MLX has quantised
 _MAX_LISTED = 3  # names that an error lists
 
 
@@ -28,9 +30,25 @@ class ShardContent:
     layouts: Mapping[str, QuantLayout] = field(default_factory=dict)
 
 
-def own_names(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """The contents of files that use the model's names."""
-    return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
+def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
+    """The contents of a folder's files, with MLX's names for the parts of packed weights.
+
+    Scales of weights that MLX has not packed belong to another format, and keep their names.
+    """
+    tensors = {name: one for header in headers.values() for name, one in header.tensors.items()}
+    renamed = mlx_names(
+        tensors.keys(), {name for name, one in tensors.items() if one.dtype == PACKED_DTYPE}
+    )
+    return {
+        file: ShardContent(
+            header.raw,
+            {
+                renamed[name]: replace(tensor, name=renamed[name])
+                for name, tensor in header.tensors.items()
+            },
+        )
+        for file, header in headers.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +61,7 @@ class ModelFiles:
     where: Path  # shown in errors
     shards: tuple[Path, ...]
     named: Mapping[str, Path] = field(default_factory=dict)
-    read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = own_names
+    read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = folder_contents
     digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards of a store
     remedy: str = "download it again"  # for a shard with another digest, shown in the error
 

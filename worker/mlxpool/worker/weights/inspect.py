@@ -65,15 +65,16 @@ class ModelFolder:
         return self.match.tensors
 
 
-def inspect(model: Path | ModelFiles) -> ModelFolder:
+def inspect(model: Path | ModelFiles, engine: str = "auto") -> ModelFolder:
     """Checks a model, given by its files or its folder; reads headers, but no weights.
 
+    `engine`: whose code is to compute it, see ModelConfig.
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
     files = model if isinstance(model, ModelFiles) else folder_files(model)
     config = read_json(files / "config.json")
     supported = config.get("model_type") in models.SUPPORTED
-    uses_mlx_lm = not supported and mlx_lm_models.is_available(config)
+    uses_mlx_lm = _uses_mlx_lm(config, supported, engine)
     plan = mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config)
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
@@ -95,7 +96,7 @@ def inspect(model: Path | ModelFiles) -> ModelFolder:
         eos_ids=special.eos_ids,
         bos_token=special.bos_token,
         add_bos=special.add_bos,
-        digest=_digest(files, contents),
+        digest=_digest(files, contents, forced=uses_mlx_lm and supported),
         uses_mlx_lm=uses_mlx_lm,
     )
 
@@ -117,9 +118,23 @@ def quant_config_of(
     return QuantConfig(named=named, infer=True)
 
 
-def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent]) -> str:
-    """Covers all small files, and of each shard header, size and both ends, or its digest."""
-    digest = hashlib.sha256()
+def _uses_mlx_lm(config: Mapping[str, Any], supported: bool, engine: str) -> bool:
+    """Whether mlx-lm's code computes the model; raises ModelLoadFailed where it cannot and must."""
+    available = mlx_lm_models.is_available(config)
+    if engine == "mlx-lm" and not available:
+        raise ModelLoadFailed(
+            f'engine = "mlx-lm", but mlx-lm has no model_type {config.get("model_type")!r} here:'
+            " install it (`pip install 'mlxpool[zoo]'`) or leave engine out"
+        )
+    return engine == "mlx-lm" or (engine == "auto" and not supported and available)
+
+
+def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
+    """Covers all small files, and of each shard header, size and both ends, or its digest.
+
+    `forced`: mlx-lm's code computes what ours could, with other last bits.
+    """
+    digest = hashlib.sha256(b"mlx-lm" if forced else b"")
     templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
     for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
         if (files / name).is_file():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+log = logging.getLogger("mlxpool.worker")
 
 HASH_THREADS = 4  # that verify digests
 GPU_READ_THREADS = 4  # that read layers: one alone copies at a fifth of the speed of the bus
@@ -62,6 +65,7 @@ def load(
     for layer, tensors, size in _read_layers(folder, dtype):
         weights.update(layer)
         on_progress(tensors, size)
+    _log_weights(folder)
     weight_bytes = sum(array.nbytes for array in weights.values())  # building removes them
     if dequantise or deterministic:
         weight_bytes += dequantised_growth(folder, dtype.size)
@@ -75,6 +79,16 @@ def load(
         weight_bytes=weight_bytes,
         deterministic=deterministic,
     )
+
+
+def _log_weights(folder: ModelFolder) -> None:
+    """Logs what was read, and which names of the files are not MLX's."""
+    tensors = folder.tensors.values()
+    renamed = {one.stored: one.name for one in tensors if one.stored != one.name}
+    fields = {"tensors": len(tensors), "bytes": folder.weight_bytes, "renamed": len(renamed)}
+    log.info("weights read", extra=fields)
+    for stored, name in renamed.items():
+        log.debug("tensor renamed", extra={"stored": stored, "tensor": name})
 
 
 def device_dtype(folder: ModelFolder) -> mx.Dtype:

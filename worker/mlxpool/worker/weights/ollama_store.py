@@ -19,6 +19,7 @@ from mlxpool.worker.weights.files import ModelFiles, ShardContent, sha256
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.other_formats import GGUF_REMEDY
 from mlxpool.worker.weights.safetensors_header import Header
+from mlxpool.worker.weights.tensor_names import is_quantised, mlx_names
 
 PREFIX = "ollama:"
 TENSOR = "application/vnd.ollama.image.tensor"
@@ -170,17 +171,14 @@ def _require_intact(name: str, layer: ManifestLayer) -> None:
 
 
 def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """The contents of each blob, with MLX's names: X.weight.scale becomes X.scales.
-
-    X.bias belongs to quantised groups where X.scale exists, else to the layer, so renaming needs
-    the names in all blobs.
-    """
-    names = {name for header in headers.values() for name in header.tensors}
+    """The contents of each blob, with MLX's names."""
+    names = frozenset(name for header in headers.values() for name in header.tensors)
+    renamed = mlx_names(names, names)
     return {
         blob: ShardContent(
             header.raw,
             {
-                (new := _renamed(name, names)): replace(tensor, name=new)
+                renamed[name]: replace(tensor, name=renamed[name])
                 for name, tensor in header.tensors.items()
             },
             dict(_layouts(header, names)),
@@ -189,23 +187,13 @@ def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
     }
 
 
-def _renamed(name: str, names: set[str]) -> str:
-    base, _, kind = name.rpartition(".")
-    if name.endswith(".weight_scale_2"):
-        return f"{name.removesuffix('.weight_scale_2')}.factor"
-    if f"{base}.scale" not in names:
-        return name
-    new = {"scale": "scales", "bias": "biases", "global_scale": "factor"}.get(kind)
-    return f"{base.removesuffix('.weight')}.{new}" if new else name
-
-
-def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, QuantLayout]]:
+def _layouts(header: Header, names: frozenset[str]) -> Iterator[tuple[str, QuantLayout]]:
     """The layouts that a header states; others are inferred from shapes, see match.py."""
     metadata = header.metadata
     for name in header.tensors:
         kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type") or ""
         layout = _QUANT_TYPES.get(kind.strip().upper())
-        if f"{name}.scale" in names and layout is not None:
+        if is_quantised(name, names) and layout is not None:
             group = metadata.get(f"{name}.group_size") or metadata.get("group_size") or ""
             yield (
                 name.removesuffix(".weight"),

@@ -42,7 +42,8 @@ class _Refused(Exception):
 class Template:
     """One compiled template.
 
-    `where` names it in errors. Raises ModelLoadFailed naming the line that does not compile.
+    `where` names it in errors; `reads_tools` says whether it mentions the variable `tools`.
+    Raises ModelLoadFailed naming the line that does not compile.
     """
 
     def __init__(self, source: str, where: str = "the chat template") -> None:
@@ -51,6 +52,7 @@ class Template:
         try:
             tree = sandbox.parse(source)
             self.content_form = _content_form(tree)
+            self.reads_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
             code = sandbox.compile(tree)
             self._compiled = jinja2.Template.from_code(sandbox, code, {**sandbox.globals})
         except jinja2.TemplateSyntaxError as error:

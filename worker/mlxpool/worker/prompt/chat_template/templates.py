@@ -21,6 +21,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 JINJA_FILE = "chat_template.jinja"
 JINJA_FOLDER = "additional_chat_templates"
 MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
+NO_TOOLS = "the chat template of this model has no place for tools: leave `tools` out"
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
@@ -62,10 +63,12 @@ class ChatTemplates:
     ) -> str:
         """The prompt text of a chat that `check_messages`, `check_tools`, `check_think` accepted.
 
-        Raises BadRequest for a model without a template, and as `output_format.variables` and
-        `Template.render` do.
+        Raises BadRequest for a model without a template, for tools that the template does not
+        read, and as `output_format.variables` and `Template.render` do.
         """
         template = self.template_for(bool(tools))
+        if tools and not template.reads_tools:
+            raise BadRequest(NO_TOOLS)
         adapted = [_adapted(message, template.content_form) for message in messages]
         variables = {
             **self.tokens,

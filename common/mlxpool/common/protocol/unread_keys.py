@@ -1,0 +1,61 @@
+"""Keys of a `generate` that nobody reads: refused where the answer would be another one without
+them, else warned of in `accepted`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpool.common.checks import shown
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import ALIASES, CHECKS, REQUEST_KEYS
+from mlxpool.common.protocol import prompts
+
+KNOWN = frozenset({"model", *prompts.KEYS, "options", *REQUEST_KEYS, "resume"})
+_TEXT_ONLY = "models take text only"
+_NO_FORMAT = "answers cannot be constrained to a format"
+_AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
+# What servers of other interfaces know, and what to do instead.
+REFUSED: Mapping[str, str] = {
+    "format": _NO_FORMAT,
+    "response_format": _NO_FORMAT,
+    "grammar": _NO_FORMAT,
+    "images": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+    "system": _AS_PROMPT,
+    "template": _AS_PROMPT,
+    "suffix": "models complete the end of a text only",
+    "context": "send the conversation as `messages`",
+    "tool_choice": "leave `tools` out where the model is to call none",
+    "n": "send a request for each completion",
+    "best_of": "send a request for each completion",
+    "echo": "the prompt is not sent back",
+}
+MAX_WARNINGS = 8  # keys that are named
+MAX_KEY = 60  # characters of a key that are shown
+
+
+def check_keys(body: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Returns a warning for each key that is ignored; nil counts as absent.
+
+    Raises BadRequest for a key of REFUSED, and for an option that stands beside `options`.
+    """
+    ignored = [key for key, value in body.items() if value is not None and key not in KNOWN]
+    for key in ignored:
+        if key in REFUSED:
+            raise BadRequest(f"{key} is not supported: {REFUSED[key]}")
+        if key in CHECKS or key in ALIASES:
+            raise BadRequest(f"{key!r} is an option: send it in `options`")
+    return tuple(map(_warning, ignored[:MAX_WARNINGS])) + _further(ignored[MAX_WARNINGS:])
+
+
+def _warning(key: object) -> str:
+    near = difflib.get_close_matches(str(key)[:MAX_KEY], KNOWN, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"the unknown key {shown(key)} is ignored{hint}"
+
+
+def _further(ignored: Sequence[object]) -> tuple[str, ...]:
+    return (f"{len(ignored)} further unknown keys are ignored",) if ignored else ()

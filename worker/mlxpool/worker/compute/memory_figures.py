@@ -1,0 +1,77 @@
+"""What heartbeats say of a worker's memory: parts that add up to a total, and peaks.
+
+The compute thread reads the memory after steps, at most every 0.1 s; the main thread sends what is
+known with each heartbeat, in which a peak is that since the heartbeat before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+
+from mlxpool.worker.engine.engine import MemoryUse
+
+PARTS = ("weights", "kv", "prefix", "compute")  # which add up to `total`
+
+
+class MemoryFigures:
+    """Written by the compute thread, taken by the main thread. All figures are bytes.
+
+    `latest` has what the newest reading said, as of a moment between two steps.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[str, int] = {}
+        self._kept = 0  # by weights, rows and prefixes, at the newest reading
+        self._highest = 0  # peak since the start
+        self._lock = Lock()  # of what follows
+        self._peak = 0  # since the last heartbeat
+        self._compute = 0  # the most that steps needed at a time since the last heartbeat
+
+    def loaded(self, size: int) -> None:
+        """So many bytes of weights are loaded, and nothing else is there."""
+        self.latest = _summed({"weights": size, "kv": 0, "prefix": 0, "compute": 0, "active": size})
+
+    def read(self, use: MemoryUse) -> None:
+        """Notes a reading of an engine's memory."""
+        kept = use.weights + use.kv + use.kv_free + use.prefix
+        peak = max(use.peak, use.active)
+        self._highest = max(self._highest, peak)
+        self.latest = {
+            "weights": use.weights,
+            "kv": use.kv + use.kv_free,
+            "kv_used": use.kv,
+            "prefix": use.prefix,
+            "compute": max(0, use.active + use.cache - kept),
+            "active": use.active,
+            "cache": use.cache,
+            "highest": self._highest,
+            "limit": use.limit,
+            "device_free": use.device_free,
+        }
+        # What a row took or gave back since the last reading is not a step's.
+        needed = peak - max(kept, self._kept)
+        self._kept = kept
+        with self._lock:
+            self._peak = max(self._peak, peak)
+            self._compute = max(self._compute, needed)
+
+    def take(self) -> dict[str, int]:
+        """Returns the figures of a heartbeat; the peaks of the next one begin now."""
+        with self._lock:
+            peak, compute = self._peak, self._compute
+            self._peak = self._compute = 0
+        latest = self.latest
+        if not latest:
+            return {}
+        return _summed(
+            {
+                **latest,
+                "compute": max(latest["compute"], compute),
+                "peak": max(latest["active"], peak),
+            }
+        )
+
+
+def _summed(figures: Mapping[str, int]) -> dict[str, int]:
+    return {**figures, "total": sum(figures[part] for part in PARTS)}

@@ -1,0 +1,51 @@
+"""The names of the parts of quantised weights: as files have them, and as MLX has them.
+
+X.weight.scale and X.weight_scale are X.scales, X.weight.bias and X.weight_qbias are X.biases. A
+bias belongs to the groups of a quantised weight only where that has a scale, else to the layer, so
+all names of a model have to be known before one is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from mlxpool.common.errors import ModelLoadFailed
+
+_SCALES = (".scale", "_scale")  # behind the name of a weight
+_PARTS = {
+    ".scale": "scales",
+    "_scale": "scales",
+    ".bias": "biases",
+    "_qbias": "biases",
+    ".global_scale": "factor",
+    "_scale_2": "factor",
+}
+
+
+def is_quantised(weight: str, names: Collection[str]) -> bool:
+    """Whether a model with tensors of these `names` has scales of the tensor `weight`."""
+    return any(f"{weight}{ending}" in names for ending in _SCALES)
+
+
+def mlx_names(names: Collection[str], weights: Collection[str]) -> Mapping[str, str]:
+    """MLX's name for each of a model's tensors; parts of other tensors than `weights` keep theirs.
+
+    Raises ModelLoadFailed for two tensors with one name.
+    """
+    renamed = {name: _renamed(name, names, weights) for name in sorted(names)}
+    stored: dict[str, str] = {}
+    for name, new in renamed.items():
+        other = stored.setdefault(new, name)
+        if other != name:
+            raise ModelLoadFailed(
+                f"the weights have both {other!r} and {name!r}, which are two names of {new!r}"
+            )
+    return renamed
+
+
+def _renamed(name: str, names: Collection[str], weights: Collection[str]) -> str:
+    for ending, part in _PARTS.items():
+        weight = name.removesuffix(ending)
+        if weight != name and weight in weights and is_quantised(weight, names):
+            return f"{weight.removesuffix('.weight')}.{part}"
+    return name
