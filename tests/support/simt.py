@@ -62,10 +62,11 @@ def simulated() -> Iterator[set[str]]:
 def forget_kernels() -> None:
     """Clears the caches of built kernels and of their trials."""
     from mlxpool.worker import kernels
-    from mlxpool.worker.attention import kernel_trials
+    from mlxpool.worker.attention import block_tables, kernel_trials
+    from mlxpool.worker.transfers import downloads
 
     modules = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
-    for module in [*modules, kernel_trials]:
+    for module in [*modules, kernel_trials, block_tables, downloads]:
         for one in vars(module).values():
             if hasattr(one, "cache_clear"):
                 one.cache_clear()

@@ -1,16 +1,17 @@
 """NVIDIA's runtime compiler (NVRTC), as the library that MLX installs.
 
 Its functions are documented in NVRTC's manual, "User Interface". As a program it compiles one
-kernel: it reads the arguments of `compile_kernel` from stdin and writes its result to stdout, both
-pickled.
+kernel: it reads the arguments of `compile_kernel` from stdin as JSON, and writes machine code in
+base64, the name and the mangled name of the kernel to stdout, a line each.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
+import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -122,18 +123,19 @@ def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, 
 
     Raises RuntimeError with the message of the compiler, OSError or SubprocessError.
     """
-    given = library_path(), compiler.architecture, compiler.includes, compiler.headers, kernel, code
+    includes = [*map(str, compiler.includes)]
+    given = library_path(), compiler.architecture, includes, compiler.headers, kernel, code
     done = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=pickle.dumps(given),
+        input=json.dumps(given).encode(),
         capture_output=True,
         check=False,
         timeout=COMPILE_SECONDS,
     )
     if done.returncode:
         raise RuntimeError(done.stderr.decode(errors="replace")[-2000:])
-    found: tuple[bytes, str, str] = pickle.loads(done.stdout)
-    return found
+    machine_code, name, mangled = done.stdout.decode().splitlines()
+    return base64.b64decode(machine_code), name, mangled
 
 
 def library_path() -> str:
@@ -149,15 +151,16 @@ def library_path() -> str:
 def compile_kernel(
     library: str,
     architecture: str,
-    includes: Sequence[Path],
+    includes: Sequence[str],
     headers: Mapping[str, str],
     kernel: str,
     code: str,
 ) -> tuple[bytes, str, str]:
     """Compiles a kernel with the library of this file, see Compiler."""
-    compiler = Compiler(ctypes.CDLL(library), architecture, includes, headers)
+    compiler = Compiler(ctypes.CDLL(library), architecture, [*map(Path, includes)], headers)
     return compiler.machine_code(kernel, code)
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(pickle.dumps(compile_kernel(*pickle.load(sys.stdin.buffer))))
+    machine_code, *names = compile_kernel(*json.load(sys.stdin))
+    print(base64.b64encode(machine_code).decode(), *names, sep="\n")
