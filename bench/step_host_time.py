@@ -48,12 +48,13 @@ from mlxpool.common.transport import sockets
 from mlxpool.common.transport.waker import Waker
 from mlxpool.worker.__main__ import SWITCH_INTERVAL
 from mlxpool.worker.compute import steps
+from mlxpool.worker.compute.admissions import Admissions
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.loop import ComputeLoop
 from mlxpool.worker.compute.messages import DeltaQueue
 from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.compute.steps import BlockAllocator, Steps
+from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.engine.engine import Engine, MemoryUse, StepResult
@@ -63,6 +64,7 @@ from mlxpool.worker.process.link import Link
 from mlxpool.worker.process.prepare import Preparer, service_of
 from mlxpool.worker.process.runs import Runs
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
+from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
@@ -86,8 +88,8 @@ COMPUTE: dict[str, tuple[object, str]] = {
     "take messages": (ComputeLoop, "_take_messages"),
     "the loop": (ComputeLoop, "_step"),
     "expire": (Generations, "expire"),
-    "grow": (BlockAllocator, "grow"),
-    "admit": (BlockAllocator, "admit"),
+    "grow": (Admissions, "grow"),
+    "admit": (Admissions, "admit"),
     "submit and the rest of a step": (Steps, "run"),
     "schedule": (steps, "schedule"),
     "commit": (Steps, "collect"),
@@ -115,7 +117,6 @@ class StubEngine:
     context = 1 << 20
     vocab_size = len(PIECES)
     eos = frozenset((2, 3))
-    blocks = 1 << 30
     layout = digest = "stub"
     prefix = None
     yields_cores = False
@@ -127,6 +128,7 @@ class StubEngine:
         """
         self.device = device
         self.cost = StepCost()
+        self.blocks = BlockManager(self, capacity=1 << 30)
         self.spent = 0.0  # processor seconds of `submit` and `collect`
         self._on_step = on_step
         self._flights: deque[list[Sequence]] = deque()
@@ -164,11 +166,17 @@ class StubEngine:
     def clip(self, seq: Sequence, tokens: int) -> int:
         return tokens
 
-    def free_blocks(self) -> int:
-        return self.blocks
+    def blocks_in_use(self) -> int:
+        return 0
+
+    def blocks_of(self, seq: Sequence) -> int:
+        return 0
+
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
+        return 0
 
     def release(self, seq: Sequence) -> None:
-        pass
+        self.blocks.free(seq)
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         pass

@@ -261,7 +261,7 @@ def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer)
     engine = engine_of(loaded, text)
     engine.warm_up()
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
-    assert engine.blocks > 0
+    assert engine.blocks.capacity > 0
 
 
 def test_deterministic_is_refused(loaded: LoadedModel) -> None:

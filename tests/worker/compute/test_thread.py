@@ -297,12 +297,12 @@ class Narrow(CountingEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.blocks = self.capacity
+        self.blocks.capacity = self.capacity
         self.most = 0
         self.engines.append(self)
 
-    def free_blocks(self) -> int:
-        return super().free_blocks() - self.left
+    def blocks_in_use(self) -> int:
+        return self.left
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         freed = min(blocks, self.left)
@@ -312,7 +312,7 @@ class Narrow(CountingEngine):
     def submit(self, spans: Many[Span]) -> bool:
         held = sum(blocks_for(row.length + 1) for row in self.rows)
         self.most = max(self.most, held)
-        assert all(span.sequence.blocks >= blocks_for(span.end + 1) for span in spans)
+        assert all(self.blocks.given(s.sequence) >= blocks_for(s.end + 1) for s in spans)
         assert held + self.left <= self.capacity
         return super().submit(spans)
 

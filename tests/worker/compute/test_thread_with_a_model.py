@@ -284,10 +284,10 @@ class Growing(ModelEngine):
     def _grow_to(self, blocks: int) -> None:
         type(self).outside += (self._capacity() - blocks) * self._block_bytes
         self.memory()
-        assert self.blocks == blocks
+        assert self.blocks.capacity == blocks
 
     def submit(self, spans: Many[Span]) -> bool:
-        if self.blocks > self.LEFT and any(
+        if self.blocks.capacity > self.LEFT and any(
             span.decodes and span.sequence.length >= self.GROWN for span in spans
         ):
             self._grow_to(self.LEFT)

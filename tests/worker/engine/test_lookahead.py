@@ -175,7 +175,7 @@ def test_a_failed_pass_loses_all_rows_in_flight(
     for seq in rows[:2]:
         engine.release(seq)
         seq.return_to_waiting()
-        assert (seq.submitted, seq.awaited, seq.blocks) == (0, 0, 0)
+        assert (seq.submitted, seq.awaited, engine.blocks.given(seq)) == (0, 0, 0)
         assert not engine.lost(seq)
     steps = ScheduledSteps(engine)
     for seq in rows[:2]:

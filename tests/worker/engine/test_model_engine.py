@@ -388,11 +388,11 @@ def test_capacity_is_what_the_limit_leaves(
     for engine in (small, large):
         engine.warm_up()
     left = 2 * 2**30 * 15 / 16  # a sixteenth is for freed buffers
-    assert large.blocks - small.blocks == pytest.approx(left / block, rel=0.01)
-    assert 0 < small.blocks < 2 * 2**30 // block
+    assert large.blocks.capacity - small.blocks.capacity == pytest.approx(left / block, rel=0.01)
+    assert 0 < small.blocks.capacity < 2 * 2**30 // block
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
         ModelEngine(loaded, text, limit=1000, layout=GROWING).warm_up()
-    assert ModelEngine(loaded, text, blocks=7).blocks == 7
+    assert ModelEngine(loaded, text, blocks=7).blocks.capacity == 7
 
 
 def test_a_pool_leaves_the_activation_memory_of_a_step(
@@ -410,7 +410,7 @@ def test_a_pool_leaves_the_activation_memory_of_a_step(
     assert isinstance(engine._layout, PagedLayout)
     now = mx.get_active_memory() - outside
     assert now == pytest.approx(engine._layout.pool.nbytes, rel=0.05)  # the first pool was freed
-    assert engine.blocks == engine._layout.blocks < before
+    assert engine.blocks.capacity == engine._layout.blocks < before
     taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._activation_bytes
     assert limit * 0.9 < taken <= limit
     assert engine.memory().prefix == engine.memory().kv == 0
@@ -429,20 +429,20 @@ def test_memory_outside_mlx_reduces_the_capacity(
     monkeypatch.setattr(device, "trim_heap", trim)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
-    blocks = engine.blocks
+    blocks = engine.blocks.capacity
     free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._activation_bytes - engine._layout.spare
     assert (
         blocks == (free - live - HEAP_GROWTH) // engine._block_bytes
     )  # freed memory does not count
     live, freed = live + HEAP_GROWTH, HEAP_GROWTH
     engine.memory()
-    assert (engine.blocks, freed) == (blocks, 0)
+    assert (engine.blocks.capacity, freed) == (blocks, 0)
     live += 10 * engine._block_bytes
     engine.memory()
-    assert engine.blocks == blocks - 10
+    assert engine.blocks.capacity == blocks - 10
     live -= HEAP_GROWTH
     engine.memory()
-    assert engine.blocks == blocks
+    assert engine.blocks.capacity == blocks
 
 
 @pytest.mark.parametrize(("on_gpu", "trims"), [(False, 3), (True, 0)])
@@ -469,9 +469,9 @@ def test_a_capacity_that_shrinks_evicts_cached_prefixes(
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     assert engine.prefix_blocks() == 4
-    outside = (engine.blocks - 2) * engine._block_bytes
+    outside = (engine.blocks.capacity - 2) * engine._block_bytes
     engine.memory()
-    assert engine.blocks == 2 and 0 < engine.prefix_blocks() <= 2
+    assert engine.blocks.capacity == 2 and 0 < engine.prefix_blocks() <= 2
 
 
 def test_a_limit_that_is_too_small_is_refused_with_all_parts(
@@ -631,9 +631,11 @@ def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTok
     rows = [sequence((*shared, *prompt_of(20, salt))) for salt in range(1, 17)]
     for row in rows:
         enter(engine, row)
-        row.blocks = 2
+        engine.blocks.give(row, 2)
     held = {block for row in rows for block in cast(PagedRow, engine._rows[row]).table}
     assert len(held) == 16 + 1  # the block behind the shared one is each stream's own
-    assert 100 - engine.free_blocks() == len(held) + 1  # the tree has the end of the first stream
+    assert (
+        100 - engine.blocks.available == len(held) + 1
+    )  # the tree has the end of the first stream
     for row in rows:
         engine.release(row)

@@ -162,9 +162,9 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
     with nullcontext() if ON_GPU else simt.simulated():
         monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
-        free = engine.free_blocks()
+        free = engine.blocks.available
         engine._compile_kernels(lambda: None)
-        assert engine.free_blocks() == free and not engine._rows
+        assert engine.blocks.available == free and not engine._rows
         for counts in engine._kinds_of_passes():
             rows = [seq for count in counts for seq in engine._dummy_rows(1, count)]
             spans = [RowSpan(engine._rows[seq], seq.length) for seq in rows]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.common.options import Options
 from mlxpool.worker.sampling.batch import penalty_history
+from mlxpool.worker.scheduling.block_manager import blocks_for_step, blocks_to_finish
 from mlxpool.worker.scheduling.context_policy import (
     MAX_SHIFTED_IDS,
     ContextShift,
@@ -17,7 +18,7 @@ from mlxpool.worker.scheduling.context_policy import (
     shift_discard,
     truncated_tokens,
 )
-from mlxpool.worker.scheduling.kv_blocks import blocks_for, blocks_for_step, blocks_to_finish
+from mlxpool.worker.scheduling.kv_blocks import blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, schedule
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from support.context_window import window

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling import scheduler
 from mlxpool.worker.scheduling.kv_blocks import (
-    KV_BLOCK_TOKENS,
     activation_bytes,
     block_capacity,
-    blocks_for_step,
-    blocks_to_admit,
-    blocks_to_finish,
 )
 from mlxpool.worker.scheduling.scheduler import (
     MIN_CHUNK,
@@ -40,7 +36,6 @@ def sequence(
     submitted: int = 0,
     *,
     ids: int = 0,
-    blocks: int = 0,
     max_tokens: int = 10,
     awaited: int = 0,
     read_alone: bool = False,
@@ -57,7 +52,6 @@ def sequence(
         phase=phase,
         submitted=submitted,
         awaited=awaited,
-        blocks=blocks,
         read_alone=read_alone,
     )
 
@@ -476,33 +470,10 @@ def collect(flights: list[Step], live: list[Sequence]) -> None:
 # ---- blocks --------------------------------------------------------------------------------------
 
 
-def test_a_row_gets_blocks_before_its_step_and_none_beyond_its_end() -> None:
-    row = sequence(KV_BLOCK_TOKENS - 2, blocks=1, max_tokens=10)
-    assert scheduler.needing_blocks([row]) == []
-    row.ids.append(1)
-    assert scheduler.needing_blocks([row]) == [row] and blocks_for_step(row) == 2
-    last = sequence(KV_BLOCK_TOKENS - 1, blocks=1, max_tokens=1)
-    assert scheduler.needing_blocks([last]) == []
-
-
 def test_the_newest_row_is_preempted_but_never_the_only_one() -> None:
     rows = [sequence(), sequence(), sequence(phase=Phase.WAITING)]
     assert scheduler.preemption_victim(rows) is rows[1]
     assert scheduler.preemption_victim([rows[0], rows[2]]) is None
-
-
-def test_blocks_needed_at_admission_and_after_a_preemption() -> None:
-    seq = sequence(300, max_tokens=2000, phase=Phase.WAITING)
-    assert (blocks_to_finish(seq), blocks_to_admit(seq, 100)) == (9, 3)
-    assert blocks_to_admit(sequence(300, max_tokens=5, phase=Phase.WAITING), 100) == 2
-    seq.ids += [1] * 300
-    seq.preempt()
-    assert (seq.phase, seq.blocks, seq.submitted) == (Phase.WAITING, 0, 0)
-    assert (blocks_to_admit(seq, 100), blocks_to_admit(seq, 5), blocks_to_admit(seq, 3)) == (
-        9,
-        5,
-        4,
-    )
 
 
 def test_activation_bytes_with_a_constant_part() -> None:

@@ -78,7 +78,7 @@ class Layout:
         return None
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the blocks of a row, shared ones included."""
+        """Returns the blocks of a row that are not free, where rows share blocks; else 0."""
         return 0
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:

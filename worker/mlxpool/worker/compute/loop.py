@@ -12,10 +12,11 @@ from time import monotonic
 from typing import NoReturn
 
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.worker.compute.admissions import Admissions
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Admit, DeltaQueue, Drop, DropAll, Inbound
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.compute.steps import BlockAllocator, Steps
+from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.scheduler import running
@@ -47,7 +48,7 @@ class ComputeLoop:
         self._cpu_threads = cpu_threads
         self._begin = begin
         self._generations = Generations(engine)
-        self._blocks = BlockAllocator(engine, self._generations, progress)
+        self._admissions = Admissions(engine, self._generations, progress)
         self._steps = Steps(engine, self._generations, progress)
         self._reported = 0.0  # when the memory was read last
         self._report_memory(monotonic())
@@ -102,8 +103,8 @@ class ComputeLoop:
         generations, progress = self._generations, self._progress
         self._cpu_threads.begin_step(monotonic())
         deltas = generations.expire(monotonic())
-        deltas += self._blocks.grow()
-        deltas += self._blocks.admit(self._max_sequences, self._steps.admit)
+        deltas += self._admissions.grow()
+        deltas += self._admissions.admit(self._max_sequences, self._steps.admit)
         deltas += self._steps.run()
         progress.running = len(running(generations.sequences()))
         progress.waiting = len(generations) - progress.running
@@ -113,7 +114,7 @@ class ComputeLoop:
         """Copy the engine's figures into the progress, for the heartbeats."""
         self._reported = now
         self._progress.memory.read(self._engine.memory())
-        self._progress.capacity_tokens = self._engine.blocks * KV_BLOCK_TOKENS
+        self._progress.capacity_tokens = self._engine.blocks.capacity * KV_BLOCK_TOKENS
         counters = self._engine.prefix
         if counters is not None:
             self._progress.prefix = {

@@ -1,4 +1,4 @@
-"""What a step does with the engine: gives sequences KV blocks, submits and collects passes.
+"""What a step does with the engine: gives sequences rows, submits and collects passes.
 
 A failure ends the requests that it concerns, or the process when the device is lost.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Self
@@ -17,20 +16,7 @@ from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.scheduling.kv_blocks import (
-    KV_BLOCK_TOKENS,
-    blocks_for,
-    blocks_for_step,
-    blocks_to_admit,
-    promise_blocks,
-)
-from mlxpool.worker.scheduling.scheduler import (
-    needing_blocks,
-    next_admissions,
-    preemption_victim,
-    running,
-    schedule,
-)
+from mlxpool.worker.scheduling.scheduler import schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Step
 
@@ -50,70 +36,6 @@ class DeviceLost(Exception):
     def __init__(self, error: Exception, request: bytes | None) -> None:
         super().__init__(f"the device is lost: {type(error).__name__}: {error}")
         self.request = request
-
-
-class BlockAllocator:
-    """Gives sequences KV blocks of the engine's capacity; cached prefixes are evicted first."""
-
-    def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
-        self._engine = engine
-        self._generations = generations
-        self._progress = progress
-
-    def grow(self) -> list[Delta]:
-        """Allocate the blocks that the next step's rows need, preempting the newest rows if needed.
-
-        Returns the last deltas of the sequences that cannot grow.
-        """
-        failed: list[Delta] = []
-        for sequence in needing_blocks(self._generations.sequences()):
-            need = blocks_for_step(sequence)
-            while sequence.phase is Phase.RUNNING and sequence.blocks < need:
-                victim = preemption_victim(self._generations.sequences())
-                if self._find(need - sequence.blocks, in_use=victim is None):
-                    sequence.blocks = need
-                elif victim is not None:
-                    self._preempt(victim)
-                elif need <= sequence.promised:
-                    sequence.blocks = need
-                else:
-                    failed.append(self._refuse(sequence))
-        return failed
-
-    def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
-        """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
-
-        Returns the deltas that `admit` returned.
-        """
-        deltas: list[Delta] = []
-        for sequence in next_admissions(self._generations.sequences(), max_sequences):
-            capacity = self._engine.blocks
-            need = blocks_to_admit(sequence, capacity)
-            if need > max(capacity, sequence.promised):
-                deltas.append(self._refuse(sequence))
-            elif self._find(need) or not running(self._generations.sequences()):
-                sequence.blocks = need
-                promise_blocks(sequence, capacity)
-                deltas += admit(sequence)
-            else:
-                break  # later arrivals must not take the blocks that this one waits for
-        return deltas
-
-    def _find(self, wanted: int, *, in_use: bool = False) -> bool:
-        """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
-        missing = wanted - self._engine.free_blocks()
-        while missing > 0 and self._engine.shrink(missing, in_use=in_use):
-            missing = wanted - self._engine.free_blocks()
-        return missing <= 0
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take its row. Its keys and values stay in the prefix cache if they fit."""
-        self._generations.release(sequence)
-        sequence.preempt()
-        self._progress.preemptions += 1
-
-    def _refuse(self, sequence: Sequence) -> Delta:
-        return self._generations.fail(sequence, too_many_blocks(sequence, self._engine.blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,17 +251,3 @@ def as_pool_error(error: Exception) -> PoolError:
     if isinstance(error, MemoryError) or any(w in text.lower() for w in _MEMORY_WORDS):
         return OutOfMemory(f"the step did not fit into memory: {text}")
     return Internal(f"the step failed: {text}")
-
-
-def too_many_blocks(sequence: Sequence, capacity: int) -> OutOfMemory:
-    """The error of a sequence that needs more than `capacity` blocks."""
-    need = blocks_for(sequence.length) + 1
-    return OutOfMemory(
-        f"{sequence.length} tokens, {len(sequence.prompt)} of them the prompt's, need {need} blocks"
-        f" of {KV_BLOCK_TOKENS} tokens; this worker's memory has {capacity}",
-        details={
-            "prompt_tokens": len(sequence.prompt),
-            "need_tokens": need * KV_BLOCK_TOKENS,
-            "capacity_tokens": capacity * KV_BLOCK_TOKENS,
-        },
-    )

@@ -22,6 +22,7 @@ from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.prompt.text_model import RenderedChat
+from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
 from mlxpool.worker.scheduling.spans import Span
@@ -65,7 +66,7 @@ class CountingEngine:
         self.eos: frozenset[int] = frozenset()
         self.chunk = min(CHUNK, self.context)
         self.digest = f"counting-{settings.vocab}"
-        self.blocks = UNLIMITED_BLOCKS
+        self.blocks = BlockManager(self, UNLIMITED_BLOCKS)
         self.rows: list[Sequence] = []
         self.flights: list[tuple[Span, ...]] = []
         self.cost = StepCost()
@@ -133,6 +134,7 @@ class CountingEngine:
         return SampledToken(row, token, logprob)
 
     def release(self, seq: Sequence) -> None:
+        self.blocks.free(seq)
         if seq in self.rows:
             self.rows.remove(seq)
 
@@ -143,8 +145,11 @@ class CountingEngine:
     def device_works(self) -> bool:
         return True
 
-    def free_blocks(self) -> int:
-        return self.blocks - sum(seq.blocks for seq in self.rows)
+    def blocks_in_use(self) -> int:
+        return 0
+
+    def blocks_of(self, seq: Sequence) -> int:
+        return 0
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0

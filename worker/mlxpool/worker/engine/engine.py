@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
@@ -67,24 +68,12 @@ class Engine(Protocol):
         """Predicts the time of a pass; `collect` and `warm_up` show it measured ones."""
 
     @property
-    def blocks(self) -> int:
-        """KV-cache blocks for which there is memory, those of the prefix cache included."""
+    def blocks(self) -> BlockManager:
+        """Counts the KV blocks of rows and cached prefixes, and gives them to sequences."""
 
     @property
     def prefix(self) -> PrefixCache[Any] | None:
         """The prefix cache, whose counters are reported; None: there is none."""
-
-    def free_blocks(self) -> int:
-        """Returns the blocks that no row has or may take and no cached prefix holds.
-
-        A block that rows and prefixes share counts once.
-        """
-
-    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """Evicts prefix-cache entries of so many blocks; returns the blocks that they held.
-
-        Entries that running rows began from are evicted only with `in_use`, after all others.
-        """
 
     @property
     def digest(self) -> str:
@@ -135,7 +124,7 @@ class Engine(Protocol):
         """Passes that were submitted and not collected."""
 
     def release(self, seq: Sequence) -> None:
-        """Frees the row of a sequence in any phase; ignores an unknown sequence."""
+        """Frees row and blocks of a sequence in any phase; ignores an unknown sequence."""
 
     def device_works(self) -> bool:
         """Returns whether the device still computes; called after an exception.

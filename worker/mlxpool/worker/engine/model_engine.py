@@ -121,7 +121,7 @@ class ModelEngine(RowEngine[CacheRow]):
             self.chunk = min(self.chunk, self._layout.sizes[-1])
             self._pairs = self.chunk**2
         self._spare = self._layout.spare
-        self.blocks = self._capacity()
+        self.blocks.capacity = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
         self._draws_alone = self._layout.store.stateful
         self._target = StepTarget.of_device(on_gpu=device.on_gpu())
@@ -246,21 +246,21 @@ class ModelEngine(RowEngine[CacheRow]):
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
         super().release(seq)
 
-    def free_blocks(self) -> int:
-        """See Engine.free_blocks."""
+    def blocks_in_use(self) -> int:
+        """See BlockMemory."""
         free = self._layout.free_blocks
-        if free is None:
-            return super().free_blocks()
-        promised = sum(
-            max(0, seq.blocks - self._layout.blocks_of(row)) for seq, row in self._rows.items()
-        )
-        return free - promised - (self._layout.blocks - self.blocks)
+        return super().blocks_in_use() if free is None else self._layout.blocks - free
+
+    def blocks_of(self, seq: Sequence) -> int:
+        """See BlockMemory."""
+        row = self._rows.get(seq)
+        return 0 if row is None else self._layout.blocks_of(row)
 
     def _kv_bytes(self) -> tuple[int, int]:
         return self._layout.kv_bytes(self._rows.values())
 
     def _bytes_left(self) -> int:
-        return self._layout.left(self._rows.values(), self.blocks * self._block_bytes)
+        return self._layout.left(self._rows.values(), self.blocks.capacity * self._block_bytes)
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
@@ -294,7 +294,7 @@ class ModelEngine(RowEngine[CacheRow]):
         self._layout.close()
         mx.clear_cache()
         self._layout, self._prefix = self._make_layout(blocks)
-        self.blocks = self._capacity()
+        self.blocks.capacity = self._capacity()
 
     def _measure_chunk(self, size: int) -> tuple[int, int]:
         """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""

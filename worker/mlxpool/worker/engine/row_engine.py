@@ -5,6 +5,7 @@ Subclasses compute the forward passes and decide what a failed pass invalidates.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence as Many
@@ -22,6 +23,7 @@ from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SampledNumbers, SamplerOutput, sampled_tokens
+from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -78,12 +80,12 @@ class Flight:
 class RowEngine(ABC, Generic[R]):
     """The part of Engine that all engines of MLX share; used by one thread.
 
-    A subclass sets `_prefix`, then `blocks`, and `_block_bytes`, `_row_bytes` (the bytes of a row
-    besides its tokens) and `_activation_bytes` (the peak of a step) once it knows them.
+    It is the BlockMemory of its BlockManager, `blocks`. A subclass sets `_prefix`, then
+    `blocks.capacity`, and `_block_bytes`, `_row_bytes` (the bytes of a row besides its tokens) and
+    `_activation_bytes` (the peak of a step) once it knows them.
     """
 
     _prefix: PrefixCache[R]
-    blocks: int
 
     def __init__(
         self,
@@ -112,6 +114,8 @@ class RowEngine(ABC, Generic[R]):
         self._prefix_bytes = prefix_bytes or default_prefix_cache_bytes(self._limit, weights)
         self._max_sequences = max_sequences
         self._fixed_blocks = blocks
+        # Weak, so that an engine is freed with its last reference, and its arrays at once.
+        self.blocks = BlockManager(weakref.proxy(self))
         self._rows: dict[Sequence, R] = {}
         self._flights: deque[Flight] = deque()
         self._last_end = 0.0  # when a pass ended last, monotonic seconds
@@ -195,6 +199,7 @@ class RowEngine(ABC, Generic[R]):
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
+        self.blocks.free(seq)
         self._flights = deque(flight.without(seq) for flight in self._flights)
         row = self._rows.pop(seq, None)
         if row is not None:
@@ -210,22 +215,26 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.device_works."""
         return device.device_computes()
 
-    def free_blocks(self) -> int:
-        """See Engine.free_blocks. Rows have copies of the prefixes that they began from."""
-        return self.blocks - sum(seq.blocks for seq in self._rows) - self.prefix_blocks()
+    def blocks_in_use(self) -> int:
+        """See BlockMemory. Rows have copies of the prefixes that they began from."""
+        return self.prefix_blocks()
 
-    def prefix_blocks(self) -> int:
-        """Returns the blocks that the prefix cache uses."""
-        return -(-self._prefix.nbytes // self._block_bytes)
+    def blocks_of(self, seq: Sequence) -> int:
+        """See BlockMemory."""
+        return 0
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """See Engine.shrink."""
+        """See BlockMemory."""
         before = self.prefix_blocks()
         self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
         if in_use and before - self.prefix_blocks() < blocks:
             self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
+
+    def prefix_blocks(self) -> int:
+        """Returns the blocks that the prefix cache uses."""
+        return -(-self._prefix.nbytes // self._block_bytes)
 
     def memory(self) -> MemoryUse:
         """See Engine.memory. Measures the memory outside MLX; when it grew, fewer blocks fit."""
@@ -277,8 +286,8 @@ class RowEngine(ABC, Generic[R]):
             device.trim_heap()
             outside = device.non_mlx_bytes()
         self._process_bytes = max(self._process_bytes_at_start, outside)
-        before, self.blocks = self.blocks, self._capacity()
-        if self.blocks < before:
+        before, self.blocks.capacity = self.blocks.capacity, self._capacity()
+        if self.blocks.capacity < before:
             self._bound_prefix()
             self._prefix.shrink(self._prefix.nbytes - self._prefix.budget)
 
@@ -289,7 +298,7 @@ class RowEngine(ABC, Generic[R]):
     def _bytes_left(self) -> int:
         """Returns the bytes of the capacity that no row uses."""
         rows = sum(max(0, row.nbytes - self._row_bytes) for row in self._rows.values())
-        return self.blocks * self._block_bytes - rows
+        return self.blocks.capacity * self._block_bytes - rows
 
     def _finish_warm_up(self) -> None:
         """Frees what the warm-up allocated and sets the capacity.
@@ -304,12 +313,12 @@ class RowEngine(ABC, Generic[R]):
         device.trim_heap()
         growth = min(HEAP_GROWTH, self._limit // 16) if device.non_mlx_bytes() else 0
         self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes() + growth
-        self.blocks = self._capacity()
+        self.blocks.capacity = self._capacity()
         self._require_min_blocks()
 
     def _require_min_blocks(self) -> None:
         """Raises ModelLoadFailed when too few blocks are left."""
-        if self.blocks < MIN_BLOCKS:
+        if self.blocks.capacity < MIN_BLOCKS:
             raise ModelLoadFailed(self._too_few_blocks())
 
     def _capacity(self) -> int:
@@ -328,6 +337,6 @@ class RowEngine(ABC, Generic[R]):
             f"the memory limit is {self._limit} bytes; weights take {self._weights},"
             f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"
             f" {self._process_bytes}, {self._max_sequences} rows {apart} besides their tokens,"
-            f" which leaves {self.blocks} blocks of {KV_BLOCK_TOKENS} tokens"
+            f" which leaves {self.blocks.capacity} blocks of {KV_BLOCK_TOKENS} tokens"
             f" ({self._block_bytes} bytes each); at least {MIN_BLOCKS} are needed"
         )

@@ -127,7 +127,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         store = RowStore(self._new_row, kinds or ())
         self._prefix = prefix_cache.make_prefix_cache(mode, store, self._prefix_bytes)
         self.features = features_of(mode)
-        self.blocks = self._capacity()
+        self.blocks.capacity = self._capacity()
 
     layout = "mlx-lm's code"
 

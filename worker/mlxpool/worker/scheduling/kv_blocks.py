@@ -1,55 +1,13 @@
-"""The size of a KV-cache block, and how many blocks a sequence needs. Pure.
-
-A sequence starts with the blocks of its prompt and one more and grows block by block. A preempted
-one is admitted again only when all blocks that it may still need are free, so that it is not
-preempted a second time.
-
-The capacity is measured and may shrink while sequences run, because the process uses memory outside
-MLX. The capacity at the time of a sequence's first admission stays promised to it, so no sequence
-fails because the measurement changed: prefix-cache entries are evicted, then newer sequences are
-preempted, and a sequence that runs alone grows to its promise into the memory that is reserved for
-a prefill chunk. Only a failed allocation or the memory limit of the process can stop it then.
-"""
+"""The size of a KV-cache block, and how many blocks fit into memory. Pure."""
 
 from __future__ import annotations
 
-from mlxpool.worker.scheduling.sequence import Sequence
-
 KV_BLOCK_TOKENS = 256  # tokens of a block of keys and values, in every layout and on every device
-LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and one in flight
 
 
 def blocks_for(tokens: int) -> int:
     """Returns the blocks that hold `tokens` tokens."""
     return -(-tokens // KV_BLOCK_TOKENS)
-
-
-def promise_blocks(seq: Sequence, capacity: int) -> None:
-    """Promises the capacity to a sequence that is admitted."""
-    seq.promised = max(seq.promised, capacity)
-
-
-def blocks_to_finish(seq: Sequence) -> int:
-    """Returns the blocks of a sequence at its greatest length."""
-    longest = len(seq.prompt) + seq.max_tokens
-    return blocks_for(longest if seq.shift is None else min(longest, seq.shift.context))
-
-
-def blocks_to_admit(seq: Sequence, capacity: int) -> int:
-    """Returns the blocks that must be free before a waiting sequence is admitted."""
-    whole = blocks_to_finish(seq)
-    if seq.preempted:
-        return min(whole, max(capacity, _min_blocks(seq)))
-    return min(whole, _min_blocks(seq))
-
-
-def _min_blocks(seq: Sequence) -> int:
-    return blocks_for(seq.length) + 1
-
-
-def blocks_for_step(seq: Sequence) -> int:
-    """Returns the blocks that a running sequence must have for its next step."""
-    return min(blocks_for(seq.length + LOOKAHEAD), blocks_to_finish(seq))
 
 
 def block_capacity(free: int, block_bytes: int) -> int:

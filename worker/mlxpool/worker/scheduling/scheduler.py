@@ -13,7 +13,6 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, LOOKAHEAD, blocks_for_step
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
@@ -190,19 +189,6 @@ def running(live: Many[Sequence]) -> list[Sequence]:
     """Returns the sequences that have a row."""
     phase = Phase.RUNNING
     return [s for s in live if s.phase is phase]
-
-
-def needing_blocks(live: Many[Sequence]) -> list[Sequence]:
-    """Returns the running sequences whose next step needs more blocks than they have."""
-    phase = Phase.RUNNING
-    return [
-        s
-        for s in live
-        if s.phase is phase
-        # At least its length: few need the calculation that follows.
-        and len(s.prompt) + len(s.ids) + LOOKAHEAD > s.blocks * KV_BLOCK_TOKENS
-        and blocks_for_step(s) > s.blocks
-    ]
 
 
 def preemption_victim(live: Many[Sequence]) -> Sequence | None:

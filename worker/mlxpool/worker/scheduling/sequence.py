@@ -39,8 +39,7 @@ class Sequence:
     submitted: int = 0  # leading inputs whose keys and values are in its row or in a pass in flight
     awaited: int = 0  # tokens that passes in flight draw: they follow `ids`
     cached: int = 0  # of `submitted`, those that the prefix cache had at admission
-    blocks: int = 0  # KV-cache blocks that it may use, see kv_blocks.py; 0 without a row
-    promised: int = 0  # blocks to which it may grow when it runs alone, see kv_blocks.py
+    promised: int = 0  # blocks to which it may grow when it runs alone, see block_manager.py
     preempted: bool = False  # it had a row and lost it
     read_alone: bool = False  # a pass or a worker failed with it: its prompt has passes of its own
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
@@ -110,7 +109,7 @@ class Sequence:
     def return_to_waiting(self) -> None:
         """The sequence has lost its row and waits for another."""
         self.phase = Phase.WAITING
-        self.submitted = self.awaited = self.blocks = 0
+        self.submitted = self.awaited = 0
 
     def preempt(self) -> None:
         """As `return_to_waiting`, because other sequences need the memory."""

@@ -1,0 +1,62 @@
+"""Admits, grows, preempts and refuses sequences, as the engine's BlockManager answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.worker.compute.generations import Generations
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.scheduling.scheduler import next_admissions, preemption_victim, running
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+
+
+class Admissions:
+    """Asks the BlockManager for sequences, and ends those for which there are no blocks."""
+
+    def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
+        self._blocks = engine.blocks
+        self._generations = generations
+        self._progress = progress
+
+    def grow(self) -> list[Delta]:
+        """Give the next step's rows their blocks, preempting the newest rows if needed.
+
+        Returns the last deltas of the sequences that cannot grow.
+        """
+        failed: list[Delta] = []
+        for sequence in self._blocks.lacking(self._generations.sequences()):
+            while sequence.phase is Phase.RUNNING and self._blocks.lacks_blocks(sequence):
+                victim = preemption_victim(self._generations.sequences())
+                if self._blocks.grow(sequence, alone=victim is None):
+                    continue
+                if victim is None:
+                    failed.append(self._refuse(sequence))
+                else:
+                    self._preempt(victim)
+        return failed
+
+    def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
+        """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
+
+        Returns the deltas that `admit` returned.
+        """
+        deltas: list[Delta] = []
+        for sequence in next_admissions(self._generations.sequences(), max_sequences):
+            if not self._blocks.fits(sequence):
+                deltas.append(self._refuse(sequence))
+            elif self._blocks.admit(sequence, alone=not running(self._generations.sequences())):
+                deltas += admit(sequence)
+            else:
+                break  # later arrivals must not take the blocks that this one waits for
+        return deltas
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its row. Its keys and values stay in the prefix cache if they fit."""
+        self._generations.release(sequence)
+        sequence.preempt()
+        self._progress.preemptions += 1
+
+    def _refuse(self, sequence: Sequence) -> Delta:
+        return self._generations.fail(sequence, self._blocks.refusal(sequence))

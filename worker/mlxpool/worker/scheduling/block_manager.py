@@ -1,0 +1,163 @@
+"""Counts the KV blocks of an engine and gives them to sequences. Pure.
+
+A sequence starts with the blocks of its prompt and one more and grows block by block. A preempted
+one is admitted again only when all blocks that it may still need are free, so that it is not
+preempted a second time.
+
+The capacity is measured and may shrink while sequences run, because the process uses memory outside
+MLX. The capacity at the time of a sequence's first admission stays promised to it, so no sequence
+fails because the measurement changed: prefix-cache entries are evicted, then newer sequences are
+preempted, and a sequence that runs alone grows to its promise into the memory that is reserved for
+a prefill chunk. Only a failed allocation or the memory limit of the process can stop it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from mlxpool.common.errors import OutOfMemory
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+
+LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and one in flight
+
+
+class BlockMemory(Protocol):
+    """The memory whose blocks are counted: rows of sequences, and cached prefixes."""
+
+    def blocks_in_use(self) -> int:
+        """Returns the blocks of cached prefixes.
+
+        Where rows share blocks with them: the blocks of both, each counted once.
+        """
+
+    def blocks_of(self, seq: Sequence) -> int:
+        """Returns the blocks of a sequence's row that `blocks_in_use` counts."""
+
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
+        """Evicts prefix-cache entries of so many blocks; returns the blocks that they held.
+
+        Entries that running rows began from are evicted only with `in_use`, after all others.
+        """
+
+
+class BlockManager:
+    """The only one who says how many blocks there are, who has them and who gets more.
+
+    `capacity`: the blocks for which there is memory, those of cached prefixes included; the engine
+    sets it when it has measured its memory. A sequence writes at most into the blocks that it was
+    given, wherever they are; which blocks these are is the business of the layout's store.
+    """
+
+    def __init__(self, memory: BlockMemory, capacity: int = 0) -> None:
+        self.capacity = capacity
+        self._memory = memory
+        self._given: dict[Sequence, int] = {}  # of running sequences
+
+    @property
+    def available(self) -> int:
+        """The blocks that nobody has or was given; one that rows and prefixes share counts once."""
+        memory = self._memory
+        unwritten = sum(max(0, own - memory.blocks_of(seq)) for seq, own in self._given.items())
+        return self.capacity - memory.blocks_in_use() - unwritten
+
+    def given(self, seq: Sequence) -> int:
+        """Returns the blocks that a sequence may use; 0 while it waits."""
+        return self._given.get(seq, 0)
+
+    def fits(self, seq: Sequence) -> bool:
+        """Returns whether a waiting sequence can be admitted, if not now then later."""
+        return blocks_to_admit(seq, self.capacity) <= max(self.capacity, seq.promised)
+
+    def admit(self, seq: Sequence, *, alone: bool) -> bool:
+        """Gives a waiting sequence its first blocks, unless they are not free.
+
+        `alone`: no sequence runs, so they are free in any case. Returns whether it got them.
+        """
+        need = blocks_to_admit(seq, self.capacity)
+        if not self._find(need) and not alone:
+            return False
+        self.give(seq, need)
+        seq.promised = max(seq.promised, self.capacity)
+        return True
+
+    def grow(self, seq: Sequence, *, alone: bool) -> bool:
+        """Gives a running sequence the blocks of its next step, unless they are not free.
+
+        `alone`: no other sequence runs, so it gets them up to its promise. Returns whether it got
+        them.
+        """
+        need = blocks_for_step(seq)
+        found = self._find(need - self.given(seq), in_use=alone)
+        if not found and not (alone and need <= seq.promised):
+            return False
+        self.give(seq, need)
+        return True
+
+    def lacks_blocks(self, seq: Sequence) -> bool:
+        """Returns whether the next step of a running sequence needs more blocks than it has."""
+        return blocks_for_step(seq) > self.given(seq)
+
+    def lacking(self, live: Iterable[Sequence]) -> list[Sequence]:
+        """Returns the running sequences for which `lacks_blocks` is true, in their order."""
+        given, running = self._given, Phase.RUNNING
+        return [
+            seq
+            for seq in live
+            if seq.phase is running
+            # At least its length: few need the calculation that follows.
+            and len(seq.prompt) + len(seq.ids) + LOOKAHEAD > given.get(seq, 0) * KV_BLOCK_TOKENS
+            and self.lacks_blocks(seq)
+        ]
+
+    def give(self, seq: Sequence, blocks: int) -> None:
+        """Gives a sequence so many blocks in all, free or not."""
+        self._given[seq] = blocks
+
+    def free(self, seq: Sequence) -> None:
+        """Takes all blocks of a sequence that loses its row; ignores one that has none."""
+        self._given.pop(seq, None)
+
+    def refusal(self, seq: Sequence) -> OutOfMemory:
+        """Returns the error of a sequence that needs more blocks than it can ever get."""
+        need = _least(seq)
+        return OutOfMemory(
+            f"{seq.length} tokens, {len(seq.prompt)} of them the prompt's, need {need} blocks"
+            f" of {KV_BLOCK_TOKENS} tokens; this worker's memory has {self.capacity}",
+            details={
+                "prompt_tokens": len(seq.prompt),
+                "need_tokens": need * KV_BLOCK_TOKENS,
+                "capacity_tokens": self.capacity * KV_BLOCK_TOKENS,
+            },
+        )
+
+    def _find(self, wanted: int, *, in_use: bool = False) -> bool:
+        """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
+        missing = wanted - self.available
+        while missing > 0 and self._memory.shrink(missing, in_use=in_use):
+            missing = wanted - self.available
+        return missing <= 0
+
+
+def blocks_to_finish(seq: Sequence) -> int:
+    """Returns the blocks of a sequence at its greatest length."""
+    longest = len(seq.prompt) + seq.max_tokens
+    return blocks_for(longest if seq.shift is None else min(longest, seq.shift.context))
+
+
+def blocks_to_admit(seq: Sequence, capacity: int) -> int:
+    """Returns the blocks that must be free before a waiting sequence is admitted."""
+    whole = blocks_to_finish(seq)
+    if seq.preempted:
+        return min(whole, max(capacity, _least(seq)))
+    return min(whole, _least(seq))
+
+
+def blocks_for_step(seq: Sequence) -> int:
+    """Returns the blocks that a running sequence must have for its next step."""
+    return min(blocks_for(seq.length + LOOKAHEAD), blocks_to_finish(seq))
+
+
+def _least(seq: Sequence) -> int:
+    return blocks_for(seq.length) + 1
