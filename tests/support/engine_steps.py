@@ -24,7 +24,7 @@ def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span |
     most = most if tokens is None else min(most, tokens)
     if most <= 0:
         return None
-    return Span(seq, seq.submitted, engine.clip(seq, most), draws=False)
+    return Span(seq, seq.submitted, engine.clip(seq, most), draws=0)
 
 
 def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
@@ -84,7 +84,7 @@ def step(engine: Engine, spans: Iterable[Span]) -> list[SampledToken]:
 
 def decode_spans(rows: Iterable[Sequence]) -> list[Span]:
     """Returns the spans of a decode step."""
-    return [Span(seq, seq.submitted, 1, draws=True) for seq in rows]
+    return [Span(seq, seq.submitted, 1, draws=1) for seq in rows]
 
 
 def may_continue(engine: Engine, seq: Sequence) -> bool:

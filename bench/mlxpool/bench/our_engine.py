@@ -162,7 +162,7 @@ def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKEN
     while sequence.unread > 1:
         start = sequence.submitted
         most = min(chunk, sequence.unread - 1, limits.lines, longest_chunk(start, limits.pairs))
-        engine.submit([Span(sequence, start, engine.clip(sequence, most), draws=False)])
+        engine.submit([Span(sequence, start, engine.clip(sequence, most), draws=0)])
         while engine.in_flight:
             _collect(engine)
 

@@ -211,8 +211,8 @@ def test_a_short_chunk_is_one_compiled_pass(
                 read_chunk(each, seq, before)
             kinds.clear()
             for span in (
-                Span(seq, before, chunk, draws=False),
-                Span(seq, before + chunk, chunk + 1, draws=True),
+                Span(seq, before, chunk, draws=0),
+                Span(seq, before + chunk, chunk + 1, draws=1),
             ):
                 each.submit([span])
                 drain(each)
@@ -320,7 +320,7 @@ def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> N
         engine.admit(leaving)
         drain(engine)
         engine.submit(
-            [*decode_spans(rows), Span(leaving, leaving.submitted, leaving.unread, draws=True)]
+            [*decode_spans(rows), Span(leaving, leaving.submitted, leaving.unread, draws=1)]
         )
         engine.release(leaving)
         assert [one.sequence for one in drain(engine)] == rows
@@ -332,8 +332,8 @@ def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> N
     with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
         seq = greedy((1, 2, 3))
         engine.admit(seq)
-        patch.setattr(engine, "_draw", _spoilt)
-        engine.submit([*decode_spans(rows[:1]), Span(seq, 0, 3, draws=True)])
+        patch.setattr(engine._draws, "draw", _spoilt)
+        engine.submit([*decode_spans(rows[:1]), Span(seq, 0, 3, draws=1)])
     assert seq.submitted == 0 and not engine.in_flight
     lost = rows if engine._layout.shares_arrays else rows[:1]
     assert [engine.lost(one) for one in rows] == [one in lost for one in rows]
@@ -378,7 +378,7 @@ def test_chunks_of_several_rows_are_computed_in_one_pass(loaded: LoadedModel) ->
         engine.submit(spans)
     late, running = rows[0], rows[1:]
     assert [one.sequence for one in drain(engine)] == running
-    engine.submit([*decode_spans(running), Span(late, 200, 55, draws=True)])
+    engine.submit([*decode_spans(running), Span(late, 200, 55, draws=1)])
     assert [one.sequence for one in drain(engine)] == [*running, late]
     decode(engine, rows, 3)
     for seq in rows:
@@ -402,7 +402,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
             engine.admit(seq)
         while rows[1].submitted < 2960:
             read_chunk(engine, rows[1], 2960 - rows[1].submitted)
-        return [Span(seq, seq.submitted, seq.unread, draws=True) for seq in rows]
+        return [Span(seq, seq.submitted, seq.unread, draws=1) for seq in rows]
 
     spans = last_chunks()
     assert [span.count for span in spans] == [30, 40, 20]

@@ -143,6 +143,11 @@ class Attention:
             x = x + step.attend(layer, x, x[:, :2], x[:, -2:], ScoreParams(0.5))
         return x.reshape(x.shape[0], -1)
 
+    hidden_states = __call__
+
+    def logits_of(self, hidden: Any) -> Any:
+        return hidden
+
 
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize(

@@ -97,7 +97,9 @@ def logits_of(
     """Computes one pass; returns logits of the rows in `wanted`."""
     spans = [RowSpan(row, count) for row, count in zip(rows, counts, strict=True) if count]
     places = [at for at, count in enumerate(counts) if count]
-    found = layout.forward(spans, mx.array(ids, dtype=mx.int32), [places.index(n) for n in wanted])
+    found = layout.forward(
+        spans, mx.array(ids, dtype=mx.int32), [places.index(n) for n in wanted]
+    ).logits
     mx.eval(found)
     return np.array(found.astype(mx.float32)) if wanted else np.zeros((0, 1), np.float32)
 
@@ -165,6 +167,11 @@ class Attention:
             self.asked.append(x.shape[0])
         return x.reshape(x.shape[0], -1)
 
+    hidden_states = __call__
+
+    def logits_of(self, hidden: Any) -> Any:
+        return hidden
+
 
 @pytest.mark.parametrize("layout", ["rows", "slabs"])
 def test_only_the_tokens_with_logits_pass_the_last_layer(layout: str) -> None:
@@ -173,7 +180,7 @@ def test_only_the_tokens_with_logits_pass_the_last_layer(layout: str) -> None:
     rows = make_layout(layout, shape, model, 0, rows=32, deterministic=False, on_gpu=ON_GPU)
     spans = [RowSpan(rows.store.new_row(), count) for count in (1, 9, 1, 30)]
     ids = mx.zeros(41, dtype=mx.int32)
-    assert rows.forward(spans, ids, [3, 0, 2]).shape == (3, 32)
+    assert rows.forward(spans, ids, [3, 0, 2]).logits.shape == (3, 32)
     assert model.asked == [41, 41, 3]
     rows.forward(spans, ids, [])
     assert model.asked[3:] == [41, 41, 1]
@@ -187,13 +194,13 @@ def test_a_mixed_pass_copies_no_slab() -> None:
     slabs = make_layout("slabs", shape, model, 0, rows=32, deterministic=False, on_gpu=False)
     rows = [slabs.store.new_row() for _ in range(8)]
     for row in rows:
-        mx.eval(slabs.forward([RowSpan(row, 20)], mx.zeros(20, dtype=mx.int32), ()))
+        mx.eval(slabs.forward([RowSpan(row, 20)], mx.zeros(20, dtype=mx.int32), ()).logits)
     assert isinstance(rows[0], SlabRow)
     spans = [RowSpan(row, count) for row, count in zip(rows, (1, 1, 1, 1, 1, 9, 8, 1), strict=True)]
     before, cached = mx.get_active_memory(), mx.set_cache_limit(0)
     mx.reset_peak_memory()
     try:
-        mx.eval(slabs.forward(spans, mx.zeros(23, dtype=mx.int32), range(8)))
+        mx.eval(slabs.forward(spans, mx.zeros(23, dtype=mx.int32), range(8)).logits)
         assert mx.get_peak_memory() - before < rows[0].arrays()[0].nbytes
     finally:
         mx.set_cache_limit(cached)

@@ -22,11 +22,11 @@ from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import MAX_FAILED_JOINT_STEPS, DeviceLost, Steps
-from mlxpool.worker.engine.counting_engine import CountingEngine, piece
+from mlxpool.worker.engine.counting_engine import CountingEngine, piece, token_at
 from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.scheduler import StepLimits
-from mlxpool.worker.scheduling.sequence import Phase, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from support.counting_checker import expected_ids
 
@@ -96,11 +96,31 @@ class PipelinedEngine(CountingEngine):
         return self.works
 
 
+class DraftingEngine(PipelinedEngine):
+    """Gives two tokens of a row in each step, as if it had checked one draft."""
+
+    def collect(self) -> StepResult:
+        found = super().collect()
+        drawn = []
+        for one in found.drawn:
+            seq = one.sequence
+            second = token_at(seq.prompt, seq.seed, len(seq.ids) + 1, self.vocab_size)
+            drawn += [one, SampledToken(seq, second)]
+            seq.submitted += 1
+        return StepResult(drawn, found.failed)
+
+
 class Scene:
     """Steps over generations of the counting model, without thread, memory or clock."""
 
-    def __init__(self, ahead: int = 0, *, shares: bool = False) -> None:
-        self.engine = PipelinedEngine(ahead, shares=shares)
+    def __init__(
+        self,
+        ahead: int = 0,
+        *,
+        shares: bool = False,
+        engine: type[PipelinedEngine] = PipelinedEngine,
+    ) -> None:
+        self.engine = engine(ahead, shares=shares)
         self.generations = Generations(self.engine)
         self.progress = Progress(lambda: None)
         self.steps = Steps(self.engine, self.generations, self.progress)
@@ -467,3 +487,13 @@ def test_a_failed_submission_leaves_nothing_in_the_progress() -> None:
     look = scene.progress.block.read()
     assert (look.request, look.tokens, look.fresh) == (None, 0, False)
     assert scene.ends[1] == "internal"
+
+
+def test_a_step_may_give_several_tokens_of_a_row() -> None:
+    """What follows the end of a completion is dropped."""
+    scene = Scene(engine=DraftingEngine)
+    for name, count in ((1, 6), (2, 5), (3, 1)):
+        scene.admit(name, "x" * name, count)
+    scene.run()
+    assert [scene.complete(name, count) for name, count in ((1, 6), (2, 5), (3, 1))] == [True] * 3
+    assert len(scene.engine.passes) == 3

@@ -220,8 +220,8 @@ def test_a_chunk_in_flight_is_read_on(loaded: LoadedModel, text: ChatTokenizer) 
     """A chunk may be submitted while the one before it is computed."""
     engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(0, 70, 4)
     engine.admit(seq)
-    engine.submit([Span(seq, 0, 30, draws=False)])
-    engine.submit([Span(seq, 30, 39, draws=False)])
+    engine.submit([Span(seq, 0, 30, draws=0)])
+    engine.submit([Span(seq, 30, 39, draws=0)])
     assert seq.submitted == 69 and engine.in_flight == 2
     assert engine.collect() == engine.collect() == StepResult([], [])
     decode(engine, [seq], 4)

@@ -15,14 +15,16 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import kernel_cache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
-from support.engine_steps import decode, enter  # noqa: E402
+from support.engine_steps import decode, decode_spans, enter  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -168,7 +170,81 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
         for counts in engine._kinds_of_passes():
             rows = [seq for count in counts for seq in engine._dummy_rows(1, count)]
             spans = [RowSpan(engine._rows[seq], seq.length) for seq in rows]
-            assert engine._layout.is_new(spans, len(spans))
+            assert engine._layout.is_new(spans, range(len(spans)))
             engine._drop_rows(rows)
     names = {name.removeprefix("mlxpool_") for name in listed}
     assert {"ragged_attention", "rotate_and_write", "sampling", "host_write", "rms_norm"} <= names
+
+
+def expected_tokens(
+    engine: ModelEngine, salts: int = 400
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Returns two prompts with their next tokens; three of them are likelier by far than others."""
+    options, found = Options(temperature=0.0, logprobs=True, top_logprobs=2), []
+    for salt in range(salts):
+        prompt = tuple((7 * n + n * n + salt) % 256 for n in range(20))
+        seq = Sequence(b"", 1, prompt, options, 11, STEPS)
+        enter(engine, seq)
+        tokens = decode(engine, [seq], STEPS)
+        engine.release(seq)
+        tops = [one.logprob.top for one in tokens if one.logprob is not None]
+        if all(first[1] - second[1] > WORST for first, second in tops[:3]):
+            found.append((prompt, [one.token for one in tokens]))
+        if len(found) == 2:
+            return found
+    raise AssertionError("no prompts have tokens that are likelier by far than others")
+
+
+def take(engine: ModelEngine) -> StepResult:
+    """Collects a pass and appends its tokens."""
+    found = engine.collect()
+    for one in found.drawn:
+        one.sequence.ids.append(one.token)
+    return found
+
+
+def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows: a pass with a check draws more tokens than there are rows."""
+    weights = halved(random_weights(config(**SIZES)))
+    folder = inspect(write_checkpoint(tmp_path, weights=weights, **SIZES))
+    exact = load(folder)
+    plain = ModelEngine(exact, layout="rows", prefix="off", lookahead=False)
+    (first, right), (second, other) = expected_tokens(plain)
+    text = PROMPTS[2][:9]
+    row = RowSpan(plain._layout.store.new_row(), len(text))
+    states = exact.model.hidden_states(mx.array(text, dtype=mx.int32), RowBatch([row], None))
+    loaded = load(folder, dtype=mx.bfloat16)
+    machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
+    with machine:
+        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        engine = ModelEngine(loaded, layout="pool", lookahead=True, blocks=30, max_sequences=3)
+        assert isinstance(engine._layout, layouts.PagedLayout) and engine._layout.ragged is not None
+        one, two = (
+            Sequence(b"", 1, each, Options(temperature=0.0), 1, 9) for each in (first, second)
+        )
+        for seq in (one, two):
+            enter(engine, seq)
+        engine.submit([Span.check(one, (*right[:2], right[2] ^ 1)), *decode_spans([two])])
+        engine.submit(decode_spans([two]))  # takes the token in flight
+        take(engine)
+        assert (one.ids, one.submitted, engine._rows[one].offset) == (right[:3], 22, 22)
+        engine.forward(decode_spans([one]))
+        take(engine)
+        assert two.ids == other[:2]
+        without = np.full((1, 9), 2**32 - 1, np.uint32)
+        without[0, right[3] // 32] ^= np.uint32(1 << right[3] % 32)
+        engine.draw({one: without})
+        take(engine)
+        assert one.ids[3] != right[3] and 0 <= one.ids[3] < 288
+        del one.ids[3]  # as if it had not been drawn
+        embedded = Sequence(b"", 1, text, Options(), 1, 1)
+        engine.admit(embedded)
+        engine.submit([Span(embedded, 0, len(text), 0, hidden=True), *decode_spans([two])])
+        found = take(engine)
+        assert two.ids == other[:3]
+        (hidden,) = found.hidden
+        want = np.array(states)
+        assert hidden.states.dtype == np.float32
+        assert np.abs(hidden.states - want).max() < 5e-2 * np.abs(want).max()

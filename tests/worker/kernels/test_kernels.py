@@ -563,8 +563,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
         itertools.product([3, 257, 5000, 128_256], [0.0, 1.0, 8.0], ["float32", "bfloat16"]),
     ),
 )
-def test_the_sampling_kernel_samples_the_same_tokens(size: int, spread: float, dtype: str) -> None:
-    """Samples the same tokens, except for near-ties."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_sampling_kernel_samples_the_same_tokens(
+    size: int, spread: float, dtype: str, masked: bool
+) -> None:
+    """Samples the same tokens, except for near-ties; with a mask only some that it allows."""
     picked = random.Random(size)
     rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
     seeds = [picked.randrange(2**64) for _ in rows]
@@ -572,10 +575,15 @@ def test_the_sampling_kernel_samples_the_same_tokens(size: int, spread: float, d
     histories = [[picked.randrange(size) for _ in range(30)] for _ in rows]
     logits = (mx.random.normal((len(rows), size)) * spread).astype(getattr(mx, dtype))
     company = SamplingBatch(rows, seeds, size)
-    fast: Any = sampler.sample_batch(logits, company, positions, histories).tokens.tolist()
+    allowed = mx.random.uniform(shape=logits.shape) < 0.3
+    allowed[:, 1] = True
+    others = (positions, histories, None, (), allowed if masked else None)
+    fast: Any = sampler.sample_batch(logits, company, *others).tokens.tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "supports", lambda size, dtype: False)
-        slow: Any = sampler.sample_batch(logits, company, positions, histories).tokens.tolist()
+        slow: Any = sampler.sample_batch(logits, company, *others).tokens.tolist()
+    if masked:
+        assert all(np.array(allowed)[range(len(rows)), fast])
     differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
     assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
 

@@ -17,9 +17,10 @@ from mlxpool.worker.sampling.batch import (  # noqa: E402
     NO_TOKEN,
     SampledNumbers,
     SampleRequest,
+    SamplingBatch,
     sampled_tokens,
 )
-from mlxpool.worker.sampling.sampler import noise_key, sample  # noqa: E402
+from mlxpool.worker.sampling.sampler import noise_key, sample, sample_batch  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, TokenLogprob  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
@@ -265,17 +266,23 @@ def test_a_pending_token_is_the_last_of_the_history(rows: list[SampleRequest], s
 
 
 @settings(max_examples=100, deadline=None)
-@given(draws, st.integers(0, 999))
-def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int) -> None:
+@given(draws, st.integers(0, 999), st.none() | st.sets(st.integers(0, 19), min_size=1))
+def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[int] | None) -> None:
     logits = random_logits(1, salt)[0]
-    token, margin = oracle(logits, row)
-    assert one(logits.tolist(), row) == token or margin < 1e-5
+    bits = np.array([allowed is None or token in allowed for token in range(len(logits))])
+    token, margin = oracle(logits, row, bits)
+    batch = SamplingBatch([row.options], [row.seed], len(logits))
+    mask = None if allowed is None else mx.array(bits)[None]
+    found = sample_batch(
+        mx.array(logits)[None], batch, [row.position], [row.history], None, (), mask
+    ).tokens.tolist()
+    assert found == [token] or margin < 1e-5
 
 
-def oracle(logits: np.ndarray, row: SampleRequest) -> tuple[int, float]:
+def oracle(logits: np.ndarray, row: SampleRequest, allowed: np.ndarray) -> tuple[int, float]:
     """Returns the token by the rules in float64, and its margin over the others."""
     o = row.options
-    x = penalised(logits.astype(np.float64), row)
+    x = np.where(allowed, penalised(logits.astype(np.float64), row), -np.inf)
     if o.temperature == 0:
         return int(np.argmax(x)), np.inf
     x = x / o.temperature

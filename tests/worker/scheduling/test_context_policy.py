@@ -182,8 +182,8 @@ def test_penalties_count_the_stream_not_the_inputs() -> None:
         seq = shifted(8, 2, 5, 40, repeat_penalty=1.5, repeat_last_n=last)
         assert list(penalty_history(seq)) == list(counted)
     seq.options = Options(repeat_penalty=1.5, repeat_last_n=-1)
-    seq.awaited = 1  # the one in flight is counted as well
-    assert penalty_history(seq) == stream[-7:]
+    # The one in flight is counted as well.
+    assert penalty_history(seq, 1) == stream[-7:]
 
 
 def test_blocks_are_bounded_by_the_context_of_the_request() -> None:

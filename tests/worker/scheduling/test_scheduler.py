@@ -81,7 +81,7 @@ def plan(live: list[Sequence], limits: StepLimits = LIMITS, *, alone: bool = Tru
     return schedule(live, limits, free, whole, alone=alone)
 
 
-def spans(step: Step) -> list[tuple[Sequence, int, int, bool]]:
+def spans(step: Step) -> list[tuple[Sequence, int, int, int]]:
     return [(span.sequence, span.start, span.end, span.draws) for span in step.spans]
 
 

@@ -197,10 +197,10 @@ def test_the_load_of_spans() -> None:
         return Sequence(b"", 1, tuple(range(size)), Options(), 0, 9)
 
     spans = [
-        Span(seq(300), 299, 1, draws=True),
-        Span(seq(500), 100, 50, draws=False),
-        Span(seq(40), 0, 40, draws=True),
-        Span(seq(9), 3, 1, draws=False),  # a chunk of one token
+        Span(seq(300), 299, 1, draws=1),
+        Span(seq(500), 100, 50, draws=0),
+        Span(seq(40), 0, 40, draws=1),
+        Span(seq(9), 3, 1, draws=0),  # a chunk of one token
     ]
     load = Load.of(spans)
     assert load == Load(92, 300, 50 * 150 + 40 * 40 + 4, 2)

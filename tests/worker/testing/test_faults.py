@@ -221,7 +221,7 @@ def test_prefill_strikes_one_prompt_of_a_pass_over_several() -> None:
     rows = [sequence(prompt) for prompt in (b"good one", b"some poison", b"another")]
     for seq in rows:
         engine.admit(seq)
-    engine.submit([Span(seq, 0, seq.length, draws=True) for seq in rows])
+    engine.submit([Span(seq, 0, seq.length, draws=1) for seq in rows])
     found = engine.collect()
     assert [one.sequence for one in found.drawn] == [rows[0], rows[2]]
     assert [failure.sequence for failure in found.failed] == [rows[1]]

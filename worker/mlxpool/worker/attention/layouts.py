@@ -26,7 +26,15 @@ from mlxpool.worker.attention.paged_runner import (
     padded_width,
 )
 from mlxpool.worker.attention.ragged_runner import RaggedRunner, attention_of
-from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan, singles_first
+from mlxpool.worker.attention.row_batch import (
+    CacheRow,
+    PassOutput,
+    RowBatch,
+    RowSpan,
+    logit_spans,
+    singles_first,
+    wanted_lines,
+)
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.attention.row_copies import RowStore
 from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
@@ -97,8 +105,8 @@ class Layout:
         """The numbers of lines for which passes are compiled; none: passes of any number."""
         return ()
 
-    def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
-        """Returns whether a pass over these spans, with `wanted` rows of logits, is the first."""
+    def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+        """Returns whether a pass over these spans that wants some of them is the first."""
         lines = sum(span.count for span in spans)
         kind = (1 << (lines - 1).bit_length(), len(spans) == lines and lines)
         new = kind not in self._seen
@@ -111,33 +119,43 @@ class Layout:
         ids: Sequence[int],
         drawn: mx.array | None,
         wanted: Sequence[int],
-    ) -> mx.array:
+    ) -> PassOutput:
         """Builds one pass over inputs `ids` [T] and advances the rows; computes nothing yet.
 
-        A negative id -1 - r stands for element r of `drawn`. Returns logits [E, vocabulary] of the
-        last input of the spans `wanted`, or an array to evaluate where there are none.
+        A negative id -1 - r stands for element r of `drawn`. `wanted` are the numbers of spans that
+        give something, see RowSpan: first those of one token's logits, then of several, then
+        those of hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:
             inputs = mx.where(inputs >= 0, inputs, drawn[mx.maximum(-1 - inputs, 0)])
         return self.forward(spans, inputs, wanted)
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         """As `step`, with all ids known. The spans are of different rows.
 
-        The evaluation of what is returned completes the pass.
+        The evaluation of any array that is returned completes the pass.
         """
         if self._is_decode(spans, wanted):
-            return self._decode([span.row for span in spans], ids)
+            return PassOutput(self._decode([span.row for span in spans], ids))
         spans, ids, wanted = singles_first(spans, ids, wanted)
         step = self.batch(spans, wanted, self._attention)
-        out = self._model(ids, step)
+        found = self._outputs(ids, step, spans, wanted)
         step.done()
-        # Without logits nothing of the last layer is needed but what it writes.
-        found = out if wanted else mx.zeros(1)
-        written = self._written([span.row for span in spans])
-        complete: list[mx.array] = mx.depends([found], written)
-        return complete[0]
+        return PassOutput(*mx.depends(found, self._written([span.row for span in spans])))
+
+    def _outputs(
+        self, ids: mx.array, step: RowBatch, spans: Sequence[RowSpan], wanted: Sequence[int]
+    ) -> list[mx.array]:
+        """Returns the fields of a PassOutput, without what the pass writes."""
+        some = logit_spans(spans, wanted)
+        nothing = mx.zeros(1)  # if none is wanted, no more of the last layer than what it writes
+        if len(some) == len(wanted):
+            found = self._model(ids, step)
+            return [found if wanted else nothing]
+        states, count = self._model.hidden_states(ids, step), wanted_lines(spans, some)
+        logits = self._model.logits_of(states[:count]) if some else nothing
+        return [logits, states[count:].astype(mx.float32)]
 
     def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether `_decode` computes the pass: one token of each row, with logits."""
@@ -277,7 +295,7 @@ class PagedLayout(Layout):
         """See Layout."""
         return () if self.ragged is None else self.ragged.sizes
 
-    def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
+    def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
         runner = self.ragged
         return super().is_new(spans, wanted) if runner is None else runner.is_new(spans, wanted)
@@ -288,18 +306,18 @@ class PagedLayout(Layout):
         ids: Sequence[int],
         drawn: mx.array | None,
         wanted: Sequence[int],
-    ) -> mx.array:
+    ) -> PassOutput:
         """See Layout."""
         if self.ragged is None:
             return super().step(spans, ids, drawn, wanted)
         return self.ragged.step(spans, ids, drawn, wanted)
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         """See Layout."""
         if self._deterministic:
             return super().forward(spans, ids, wanted)
-        found: dict[int, mx.array] = {}
-        without: list[mx.array] = []  # of passes without logits
+        found: dict[int, mx.array] = {}  # logits or hidden states
+        without: list[mx.array] = []  # of passes that give nothing
         starts = [0, *accumulate(span.count for span in spans)]
         for part in self._passes(spans, set(wanted)):
             inside = [number for number in part if number in set(wanted)]
@@ -307,35 +325,46 @@ class PagedLayout(Layout):
             some = [spans[number] for number in part]
             got = self._pass(some, mx.concatenate(every), [part.index(n) for n in inside])
             if not inside:
-                without.append(got)
-            for row, number in enumerate(inside):
-                found[number] = got[row : row + 1]
-        logits = mx.concatenate([found[number] for number in wanted]) if wanted else mx.zeros(1)
-        complete: list[mx.array] = mx.depends([logits], without) if without else [logits]
-        return complete[0]
+                without.append(got.logits)
+            elif spans[inside[0]].wide:
+                found[inside[0]] = got.logits if got.hidden is None else got.hidden
+            else:
+                found.update((n, got.logits[row : row + 1]) for row, n in enumerate(inside))
+        drawing = logit_spans(spans, wanted)
+        outputs = [mx.concatenate([found[n] for n in drawing]) if drawing else mx.zeros(1)]
+        if len(drawing) < len(wanted):
+            outputs.append(mx.concatenate([found[n] for n in wanted[len(drawing) :]]))
+        return PassOutput(*(mx.depends(outputs, without) if without else outputs))
 
     def _passes(self, spans: Sequence[RowSpan], wanted: set[int]) -> list[list[int]]:
         """Returns the indices of the spans of each pass."""
-        decoding = [n for n, span in enumerate(spans) if span.count == 1 and n in wanted]
-        rest = [n for n in range(len(spans)) if n not in set(decoding)]
-        passes = [decoding] if decoding else []
+        wide = [n for n, span in enumerate(spans) if span.wide]  # no compiled pass has them
+        decoding = [
+            n for n, span in enumerate(spans) if span.count == 1 and n in wanted and not span.wide
+        ]
+        others = {*wide, *decoding}
+        rest = [n for n in range(len(spans)) if n not in others]
+        passes = [[number] for number in wide]
+        if decoding:
+            passes.append(decoding)
         while rest:
             count = max(1, self._batch_size([spans[number] for number in rest]))
             passes.append(rest[:count])
             rest = rest[count:]
         return passes
 
-    def _pass(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+    def _pass(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
+        if spans[0].wide:
+            return super().forward(spans, ids, wanted)
         rows = [cast(PagedRow, span.row) for span in spans]
         if is_plain_decode(spans, wanted):
-            return self.runner(rows, ids)
+            return PassOutput(self.runner(rows, ids))
         if self.compiles_chunks and not self.runner.gathers and self._batch_size(spans):
             if len(spans) == 1 and spans[0].count <= CHUNK_WIDTHS[-1]:
-                return self.runner.chunk(rows[0], ids, logits=bool(wanted))
+                return PassOutput(self.runner.chunk(rows[0], ids, logits=bool(wanted)))
             if len(spans) > 1:
-                return self.runner.chunks(
-                    list(zip(rows, (span.count for span in spans), strict=True)), ids, wanted
-                )
+                parts = list(zip(rows, (span.count for span in spans), strict=True))
+                return PassOutput(self.runner.chunks(parts, ids, wanted))
         return super().forward(spans, ids, wanted)
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
@@ -379,7 +408,9 @@ class PagedLayout(Layout):
 
 def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
     """Returns whether every span is one token that gets logits, in the order of the spans."""
-    return list(wanted) == list(range(len(spans))) and all(span.count == 1 for span in spans)
+    if list(wanted) != list(range(len(spans))) or spans[-1].hidden:
+        return False
+    return all(span.count == 1 for span in spans)
 
 
 def choose_layout(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mlxpool.worker.attention.block_tables import BlockTables
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
-from mlxpool.worker.attention.row_batch import RowSpan
+from mlxpool.worker.attention.row_batch import PassOutput, RowSpan, logit_spans, wanted_lines
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.sampling import known_tokens
@@ -57,13 +57,15 @@ class PassMemory:
 class PlanShape:
     """The places of a pass's numbers in one int32 array, which is sent to the device at once.
 
-    `wanted`: lines that get logits, which the array names; 0: every line gets them, in order.
+    `wanted`: lines that go on behind the last layer, which the array names; 0: every line does, in
+    order. They get logits; with `drawn` they give hidden states, and the first `drawn` get logits.
     """
 
     lines: int
     wanted: int
     tiles: tuple[TileShape, ...]
     decodes: bool = True  # whether there may be single lines of rows
+    drawn: int | None = None
 
     @property
     def size(self) -> int:
@@ -111,10 +113,10 @@ class RaggedRunner:
         )
         self._none = mx.zeros((rows,), dtype=mx.int32)
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
-        self._passes: dict[PlanShape, Callable[[mx.array, mx.array], mx.array]] = {}
+        self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
         self._computed: set[PlanShape] = set()
 
-    def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
+    def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether a pass over these spans, which follows, is the first of its kind."""
         shape = self._shape(spans, wanted)
         new = shape not in self._computed
@@ -127,38 +129,52 @@ class RaggedRunner:
         ids: Sequence[int],
         drawn: mx.array | None,
         wanted: Sequence[int],
-    ) -> mx.array:
+    ) -> PassOutput:
         """See Layout.step."""
-        shape = self._shape(spans, len(wanted))
+        shape = self._shape(spans, wanted)
         for span in spans:
             cast(PagedRow, span.row).reserve(span.row.offset + span.count)
         numbers, plan = self._uploads.take(shape.size)
         plan += self._write_plan(numbers, shape, spans, ids, wanted)
-        logits = self._compiled(shape)(plan, self._padded(drawn))
+        found = self._compiled(shape)(plan, self._padded(drawn))
         for span in spans:
             span.row.advance(span.count)
-        return logits[: len(wanted)] if wanted else logits
+        if shape.drawn is None:
+            count = wanted_lines(spans, wanted) if shape.wanted else len(wanted)
+            return PassOutput(found[0][:count] if wanted else found[0])
+        count = wanted_lines(spans, logit_spans(spans, wanted))
+        states = found[0][count : wanted_lines(spans, wanted)]
+        return PassOutput(found[1][:count] if count else states, states)
 
-    def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], mx.array]:
+    def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], list[mx.array]]:
         if shape not in self._passes:
             self._passes[shape] = mx.compile(partial(self._one_pass, shape))
         return self._passes[shape]
 
-    def _shape(self, spans: Sequence[RowSpan], wanted: int) -> PlanShape:
-        """Returns the shape of a pass over these spans, of which `wanted` get logits."""
+    def _shape(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> PlanShape:
+        """Returns the shape of a pass over these spans that wants some of them."""
         lines = sum(span.count for span in spans)
         padded = next((size for size in self.sizes if size >= lines), lines)
-        if wanted == lines:  # only single lines of rows, each with logits
+        hidden = bool(wanted) and spans[wanted[-1]].hidden
+        if len(wanted) == lines and not hidden:  # only single lines of rows, each with logits
             return PlanShape(padded, 0, self._tiles)
         most = min(padded, self._rows)
-        named = most if wanted <= most else padded
+        named = most if wanted_lines(spans, wanted) <= most else padded
         decodes = any(span.count == 1 for span in spans)
-        return PlanShape(padded, named, self._tiles if decodes else self._chunk_tiles, decodes)
+        tiles = self._tiles if decodes else self._chunk_tiles
+        if not hidden:
+            return PlanShape(padded, named, tiles, decodes)
+        drawn = wanted_lines(spans, logit_spans(spans, wanted))
+        if drawn:  # few passes are compiled
+            drawn = most if drawn <= most else named
+        return PlanShape(padded, named, tiles, decodes, drawn)
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
-        """Returns the tokens in flight as an array [rows]."""
+        """Returns the tokens in flight as an array [rows]; those of checked drafts are behind."""
         if drawn is None:
             return self._none
+        if drawn.shape[0] > self._rows:
+            return drawn[: self._rows]
         missing = self._rows - drawn.shape[0]
         return mx.concatenate([drawn, self._none[:missing]]) if missing else drawn
 
@@ -196,7 +212,11 @@ class RaggedRunner:
         slots[used:] = NOT_WRITTEN
         at = 5 * shape.lines
         if shape.wanted:
-            numbers[at : at + len(wanted)] = behind[list(wanted)] - 1
+            named = behind[list(wanted)] - 1
+            if wanted and spans[wanted[-1]].wide:
+                several = [np.arange(behind[n] - spans[n].lines, behind[n]) for n in wanted]
+                named = np.concatenate(several)
+            numbers[at : at + len(named)] = named
         at += shape.wanted
         for tiles in shape.tiles:
             items = self._work[tiles].items(seen, shape.lines).reshape(-1)
@@ -204,7 +224,12 @@ class RaggedRunner:
             at += items.size
         return 0 if written is None else written
 
-    def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> mx.array:
-        """Returns logits [wanted, vocabulary]."""
+    def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> list[mx.array]:
+        """Returns logits [wanted, vocabulary], or hidden states [wanted, d] and any logits."""
         ids, arrays = shape.arrays(plan, self._memory)
-        return self._model(known_tokens(ids, drawn), RaggedBatch(self._pool, arrays))
+        ids, batch = known_tokens(ids, drawn), RaggedBatch(self._pool, arrays)
+        if shape.drawn is None:
+            return [self._model(ids, batch)]
+        states = self._model.hidden_states(ids, batch)
+        logits = [self._model.logits_of(states[: shape.drawn])] if shape.drawn else []
+        return [states.astype(mx.float32), *logits]

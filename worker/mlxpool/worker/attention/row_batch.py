@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 
@@ -28,10 +28,32 @@ RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, i
 
 @dataclass(slots=True)  # not frozen, as scheduling.Span
 class RowSpan:
-    """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt."""
+    """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
+
+    A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
+    hidden states.
+    """
 
     row: CacheRow
     count: int
+    lines: int = 1
+    hidden: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether it gives more than the logits of one token."""
+        return self.lines > 1 or self.hidden
+
+
+class PassOutput(NamedTuple):
+    """What a pass gives of the spans that it wants, none of it computed yet.
+
+    `logits` [E, vocabulary], one array to evaluate where no span wants them; `hidden` [H, d]
+    float32.
+    """
+
+    logits: mx.array
+    hidden: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +74,7 @@ class RowBatch(RotateThenAttend):
         wanted: Sequence[int] | None,
         attention: RowAttention = causal_attention,
     ) -> None:
-        """`wanted`: the spans whose last tokens get logits, in that order; None: all tokens do."""
+        """`wanted`: the spans whose last tokens go on, in that order; None: all tokens do."""
         self.spans = tuple(spans)
         self._attention = attention
         self._shape = spans[0].row.shape
@@ -68,10 +90,10 @@ class RowBatch(RotateThenAttend):
         if wanted is None:
             self._wanted, self._lines = self._queries, list(range(tokens))
         else:
-            # Without logits one token goes on: arrays without elements are no input for kernels.
+            # If none is wanted, one token goes on: kernels take no arrays without elements.
             chosen = list(wanted) or [len(spans) - 1]
-            self._wanted = [Queries(at, ends[at] - 1, ends[at]) for at in chosen]
-            self._lines = [ends[at] - 1 for at in chosen]
+            self._wanted = [Queries(at, ends[at] - spans[at].lines, ends[at]) for at in chosen]
+            self._lines = [line for one in self._wanted for line in range(one.first, one.end)]
         self._select = line_selector(self._lines, tokens)
         starts = [span.row.offset for span in spans]
         every = [
@@ -180,6 +202,23 @@ class RowBatch(RotateThenAttend):
             )
             for one in self._queries
         }
+
+
+def wanted_lines(spans: Sequence[RowSpan], wanted: Sequence[int]) -> int:
+    """Returns how many tokens of the spans `wanted` get logits or give hidden states.
+
+    Spans that give more than the logits of one token follow the others.
+    """
+    if not wanted or not spans[wanted[-1]].wide:
+        return len(wanted)
+    return sum(spans[number].lines for number in wanted)
+
+
+def logit_spans(spans: Sequence[RowSpan], wanted: Sequence[int]) -> Sequence[int]:
+    """Returns those of the spans `wanted` that get logits; hidden states are wanted behind them."""
+    if not wanted or not spans[wanted[-1]].hidden:
+        return wanted
+    return [number for number in wanted if not spans[number].hidden]
 
 
 def leading_singles(spans: Sequence[RowSpan]) -> int:

@@ -263,7 +263,8 @@ class SlabRowBatch(RowBatch):
         self._order: Callable[[mx.array], mx.array] | None = None
         if wanted is not None:  # `attend` makes the last layer's tokens in another order
             made = [*range(self._together)]
-            made += [one.first for one in self._wanted if one.span >= self._together]
+            apart = [one for one in self._wanted if one.span >= self._together]
+            made += [line for one in apart for line in range(one.first, one.end)]
             self._order = line_selector([made.index(line) for line in self._lines], len(made))
 
     def attend(

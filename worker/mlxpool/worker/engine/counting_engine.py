@@ -20,12 +20,12 @@ from mlxpool.common.config.schema import Counting
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.engine.engine import Mask, MemoryUse, StepResult
 from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
-from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.spans import Span, require_plain
 from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET, Load, StepCost
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -98,6 +98,7 @@ class CountingEngine:
         return tokens
 
     def submit(self, spans: Many[Span]) -> bool:
+        require_plain(spans, "the counting model")
         for span in spans:
             seq = span.sequence
             context = self.context if seq.shift is None else seq.shift.context
@@ -119,6 +120,12 @@ class CountingEngine:
         for seq in drawing:
             seq.awaited -= 1
         return StepResult([self._draw(seq) for seq in drawing], [])
+
+    def forward(self, spans: Many[Span]) -> bool:
+        raise NotImplementedError("the counting model draws tokens in the pass itself")
+
+    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+        raise NotImplementedError("the counting model draws tokens in the pass itself")
 
     @property
     def in_flight(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.scheduling.block_manager import BlockManager
@@ -13,6 +16,9 @@ from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepCost
+
+# [draws, ceil(vocabulary / 32)]: token i may be drawn where bit i % 32 of word i // 32 is set.
+Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +40,24 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """The states [count, d] of a span's inputs behind the last norm, which logits are made of."""
+
+    span: Span
+    states: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one pass gave; sequences that have left since are not in it.
 
-    `failed`: sequences whose logits were no numbers, which concerns no other one.
+    `drawn`: one token of each sequence, or where drafts were checked the right ones and the next,
+    in order. `failed`: sequences whose logits were no numbers, which concerns no other one.
     """
 
     drawn: list[SampledToken]
     failed: list[SequenceFailed]
+    hidden: tuple[HiddenStates, ...] = ()
 
 
 class Engine(Protocol):
@@ -107,13 +123,29 @@ class Engine(Protocol):
 
         Counts their inputs in `seq.submitted`, and in `seq.awaited` the tokens that they draw.
         Returns whether the pass compiles something, so that its time is no measure. A failure loses
-        the rows of all sequences in flight.
+        the rows of all sequences in flight. Raises ValueError for what the engine cannot compute:
+        drafts of a sequence with a pass in flight, or of a row that cannot go back; hidden states.
+        """
+
+    def forward(self, spans: Many[Span]) -> bool:
+        """As `submit`, but the pass draws nothing until `draw` is called.
+
+        That must happen before the next pass is submitted, and before this one is collected. Raises
+        NotImplementedError where passes and draws are one.
+        """
+
+    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+        """Draws the tokens of the newest pass, which `forward` started.
+
+        A sequence in `masks` draws only tokens that its mask allows, at least one for each line;
+        with none it fails. What was collected since `forward` counts in its penalties.
         """
 
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
 
-        A failure loses the rows of all sequences in flight.
+        Rows give up the drafts that were wrong, and `seq.submitted` goes back. A failure loses the
+        rows of all sequences in flight.
         """
 
     def lost(self, seq: Sequence) -> bool:

@@ -8,7 +8,8 @@ waits for nothing, so no pass is submitted ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,6 @@ from itertools import chain, pairwise
 from time import monotonic
 
 import mlx.core as mx
-import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.dot_product import pairs_in_memory
@@ -24,21 +24,16 @@ from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
-from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.engine import Mask, StepResult
+from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
+from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.sampling import sampler
-from mlxpool.worker.sampling.batch import (
-    ALL_OPTIONS,
-    NO_TOKEN,
-    SamplerOutput,
-    SamplingBatch,
-    penalty_history,
-)
+from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, last_token
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
@@ -128,7 +123,7 @@ class ModelEngine(RowEngine[CacheRow]):
         if step_target:
             self._target = StepTarget(step_target, step_target)
         self._step_seconds = self._target.most
-        self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
+        self._draws = TokenDraws(self.vocab_size, self._upload)
         self._steps = 0
 
     def _set_row_sizes(self, shape: RowShape) -> None:
@@ -183,41 +178,99 @@ class ModelEngine(RowEngine[CacheRow]):
 
     def submit(self, spans: Many[Span]) -> bool:
         """See Engine.submit."""
+        return self._start(spans, at_once=True)
+
+    def forward(self, spans: Many[Span]) -> bool:
+        """See Engine.forward."""
+        return self._start(spans, at_once=False)
+
+    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+        """See Engine.draw."""
+        flight = self._flights[-1]
+        assert flight.undrawn is not None, "the newest pass has drawn its tokens"
+        asking, logits = flight.undrawn
+        before = self._flights[-2] if len(self._flights) > 1 else None
+        with self._discard_on_failure():
+            sampled = self._draws.draw(asking, logits, before, masks) if asking else None
+            done, download = self._results(logits, sampled, flight.hidden)
+            mx.async_eval(*done)  # type: ignore[no-untyped-call]
+        self._flights[-1] = replace(
+            flight, undrawn=None, sampled=sampled, done=done, download=download
+        )
+
+    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+        """Starts one pass; unless it draws its tokens at once, its logits wait for `draw`."""
         began = monotonic()
+        newest = self._flights[-1] if self._flights else None
+        assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
+        wants = PassSpans.of(spans, rewinds=not self._layout.store.stateful)
         with self._discard_on_failure(spans):
             if self._uploads is not None:
                 self._uploads.begin()
             rows = [RowSpan(self._require_row(span), span.count) for span in spans]
-            chunks = [span for span in spans if not span.decodes]
-            keep = [span for span in chunks if self._at_restore_point(span)]
-            drawing = [number for number, span in enumerate(spans) if span.draws]
-            fresh = self._layout.is_new(rows, len(drawing))
-            found = self._layout.step(rows, *self._inputs(spans), drawing)
-            sampled = self._draw([spans[n] for n in drawing], found) if drawing else None
-            download = self._download(sampled)
-            done = (found,) if sampled is None else tuple(sampled.arrays())
-            done = done if download is None else tuple(download.done)
+            wants.widen(rows)
+            keep = [span for span in wants.chunks if self._at_restore_point(span)]
+            fresh = self._layout.is_new(rows, wants.wanted)
+            found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
+            asking, sampled = wants.asking, None
+            if at_once and asking:
+                sampled = self._draws.draw(asking, found.logits, newest, {})
+            done, download = self._results(found.logits, sampled, found.hidden if at_once else None)
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
-        order = {spans[n].sequence: row for row, n in enumerate(drawing)}
-        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh, download))
+        self._flights.append(
+            Flight(
+                tuple(spans),
+                wants.first_rows(),
+                sampled,
+                done,
+                began,
+                fresh,
+                download,
+                reads=bool(wants.chunks),
+                checks=wants.checks,
+                hidden=found.hidden,
+                embedded=wants.embedded() if wants.hidden else (),
+                undrawn=None if at_once else (asking, found.logits),
+            )
+        )
         return fresh
 
-    def _download(self, sampled: SamplerOutput | None) -> Download | None:
-        if sampled is None or self._downloads is None:
-            return None
-        return self._downloads.begin(sampled.arrays())
+    def _results(
+        self, logits: mx.array, sampled: SamplerOutput | None, hidden: mx.array | None
+    ) -> tuple[tuple[mx.array, ...], Download | None]:
+        """Returns the arrays whose evaluation ends a pass, and the download of its results."""
+        results = [] if sampled is None else sampled.arrays()
+        if hidden is not None:
+            results.append(hidden)
+        if self._downloads is None or not results:
+            return tuple(results) or (logits,), None
+        download = self._downloads.begin(results)
+        return tuple(download.done), download
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
+        assert self._flights[0].undrawn is None, "`draw` comes before `collect`"
         with self._discard_on_failure():
             self._flights[0].wait()
         flight = self._flights.popleft()
         self._collected(flight, monotonic())
-        self._clear_buffers(after_chunk=any(not span.decodes for span in flight.spans))
+        self._clear_buffers(after_chunk=flight.reads)
         for seq in flight.rows:
             seq.awaited -= 1
-        return flight.result()
+        found = flight.result()
+        if flight.checks:
+            self._rewind(flight.checks, found)
+        return found
+
+    def _rewind(self, checks: Many[Span], found: StepResult) -> None:
+        """Removes wrong drafts from the rows: a row keeps as many inputs as tokens were drawn."""
+        kept = Counter(one.sequence for one in found.drawn)
+        for span in checks:
+            seq = span.sequence
+            seq.awaited -= len(span.drafts)
+            seq.submitted = span.start + max(1, kept[seq])
+            self._rows[seq].trim(seq.submitted)
 
     def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
         """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
@@ -231,14 +284,17 @@ class ModelEngine(RowEngine[CacheRow]):
             if span.start >= seq.length:
                 assert newest is not None
                 ids.append(-1 - newest.rows[seq])
+            elif span.end == seq.length and span.count == 1:
+                ids.append(last_token(seq))
             else:
                 ids += seq.token_range(span.start, span.end)
+                ids += span.drafts
         drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
         return ids, drawn
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
-        self._last_batch = None
+        self._draws.forget()
         row = self._rows.get(seq)
         if row is not None:
             # The row may hold a token in flight. A preempted sequence starts again with its last
@@ -303,7 +359,7 @@ class ModelEngine(RowEngine[CacheRow]):
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.step([Span(seq, 0, size, draws=False)])
+        self.step([Span(seq, 0, size, draws=0)])
         peak = mx.get_peak_memory() - before
         self._drop_rows([seq])
         return size, peak
@@ -334,13 +390,14 @@ class ModelEngine(RowEngine[CacheRow]):
         with kernel_cache.collecting() as jobs:
             for counts in self._kinds_of_passes() if self._layout.sizes else ():
                 rows = [seq for count in counts for seq in self._dummy_rows(1, count)]
-                spans = [Span(seq, 0, seq.length, draws=True) for seq in rows]
+                spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
                 if self._uploads is not None:
                     self._uploads.begin()
                 given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
-                logits = self._layout.step(given, *self._inputs(spans), range(len(spans)))
-                self._download(self._draw(spans, logits))
-                self._last_batch = None  # its arrays are not computed
+                found = self._layout.step(given, *self._inputs(spans), range(len(spans)))
+                sampled = self._draws.draw(spans, found.logits, None, {})
+                self._results(found.logits, sampled, None)
+                self._draws.forget()  # its arrays are not computed
                 self._drop_rows(rows)
         kernel_cache.compile_together(jobs, on_progress)
 
@@ -349,7 +406,7 @@ class ModelEngine(RowEngine[CacheRow]):
         (seq,) = self._dummy_rows(1, 1)
         ends = []
         for _ in range(DECODE_STEPS):
-            self.submit([Span(seq, seq.submitted, 1, draws=True)])
+            self.submit([Span(seq, seq.submitted, 1, draws=1)])
             if self.in_flight > self._lookahead:
                 seq.ids += [drawn.token for drawn in self.collect().drawn]
                 ends.append(monotonic())
@@ -368,7 +425,7 @@ class ModelEngine(RowEngine[CacheRow]):
         """Computes two passes over so many first inputs of new rows, then frees the rows."""
         rows = [seq for count in counts for seq in self._dummy_rows(1, count, options)]
         for _ in range(WARM_UP_PASSES):
-            self.step([Span(seq, 0, seq.length, draws=True) for seq in rows])
+            self.step([Span(seq, 0, seq.length, draws=1) for seq in rows])
             for seq in rows:
                 seq.submitted = 0
                 self._rows[seq].trim(0)
@@ -411,44 +468,13 @@ class ModelEngine(RowEngine[CacheRow]):
             every = chain(spans, *(flight.spans for flight in self._flights))
             hit = {span.sequence for span in every} & self._rows.keys()
             self._flights.clear()
-            self._last_batch = None  # its arrays may not have been computed
+            self._draws.forget()
             for seq in list(self._rows) if self._layout.shares_arrays else hit:
                 self._rows[seq].release()
             if self._layout.shares_arrays and self._layout.holds_prefixes:
                 self._prefix.clear()
             self._layout.invalidate()
             raise
-
-    def _draw(self, spans: Many[Span], logits: mx.array) -> SamplerOutput:
-        """Returns the next token of each span, from its row of logits."""
-        rows = [span.sequence for span in spans]
-        batch = self._sampling_batch(rows)
-        positions = [len(seq.ids) + seq.awaited for seq in rows] if batch.any_random else ()
-        if not batch.any_penalties:
-            return sampler.sample_batch(logits, batch, positions, ())
-        histories = list(map(penalty_history, rows))
-        awaited = [seq.awaited for seq in rows]
-        return sampler.sample_batch(
-            logits, batch, positions, histories, self._pending(rows), awaited
-        )
-
-    def _pending(self, rows: Many[Sequence]) -> mx.array | None:
-        """Returns the tokens [R] in flight of these sequences, -1 for those without one."""
-        newest = self._flights[-1] if self._flights else None
-        if newest is None or newest.sampled is None:
-            return None
-        places = self._upload(np.array([newest.rows.get(seq, -1) for seq in rows], dtype=np.int32))
-        return mx.where(places >= 0, newest.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
-
-    def _sampling_batch(self, rows: Many[Sequence]) -> SamplingBatch:
-        """Returns the batch of the last step while it has the same sequences."""
-        if self._last_batch is None or self._last_batch[0] != rows:
-            options, seeds = [seq.options for seq in rows], [seq.seed for seq in rows]
-            self._last_batch = (
-                list(rows),
-                SamplingBatch(options, seeds, self.vocab_size, self._upload),
-            )
-        return self._last_batch[1]
 
     def _clear_buffers(self, *, after_chunk: bool) -> None:
         """Frees MLX's cached buffers and the C heap periodically on a CPU: some 4 ms.

@@ -13,20 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
-from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.sampling.batch import SampledNumbers, SamplerOutput, sampled_tokens
+from mlxpool.worker.sampling.batch import (
+    SampledNumbers,
+    SamplerOutput,
+    accepted_tokens,
+    sampled_tokens,
+)
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
-from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.transfers.downloads import Download
@@ -44,10 +50,13 @@ R = TypeVar("R", bound=PrefixRow)
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A pass that was submitted at `began`; `rows` has the row of each sequence that draws.
+    """A pass that was submitted at `began`; `rows` has the first row of each sequence that draws.
 
     `fresh`: it compiles something. `done`: arrays whose evaluation ends it. `download` has the
-    sampled arrays on the host then; None: they are read where they are.
+    sampled arrays and hidden states on the host then; None: they are read where they are.
+    `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
+    `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
+    yet, and their logits.
     """
 
     spans: tuple[Span, ...]
@@ -57,12 +66,18 @@ class Flight:
     began: float
     fresh: bool
     download: Download | None = None
+    reads: bool = False
+    checks: tuple[Span, ...] = ()
+    embedded: tuple[tuple[Span, int], ...] = ()
+    hidden: mx.array | None = None
+    undrawn: tuple[list[Span], mx.array] | None = None
 
     def without(self, seq: Sequence) -> Flight:
-        """Returns the flight without the draw of a sequence that lost its row."""
-        if seq not in self.rows:
-            return self
-        return replace(self, rows={one: row for one, row in self.rows.items() if one is not seq})
+        """Returns the flight without the results of a sequence that lost its row."""
+        rows = {one: row for one, row in self.rows.items() if one is not seq}
+        checks = tuple(span for span in self.checks if span.sequence is not seq)
+        embedded = tuple(one for one in self.embedded if one[0].sequence is not seq)
+        return replace(self, rows=rows, checks=checks, embedded=embedded)
 
     def wait(self) -> None:
         """Waits for the end of the pass."""
@@ -70,11 +85,35 @@ class Flight:
 
     def result(self) -> StepResult:
         """Returns what the pass drew, when it has ended; called once."""
+        every = self.arrays() if self.download is None else self.download.read()
+        hidden = () if self.hidden is None else self._hidden_states(every.pop())
         if self.sampled is None:
-            return StepResult([], [])
-        every = self.sampled.arrays() if self.download is None else self.download.read()
+            return StepResult([], [], hidden)
         lists: list[Any] = [one.tolist() for one in every]
-        return StepResult(*sampled_tokens(SampledNumbers(*lists), self.rows))
+        numbers = SampledNumbers(*lists)
+        if not self.checks:
+            return StepResult(*sampled_tokens(numbers, self.rows), hidden)
+        checks = {span.sequence: span.drafts for span in self.checks}
+        single = {seq: row for seq, row in self.rows.items() if seq not in checks}
+        drawn, failed = sampled_tokens(numbers, single)
+        for seq, drafts in checks.items():
+            try:
+                drawn += accepted_tokens(numbers, seq, self.rows[seq], drafts)
+            except SequenceFailed as failure:
+                failed.append(failure)
+        return StepResult(drawn, failed, hidden)
+
+    def arrays(self) -> list[Any]:
+        """Returns what the pass gives the host: the sampled arrays, then any hidden states."""
+        sampled = [] if self.sampled is None else self.sampled.arrays()
+        return sampled if self.hidden is None else [*sampled, self.hidden]
+
+    def _hidden_states(self, numbers: Any) -> tuple[HiddenStates, ...]:
+        """Divides states [H, d] between the spans whose sequences still have a row."""
+        states = np.array(numbers)
+        return tuple(
+            HiddenStates(span, states[row : row + span.count]) for span, row in self.embedded
+        )
 
 
 class RowEngine(ABC, Generic[R]):

@@ -12,10 +12,11 @@ from mlxpool.worker.layers.decoder_layer import (
     Residual,
     WeightShapes,
     add_and_defer_norm,
+    add_and_norm,
     materialised,
 )
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
-from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LinearInput
 from mlxpool.worker.layers.model_plan import ModelPlan
 
 if TYPE_CHECKING:
@@ -105,17 +106,28 @@ class DecoderModel:
         self.head = self.embed.as_linear if spec.tied else builder.linear("lm_head")
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        x = self._residual(tokens, batch)
+        return (
+            self.logits_of(add_and_defer_norm(self.norm, x)[1]) if batch.logits else materialised(x)
+        )
+
+    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return add_and_norm(self.norm, self._residual(tokens, batch))[1]
+
+    def logits_of(self, hidden: LinearInput) -> mx.array:
+        """See model_plan.Model."""
+        logits = self.head(hidden)
+        return soft_capped(logits, self.spec.softcap) if self.spec.softcap else logits
+
+    def _residual(self, tokens: mx.array, batch: ForwardBatch) -> Residual:
+        """Returns what the layers make of tokens [T], not normed yet."""
         embedded = self.embed(tokens)
         scale = self.spec.embed_scale
         x: Residual = embedded if scale == 1.0 else embedded * scale
         for layer in self.layers:
             x = layer(x, batch)
-        return self._logits(x) if batch.logits else materialised(x)
-
-    def _logits(self, x: Residual) -> mx.array:
-        _, normed = add_and_defer_norm(self.norm, x)
-        logits = self.head(normed)
-        return soft_capped(logits, self.spec.softcap) if self.spec.softcap else logits
+        return x
 
 
 def soft_capped(x: mx.array, cap: float) -> mx.array:

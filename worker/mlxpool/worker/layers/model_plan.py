@@ -22,10 +22,16 @@ class Model(Protocol):
     """A built model.
 
     Called with tokens [T] and their batch it returns logits [E, vocabulary] of the tokens that the
-    batch selects, or hidden states where it wants no logits.
+    batch selects, or an array to evaluate where it wants no logits.
     """
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch, /) -> mx.array: ...
+
+    def hidden_states(self, tokens: mx.array, batch: ForwardBatch, /) -> mx.array:
+        """Returns states [E, d] of the tokens that the batch selects, after the last norm."""
+
+    def logits_of(self, hidden: mx.array, /) -> mx.array:
+        """Returns logits [E, vocabulary] of hidden states [E, d]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Only this module imports mlx-lm, when a worker loads such a model.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.row_engine import Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
@@ -34,7 +34,7 @@ from mlxpool.worker.sampling.batch import (
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.spans import Span, require_plain
 from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
@@ -145,6 +145,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
     def submit(self, spans: Many[Span]) -> bool:
         """See Engine.submit. Computes span by span; waits for every chunk."""
         began = monotonic()
+        require_plain(spans, "an engine of mlx-lm's code")
         with self._discard_on_failure(spans):
             keep = [span for span in spans if self._at_restore_point(span)]
             logits = [self._computed(span) for span in spans]
@@ -168,6 +169,14 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         for seq in flight.rows:
             seq.awaited -= 1
         return flight.result()
+
+    def forward(self, spans: Many[Span]) -> bool:
+        """See Engine.forward."""
+        raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
+
+    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+        """See Engine.draw."""
+        raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
     def _computed(self, span: Span) -> mx.array:
         """Returns logits [1, vocabulary] after the last input of a span."""
@@ -220,9 +229,9 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.step([Span(seq, 0, size, draws=False)])
+        self.step([Span(seq, 0, size, draws=0)])
         peak, taken = mx.get_peak_memory() - before, row.nbytes
-        self.step([Span(seq, seq.submitted, 1, draws=True)])
+        self.step([Span(seq, seq.submitted, 1, draws=1)])
         on_progress()
         del self._rows[seq]
         return size, taken, peak

@@ -52,17 +52,18 @@ class SampleRequest:
     history: Many[int] = ()
 
 
-def penalty_history(seq: Sequence) -> Many[int]:
+def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
     """Returns the tokens that penalties count, or more; empty without penalties.
 
-    They are the newest of the stream, whatever a shift has discarded: a whole context at most.
+    They are the newest of the stream, whatever a shift has discarded: a whole context at most, with
+    the `awaited` tokens between them and the one to be drawn.
     """
     if not has_penalties(seq.options):
         return ()
     count = seq.options.repeat_last_n
     if count < 0:
         whole = len(seq.prompt) + len(seq.ids)
-        count = whole if seq.shift is None else seq.shift.context - seq.awaited
+        count = whole if seq.shift is None else seq.shift.context - awaited
     return seq.newest(count)
 
 
@@ -224,7 +225,7 @@ def sampled_tokens(
 ) -> tuple[list[SampledToken], list[SequenceFailed]]:
     """Returns the tokens of a computed pass, and the sequences whose logits were no numbers.
 
-    `rows` has the row of each sequence.
+    `rows` has the row of each sequence that draws one token.
     """
     tokens = sampled.tokens
     drawn = [
@@ -235,6 +236,22 @@ def sampled_tokens(
     if len(drawn) == len(rows):
         return drawn, []
     return drawn, [_no_numbers(seq) for seq, row in rows.items() if tokens[row] == NO_TOKEN]
+
+
+def accepted_tokens(
+    sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
+) -> list[SampledToken]:
+    """Returns the tokens of a check of drafts: those that equal their drafts and the next one.
+
+    They are the tokens that as many single draws would have given. The row and those behind it have
+    the tokens that were drawn before each draft, and behind the last. Raises SequenceFailed when
+    logits were no numbers.
+    """
+    drawn = sampled.tokens[row : row + len(drafts) + 1]
+    right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))
+    if NO_TOKEN in drawn[: right + 1]:
+        raise _no_numbers(seq)
+    return [SampledToken(seq, drawn[n], _logprob(sampled, seq, row + n)) for n in range(right + 1)]
 
 
 def _no_numbers(seq: Sequence) -> SequenceFailed:

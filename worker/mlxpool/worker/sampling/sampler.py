@@ -1,9 +1,9 @@
 """Samples tokens from logits, in one vectorised call for rows with any options.
 
-Order: logit_bias, penalties, top-k, temperature, softmax, top-p, min-p, random choice. Filters are
-value thresholds, so ties at a threshold stay and no vocabulary is sorted. The choice is Gumbel-max
-with noise that depends only on (seed, position, token): a row gets the same token in any batch, and
-again after a resume. A change of any result must raise `versions.RULES`.
+Order: logit_bias, penalties, mask, top-k, temperature, softmax, top-p, min-p, random choice.
+Filters are value thresholds, so ties at a threshold stay and no vocabulary is sorted. The choice is
+Gumbel-max with noise that depends only on (seed, position, token): a row gets the same token in any
+batch, and again after a resume. A change of any result must raise `versions.RULES`.
 """
 
 from __future__ import annotations
@@ -59,18 +59,20 @@ def sample_batch(
     histories: Sequence[Sequence[int]],
     pending: mx.array | None = None,
     awaited: Sequence[int] = (),
+    allowed: mx.array | None = None,
 ) -> SamplerOutput:
     """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
 
     Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1
-    where `pending` has a token, 0 where it has NO_TOKEN; empty: every row has one.
+    where `pending` has a token, 0 where it has NO_TOKEN; empty: every row has one. `allowed` [R, V]
+    excludes tokens before all filters; log-probabilities remain those of all tokens.
     """
     if awaited and not any(awaited):
         pending = None
     if kernel.supports(logits.shape[-1], logits.dtype):
-        return _by_kernel(logits, batch, positions, histories, pending, awaited)
+        return _by_kernel(logits, batch, positions, histories, pending, awaited, allowed)
     raw = logits.astype(mx.float32)
-    adjusted = _processed_logits(raw, batch, histories, pending, awaited)
+    adjusted = _processed_logits(raw, batch, histories, pending, awaited, allowed)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
     if batch.any_random:
         tokens = mx.where(batch.greedy, tokens, _random_tokens(adjusted, batch, positions))
@@ -85,9 +87,10 @@ def _by_kernel(
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
     awaited: Sequence[int],
+    allowed: mx.array | None,
 ) -> SamplerOutput:
     """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
-    adjusted = _processed_logits(logits, batch, histories, pending, awaited)
+    adjusted = _processed_logits(logits, batch, histories, pending, awaited, allowed)
     places = batch.zero_positions
     if batch.any_random:
         places = batch.upload(np.array(positions, dtype=np.int32))
@@ -101,8 +104,9 @@ def _processed_logits(
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
     awaited: Sequence[int],
+    allowed: mx.array | None,
 ) -> mx.array:
-    """Returns the logits with biases and penalties applied."""
+    """Returns the logits with biases and penalties applied, -inf where a token is not allowed."""
     adjusted = logits
     if batch.biases or batch.any_penalties:
         adjusted = logits.astype(mx.float32)
@@ -111,6 +115,8 @@ def _processed_logits(
         adjusted = adjusted.at[lines, ids].add(biases)
     if batch.any_penalties:
         adjusted = _penalised(adjusted, batch, histories, pending, awaited)
+    if allowed is not None:  # NaN stays, so that the row is known to be damaged
+        adjusted = mx.where(allowed | mx.isnan(adjusted), adjusted, _NEG_INF)
     return adjusted
 
 

@@ -98,17 +98,17 @@ def _rows_and_prompts(
         if awaited:
             bound = context if one.shift is None else one.shift.context
             if awaited <= ahead and made < one.max_tokens and length < bound:
-                rows.append(Span(one, submitted, 1, True))
+                rows.append(Span(one, submitted, 1, 1))
         elif length - submitted > 1:
             prompts.append(one)
         elif length - submitted == 1:
-            rows.append(Span(one, submitted, 1, True))
+            rows.append(Span(one, submitted, 1, 1))
     return rows, prompts
 
 
 def _chunk(sequence: Sequence, count: int) -> Span:
     start = sequence.submitted
-    return Span(sequence, start, count, draws=start + count == sequence.length)
+    return Span(sequence, start, count, draws=int(start + count == sequence.length))
 
 
 def _first_chunk(prompt: Sequence, limits: StepLimits, clip: Clip) -> Span:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
@@ -11,14 +13,24 @@ from mlxpool.worker.scheduling.sequence import Sequence
 class Span:
     """Inputs [start, start + count) of a sequence in one pass.
 
-    `draws`: the logits after the last of them draw the next token. The input of a decode step may
-    be a token that a pass in flight draws.
+    `draws`: the logits after so many of the last inputs draw the tokens that follow these: 0, 1, or
+    all in a decode step. The input of a decode step may be a token that a pass in flight draws.
+    `drafts`: tokens that may follow those of the sequence, as further inputs of its decode step.
+    Those that the pass draws as well are right, and the row keeps them. `hidden`: the span draws
+    nothing and gives the hidden states of its inputs.
     """
 
     sequence: Sequence
     start: int
     count: int
-    draws: bool
+    draws: int
+    drafts: tuple[int, ...] = ()
+    hidden: bool = False
+
+    @classmethod
+    def check(cls, sequence: Sequence, drafts: tuple[int, ...]) -> Self:
+        """A decode step that checks drafts; no pass in flight may have the sequence."""
+        return cls(sequence, sequence.submitted, 1 + len(drafts), 1 + len(drafts), drafts)
 
     @property
     def end(self) -> int:
@@ -26,8 +38,8 @@ class Span:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is the one input of a decode step, not a chunk of a prompt."""
-        return self.draws and self.count == 1
+        """Whether it is a decode step, not a chunk of a prompt."""
+        return self.draws == self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +57,11 @@ class Step:
     def chunks(self) -> list[Span]:
         """The spans that read prompts."""
         return [*self.spans[self.rows :]]
+
+
+def require_plain(spans: Iterable[Span], engine: str) -> None:
+    """Raises ValueError naming what `engine` does not compute: drafts and hidden states."""
+    for span in spans:
+        if span.drafts or span.hidden:
+            what = "check drafts" if span.drafts else "give hidden states"
+            raise ValueError(f"{engine} cannot {what}")

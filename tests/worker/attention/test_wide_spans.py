@@ -1,0 +1,198 @@
+"""Spans that give logits of several tokens, or hidden states, in every layout.
+
+They are compared with a model that reads token by token and gives the logits of each: what its head
+takes are the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.layouts import (  # noqa: E402
+    Layout,
+    PagedLayout,
+    choose_layout,
+    make_layout,
+)
+from mlxpool.worker.attention.row_batch import RowSpan, logit_spans  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support import simt  # noqa: E402
+from support.model_head import noted_head  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+CONTEXT = 512
+WINDOWS = {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "sliding_window": 20,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "llama": ({}, ("rows", "slabs", "pool")),
+    "windows and sinks": (WINDOWS, ("rows", "pool")),
+    "latent": (GLM, ("rows", "pool")),
+    "recurrent": ({**QWEN3_NEXT, "num_hidden_layers": 3}, ("rows",)),
+}
+CASES = [(name, layout) for name, (_, layouts) in MODELS.items() for layout in layouts]
+# Of each row of a pass: its tokens, those of them that give something, and whether hidden states.
+PASSES = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 1, 3, 5, 20]), st.integers(0, 20), st.booleans()),
+        min_size=5,
+        max_size=5,
+    ).filter(lambda each: any(count for count, _, _ in each)),
+    min_size=1,
+    max_size=3,
+)
+Given = tuple[int, int, bool]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def one(name: str) -> LoadedModel:
+        if name not in found:
+            changes = {**MODELS[name][0], "max_position_embeddings": CONTEXT}
+            found[name] = load(
+                inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **changes))
+            )
+        return found[name]
+
+    found: dict[str, LoadedModel] = {}
+    return one
+
+
+def layout_of(name: str, model: LoadedModel, **others: Any) -> Layout:
+    shape = RowShape(model.folder.plan.caches, model.dtype, CONTEXT, 300)
+    name, shape = choose_layout(name, shape, deterministic=False, on_gpu=ON_GPU)
+    options = {"rows": 32, "deterministic": False, "on_gpu": ON_GPU, **others}
+    return make_layout(name, shape, model.model, 40, **options)
+
+
+class OneByOne:
+    """Reads tokens one by one; has the logits of each, and what the head of the model took."""
+
+    def __init__(self, model: LoadedModel, rows: int) -> None:
+        self._layout, self._model = layout_of("rows", model), model.model
+        self.rows = [self._layout.store.new_row() for _ in range(rows)]
+
+    def read(self, row: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns logits [n, vocabulary] and hidden states [n, d] of n tokens."""
+        logits = []
+        with noted_head(self._model) as taken:
+            for token in ids:
+                one = mx.array([token], dtype=mx.int32)
+                out = self._layout.forward([RowSpan(self.rows[row], 1)], one, [0]).logits
+                mx.eval(out, taken)
+                logits.append(out)
+        return tuple(np.array(mx.concatenate(x).astype(mx.float32)) for x in (logits, taken))  # type: ignore[return-value]
+
+
+def compare(
+    layout: Layout,
+    one_by_one: OneByOne,
+    passes: Sequence[Sequence[Given]],
+    tolerance: float,
+    begin: Callable[[], None] = lambda: None,
+) -> None:
+    """Computes passes; what each span gives must be what reading its tokens one by one gives."""
+    rows = [layout.store.new_row() for _ in one_by_one.rows]
+    draw = np.random.default_rng(5)
+    for each in passes:
+        spans, ids, expected = [], [], []
+        for number, (count, lines, hidden) in enumerate(each):
+            if not count:
+                continue
+            tokens = draw.integers(0, 256, count).tolist()
+            lines = count if hidden else min(lines, count)
+            logits, states = one_by_one.read(number, tokens)
+            spans.append(RowSpan(rows[number], count, max(lines, 1), hidden))
+            expected.append((lines, states if hidden else logits[count - lines :]))
+            ids += tokens
+        wanted = [n for n, (lines, _) in enumerate(expected) if lines]
+        wanted.sort(key=lambda n: (spans[n].hidden, spans[n].lines))
+        begin()
+        found = layout.step(spans, ids, None, wanted)
+        mx.eval([one for one in found if one is not None])
+        drawing = logit_spans(spans, wanted)
+        assert (found.hidden is None) == (len(drawing) == len(wanted))
+        for every, some in ((found.logits, drawing), (found.hidden, wanted[len(drawing) :])):
+            if every is None or not some:
+                continue
+            got = np.array(every.astype(mx.float32))
+            want = np.concatenate([expected[n][1] for n in some])
+            assert every is not found.hidden or every.dtype == mx.float32
+            assert got.shape == want.shape
+            assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+        assert [row.offset for row in rows] == [row.offset for row in one_by_one.rows]
+    for row in rows:
+        layout.store.release(row)
+
+
+@settings(max_examples=10, deadline=None)
+@given(passes=PASSES)
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_spans_give_what_reading_one_by_one_gives(
+    loaded: Any, name: str, layout: str, passes: Any
+) -> None:
+    model = loaded(name)
+    compare(layout_of(layout, model), OneByOne(model, 5), passes, 2e-2 if ON_GPU else 1e-4)
+
+
+MIXED: list[list[Given]] = [
+    [(20, 1, False), (9, 0, False), (5, 5, True), (1, 1, False), (0, 0, False)],
+    [(1, 1, False), (4, 4, False), (1, 1, True), (1, 1, False), (6, 2, False)],
+    [(3, 3, False), (3, 3, False), (3, 3, False), (3, 3, False), (2, 2, False)],
+    [(1, 1, False), (3, 3, True), (1, 0, False), (2, 2, False), (1, 1, False)],
+    [(1, 1, True), (1, 1, False), (1, 1, False), (1, 1, True), (1, 1, False)],
+    [(9, 9, True), (2, 2, True), (0, 0, False), (0, 0, False), (0, 0, False)],
+    [(3, 2, False), (1, 1, False), (0, 0, False), (0, 0, False), (0, 0, False)],
+]
+
+
+@pytest.fixture
+def ragged(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, LoadedModel]]:
+    """A pool with ragged passes of our kernels, simulated without a GPU, and its model."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "head_dim": 64,
+        "vocab_size": 288,
+    }
+    weights = {
+        name: np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
+        for name, array in random_weights(config(**sizes)).items()
+    }
+    folder = inspect(write_checkpoint(tmp_path, weights=weights, **sizes))
+    exact = load(folder)
+    with ExitStack() as stack:
+        if not ON_GPU:
+            stack.enter_context(simt.simulated())
+        layout = layout_of(
+            "pool", load(folder, dtype=mx.bfloat16), rows=8, on_gpu=True, uploads=Uploads()
+        )
+        assert isinstance(layout, PagedLayout) and layout.ragged is not None
+        yield layout, exact
+
+
+def test_ragged_passes_give_what_reading_one_by_one_gives(ragged: Any) -> None:
+    """In bfloat16, against float32; more lines than rows give something in some passes."""
+    layout, exact = ragged
+    compare(layout, OneByOne(exact, 5), MIXED, 5e-2, begin=layout._upload.begin)
+    kinds = {(shape.wanted > 8, shape.drawn) for shape in layout.ragged._passes}
+    assert {(False, None), (True, None), (False, 8), (True, 8), (True, 0)} <= kinds

@@ -1,0 +1,202 @@
+"""Checks of drafts: several tokens of a row in one pass, the same as one token a pass gives."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.engine_steps import decode, decode_spans, enter
+from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.schema import Counting  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.sampling.batch import NO_TOKEN, SampledNumbers, accepted_tokens  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 0.8, "repeat_penalty": 1.6, "repeat_last_n": 4},
+    {"temperature": 1.2, "top_k": 0, "frequency_penalty": 0.9, "repeat_last_n": -1},
+    {"temperature": 0.0, "presence_penalty": 0.7, "repeat_last_n": 1},
+]
+TOKENS = 40
+LAYOUTS = ("rows", "slabs", "pool")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"))))
+
+
+def sequence(number: int, size: int = 250) -> Sequence:
+    """The prompt ends before a block does, so that drafts begin blocks that the row gives back."""
+    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
+    options = Options.parse({**OPTIONS[number % len(OPTIONS)], "ignore_eos": True})
+    return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)
+
+
+def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
+    """Returns the tokens of each sequence, one a pass, with their log-probabilities."""
+    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    found = []
+    for number in range(len(OPTIONS)):
+        seq = sequence(number)
+        enter(engine, seq)
+        found.append(decode(engine, [seq], TOKENS))
+        engine.release(seq)
+    return found
+
+
+def drafts_of(seq: Sequence, answer: list[Any], draw: random.Random) -> tuple[int, ...]:
+    """Returns up to five of the tokens that come next, half of the time with a wrong one."""
+    right = [one.token for one in answer[len(seq.ids) :][: draw.choice([0, 1, 3, 5])]]
+    if right and draw.random() < 0.5:
+        right[draw.randrange(len(right))] ^= 1
+    return tuple(right)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, layout: str) -> None:
+    """Right and wrong drafts, beside a decode row and a prompt, in any order of the spans."""
+    draw = random.Random(layout)
+    expected = answers(loaded, layout)
+    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    rows = [sequence(number) for number in range(len(OPTIONS))]
+    for seq in rows:
+        enter(engine, seq)
+    late, passes, most = sequence(1, 90), 0, 0
+    engine.admit(late)
+    while any(len(seq.ids) < TOKENS - 6 for seq in rows):
+        spans = []
+        for seq, answer in zip(rows, expected, strict=True):
+            if len(seq.ids) >= TOKENS - 6:
+                continue
+            spans.append(Span.check(seq, drafts_of(seq, answer, draw)))
+        if late.submitted < 80:
+            spans.append(Span(late, late.submitted, 20, 0))
+        draw.shuffle(spans)
+        engine.submit(spans)
+        before = {seq: len(seq.ids) for seq in rows}
+        for one in engine.collect().drawn:
+            want = expected[rows.index(one.sequence)][len(one.sequence.ids)]
+            assert one.token == want.token
+            assert (one.logprob is None) == (want.logprob is None)
+            if one.logprob is not None:
+                assert one.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-3)
+                assert [token for token, _ in one.logprob.top] == [t for t, _ in want.logprob.top]
+            one.sequence.ids.append(one.token)
+        for seq in rows:
+            most = max(most, len(seq.ids) - before[seq])
+            assert seq.awaited == 0 and seq.submitted == seq.length - 1
+            assert engine._rows[seq].offset == seq.submitted and not engine.lost(seq)
+        passes += 1
+    assert most == 6 and passes < TOKENS - 6
+    assert late.submitted == 80
+    for seq, answer in zip(rows, expected, strict=True):  # the rows go on as if they had drawn each
+        decode(engine, [seq], TOKENS - len(seq.ids))
+        assert seq.ids == [one.token for one in answer]
+        engine.release(seq)
+    engine.release(late)
+    assert engine.memory().kv == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, layout: str) -> None:
+    """The prefix cache has its tokens only, and a row beside it loses nothing."""
+    engine = ModelEngine(loaded, layout=layout, lookahead=False)
+    leaving, beside = sequence(0, 60), sequence(1, 60)
+    for seq in (leaving, beside):
+        enter(engine, seq)
+    engine.submit([Span.check(leaving, (1, 2, 3)), Span.check(beside, (4,))])
+    engine.release(leaving)
+    leaving.return_to_waiting()
+    found = engine.collect()
+    assert {one.sequence for one in found.drawn} == {beside} and not found.failed
+    assert (leaving.awaited, beside.awaited, beside.submitted) == (0, 0, 59 + len(found.drawn))
+    again = Sequence(b"", 1, (*leaving.prompt, 1, 2, 3, 4), leaving.options, 0, 4)
+    engine.admit(again)
+    assert again.cached == 60
+
+
+def test_passes_ahead_take_tokens_beside_a_check(loaded: LoadedModel) -> None:
+    """The next pass takes the token in flight of a row that was behind a check in its pass."""
+    expected = answers(loaded, "pool")
+    engine = ModelEngine(loaded, layout="pool", prefix="off", lookahead=True)
+    rows = [sequence(number) for number in (0, 1, 3)]
+    for seq in rows:
+        enter(engine, seq)
+    drafts = tuple(one.token for one in expected[0][:2])
+    engine.submit([Span.check(rows[0], drafts), *decode_spans(rows[1:])])
+    assert [seq.awaited for seq in rows] == [3, 1, 1]
+    engine.submit(decode_spans(rows[:0:-1]))
+    for _ in range(2):
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
+    for seq, number, count in zip(rows, (0, 1, 3), (3, 2, 2), strict=True):
+        assert seq.ids == [one.token for one in expected[number][:count]]
+        assert seq.awaited == 0
+
+
+def test_the_first_wrong_draft_ends_what_is_accepted() -> None:
+    seq = sequence(1)
+    numbers = SampledNumbers([9, 5, 6, 7, 8])
+
+    def accepted(*drafts: int) -> list[int]:
+        return [one.token for one in accepted_tokens(numbers, seq, 1, drafts)]
+
+    assert (accepted(), accepted(5), accepted(5, 6, 7)) == ([5], [5, 6], [5, 6, 7, 8])
+    assert (accepted(0, 6, 7), accepted(5, 0, 7), accepted(5, 6, 0)) == ([5], [5, 6], [5, 6, 7])
+    broken = SampledNumbers([9, 5, NO_TOKEN, 7, 8])
+    assert [one.token for one in accepted_tokens(broken, seq, 1, (0, 6, 7))] == [5]
+    with pytest.raises(SequenceFailed, match="are no numbers"):
+        accepted_tokens(broken, seq, 1, (5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        (lambda seq: Span(seq, 59, 2, 1, drafts=(1,)), "1 drafts draws 1 tokens"),
+        (lambda seq: Span(seq, 58, 3, 2, drafts=(1,)), "1 drafts have 3 inputs"),
+        (lambda seq: Span(seq, 0, 9, 9), "0 drafts draws 9 tokens"),
+        (lambda seq: Span(seq, 0, 9, 1, hidden=True), "not both"),
+    ],
+)
+def test_spans_that_cannot_be_computed_are_refused(
+    loaded: LoadedModel, span: Any, words: str
+) -> None:
+    """Nothing that runs loses its row."""
+    engine, seq, beside = ModelEngine(loaded, lookahead=True), sequence(0, 60), sequence(1, 60)
+    for one in (seq, beside):
+        enter(engine, one)
+    engine.submit(decode_spans([beside]))
+    with pytest.raises(ValueError, match=words):
+        engine.submit([span(seq)])
+    with pytest.raises(ValueError, match="1 tokens in flight"):
+        engine.submit([Span.check(beside, (1,))])
+    assert len(engine.collect().drawn) == 1 and not engine.lost(seq) and not engine.lost(beside)
+
+
+def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
+    folder = write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})
+    engine, seq = ModelEngine(load(inspect(folder)), lookahead=False), sequence(0, 60)
+    enter(engine, seq)
+    with pytest.raises(ValueError, match="windows and states cannot go back"):
+        engine.submit([Span.check(seq, (1,))])
+    counting = CountingEngine(Counting(), 1000)
+    counting.admit(seq)
+    with pytest.raises(ValueError, match="the counting model cannot check drafts"):
+        counting.submit([Span.check(seq, (1,))])
+    with pytest.raises(ValueError, match="the counting model cannot give hidden states"):
+        counting.submit([Span(seq, 0, 4, 0, hidden=True)])
+    with pytest.raises(NotImplementedError, match="draws tokens in the pass itself"):
+        counting.forward(decode_spans([seq]))

@@ -1,0 +1,120 @@
+"""Spans that want hidden states get what the head of the model takes of a plain pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.engine_steps import decode, decode_spans, enter
+from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_head import noted_head  # noqa: E402
+
+MODELS: dict[str, dict[str, Any]] = {
+    "full attention": {},
+    "latent": GLM,
+    "states": {**QWEN3_NEXT, "num_hidden_layers": 2},
+}
+LAYOUTS = {"full attention": ("rows", "slabs", "pool"), "latent": ("rows", "pool")}
+CASES = [(name, layout) for name in MODELS for layout in LAYOUTS.get(name, ("rows",))]
+
+
+def sequence(number: int, size: int) -> Sequence:
+    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
+    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
+    return Sequence(bytes([number] * 16), 1, prompt, options, number, 20)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: load(inspect(write_checkpoint(folder / name.replace(" ", "_"), **changes)))
+        for name, changes in MODELS.items()
+    }
+
+
+def states_of(loaded: LoadedModel, seq: Sequence) -> np.ndarray:
+    """Returns what the head takes while the tokens of a prompt are read one by one."""
+    engine = ModelEngine(loaded, layout="rows", prefix="off", lookahead=False)
+    twin = Sequence(b"", 1, seq.prompt, seq.options, 1, 1)
+    engine.admit(twin)
+    with noted_head(loaded.model) as taken:
+        for at in range(len(seq.prompt)):
+            engine.step([Span(twin, at, 1, 1)])
+    return np.array(mx.concatenate(taken).astype(mx.float32))
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_hidden_states_are_what_the_head_takes(
+    models: dict[str, LoadedModel], name: str, layout: str
+) -> None:
+    """In chunks, of several texts in one pass, beside streams whose tokens do not change."""
+    loaded = models[name]
+    texts = [sequence(1, 37), sequence(2, 1), sequence(3, 12)]
+    expected = [states_of(loaded, seq) for seq in texts]
+    alone = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    stream, twin = sequence(4, 30), sequence(4, 30)
+    enter(alone, twin)
+    decode(alone, [twin], 3)
+    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    enter(engine, stream)
+    for seq in texts:
+        engine.admit(seq)
+    found: dict[Sequence, list[np.ndarray]] = {seq: [] for seq in texts}
+    chunks = [[(0, 20), (1, 1)], [(0, 17), (2, 12)]]
+    for chunk in chunks:
+        spans = [Span(texts[n], texts[n].submitted, count, 0, hidden=True) for n, count in chunk]
+        got = engine.step([spans[0], *decode_spans([stream]), *spans[1:]])
+        (token,) = got.drawn
+        stream.ids.append(token.token)
+        assert [one.span for one in got.hidden] == spans
+        for one in got.hidden:
+            found[one.span.sequence].append(one.states)
+    for seq, want in zip(texts, expected, strict=True):
+        states = np.concatenate(found[seq])
+        assert states.dtype == np.float32 and states.shape == (len(seq.prompt), 32)
+        assert np.abs(states - want).max() < 1e-4 * np.abs(want).max()
+        assert seq.awaited == 0 and seq.submitted == len(seq.prompt)
+    decode(engine, [stream])
+    assert stream.ids == twin.ids
+
+
+def test_a_pass_of_hidden_states_alone_and_one_that_leaves(
+    models: dict[str, LoadedModel],
+) -> None:
+    loaded, rows = models["full attention"], [sequence(1, 9), sequence(2, 7), sequence(3, 5)]
+    engine = ModelEngine(loaded, lookahead=True)
+    for seq in rows:
+        engine.admit(seq)
+    engine.submit([Span(seq, 0, len(seq.prompt), 0, hidden=True) for seq in rows])
+    engine.release(rows[1])
+    found = engine.collect()
+    assert [one.span.sequence for one in found.hidden] == [rows[0], rows[2]]
+    assert not found.drawn and not found.failed
+    for one in found.hidden:
+        want = states_of(loaded, one.span.sequence)
+        assert np.abs(one.states - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_a_late_draw_beside_hidden_states(models: dict[str, LoadedModel]) -> None:
+    loaded, text, stream = models["full attention"], sequence(1, 9), sequence(4, 30)
+    engine = ModelEngine(loaded, lookahead=False)
+    enter(engine, stream)
+    engine.admit(text)
+    engine.forward([*decode_spans([stream]), Span(text, 0, 9, 0, hidden=True)])
+    engine.draw({})
+    found = engine.collect()
+    want = states_of(loaded, text)
+    assert len(found.drawn) == 1
+    assert np.abs(found.hidden[0].states - want).max() < 1e-4 * np.abs(want).max()

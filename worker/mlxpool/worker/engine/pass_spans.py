@@ -1,0 +1,94 @@
+"""The spans of one pass, by what they want: tokens, several where drafts are checked, states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+from mlxpool.worker.attention.row_batch import RowSpan
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpans:
+    """The spans `every` of a pass.
+
+    `chunks` read prompts, `checks` have drafts. `drawing` are the numbers of the spans that draw
+    tokens, those that draw several behind the others; `hidden` of those that give hidden states.
+    """
+
+    every: Many[Span]
+    chunks: list[Span]
+    checks: tuple[Span, ...]
+    drawing: list[int]
+    hidden: list[int]
+
+    @classmethod
+    def of(cls, spans: Many[Span], *, rewinds: bool) -> Self:
+        """Divides spans; `rewinds`: rows can go back by any number of tokens.
+
+        Raises ValueError for a span that cannot be computed.
+        """
+        # Nothing more is asked of single inputs that draw a token, which most spans are.
+        others = [span for span in spans if span.count > 1 or not span.draws]
+        for span in others:
+            _require_possible(span, rewinds=rewinds)
+        chunks = [span for span in others if not span.decodes]
+        checks = tuple(span for span in others if span.drafts)
+        drawing = [number for number, span in enumerate(spans) if span.draws]
+        if checks:
+            drawing.sort(key=lambda number: spans[number].draws)
+        hidden = [number for number, span in enumerate(spans) if span.hidden] if chunks else []
+        return cls(spans, chunks, checks, drawing, hidden)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The numbers of the spans that give something, in the order that layouts ask for."""
+        return [*self.drawing, *self.hidden] if self.hidden else self.drawing
+
+    @property
+    def asking(self) -> list[Span]:
+        """The spans that draw tokens."""
+        return [self.every[number] for number in self.drawing]
+
+    def widen(self, rows: Many[RowSpan]) -> None:
+        """Says which rows of the pass give logits of several tokens, or hidden states."""
+        if not self.checks and not self.hidden:
+            return
+        for row, span in zip(rows, self.every, strict=True):
+            row.lines = span.count if span.hidden else max(1, span.draws)
+            row.hidden = span.hidden
+
+    def first_rows(self) -> dict[Sequence, int]:
+        """Returns the first row of logits of each sequence that draws."""
+        if not self.checks:
+            return {self.every[number].sequence: row for row, number in enumerate(self.drawing)}
+        asking = self.asking
+        firsts = accumulate((span.draws for span in asking), initial=0)
+        return {span.sequence: first for span, first in zip(asking, firsts, strict=False)}
+
+    def embedded(self) -> tuple[tuple[Span, int], ...]:
+        """Returns the spans that give hidden states, with the first row of each."""
+        spans = [self.every[number] for number in self.hidden]
+        firsts = accumulate((span.count for span in spans), initial=0)
+        return tuple(zip(spans, firsts, strict=False))
+
+
+def _require_possible(span: Span, *, rewinds: bool) -> None:
+    drafts, awaited = len(span.drafts), span.sequence.awaited
+    if span.draws != (1 + drafts if drafts else min(span.draws, 1)):
+        raise ValueError(f"a span of {drafts} drafts draws {span.draws} tokens")
+    if span.draws and span.hidden:
+        raise ValueError("a span draws tokens or gives hidden states, not both")
+    if not drafts:
+        return
+    if span.count != span.draws or awaited:
+        raise ValueError(
+            f"{drafts} drafts have {span.count} inputs and {awaited} tokens in flight; "
+            "a check has one input more than drafts, and none in flight"
+        )
+    if not rewinds:
+        raise ValueError("drafts cannot be checked: windows and states cannot go back")

@@ -1,0 +1,113 @@
+"""Draws the tokens of passes: one for each decode row, several where drafts are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.engine.engine import Mask
+from mlxpool.worker.engine.row_engine import Flight
+from mlxpool.worker.sampling import sampler
+from mlxpool.worker.sampling.batch import NO_TOKEN, SamplerOutput, SamplingBatch, penalty_history
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.transfers.uploads import Upload
+
+MASK_BITS = 32  # tokens of a word of a mask
+ALL_TOKENS = 2**MASK_BITS - 1  # a word that allows each of its tokens
+
+
+class TokenDraws:
+    """Draws tokens from logits; keeps the options of a batch for as long as it is the same."""
+
+    def __init__(self, vocab_size: int, upload: Upload) -> None:
+        self._vocab_size = vocab_size
+        self._upload = upload
+        self._last: tuple[list[Sequence], SamplingBatch] | None = None
+
+    def forget(self) -> None:
+        """Drops the batch of the last draw: a sequence has left, or its arrays may be lost."""
+        self._last = None
+
+    def draw(
+        self,
+        spans: Many[Span],
+        logits: mx.array,
+        before: Flight | None,
+        masks: Mapping[Sequence, Mask],
+    ) -> SamplerOutput:
+        """Returns the tokens [E] that spans draw from logits [E, vocabulary].
+
+        Those of one span follow each other. `before` is the pass in flight before that of the
+        spans. For the masks see Engine.draw.
+        """
+        if logits.shape[0] > len(spans):
+            return self._draw_lines(spans, logits, before, masks)
+        rows = [span.sequence for span in spans]
+        batch = self._batch(rows)
+        allowed = self._allowed(spans, masks)
+        positions: Many[int] = ()  # the numbers of the drawn tokens in their completions
+        if batch.any_random:
+            positions = list(map(_position, spans))
+        if not batch.any_penalties:
+            return sampler.sample_batch(logits, batch, positions, (), None, (), allowed)
+        awaited = [span.end - span.sequence.length for span in spans]
+        histories = list(map(penalty_history, rows, awaited))
+        pending = self._pending(rows, before)
+        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, allowed)
+
+    def _draw_lines(
+        self,
+        spans: Many[Span],
+        logits: mx.array,
+        before: Flight | None,
+        masks: Mapping[Sequence, Mask],
+    ) -> SamplerOutput:
+        """As `draw`, where some spans draw several tokens: each after the drafts before it."""
+        lines = [(span, line) for span in spans for line in range(span.draws)]
+        rows = [span.sequence for span, _ in lines]
+        batch = self._batch(rows)
+        positions = [_position(span) - span.draws + 1 + line for span, line in lines]
+        awaited = [s.end - s.sequence.length if not s.drafts else 0 for s, _ in lines]
+        histories = [
+            [*penalty_history(span.sequence, between + line), *span.drafts[:line]]
+            for (span, line), between in zip(lines, awaited, strict=True)
+        ]
+        pending, allowed = self._pending(rows, before), self._allowed(spans, masks)
+        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, allowed)
+
+    def _batch(self, rows: list[Sequence]) -> SamplingBatch:
+        """Returns the batch of the last draw while it has the same sequences."""
+        if self._last is None or self._last[0] != rows:
+            options, seeds = [seq.options for seq in rows], [seq.seed for seq in rows]
+            self._last = rows, SamplingBatch(options, seeds, self._vocab_size, self._upload)
+        return self._last[1]
+
+    def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:
+        """Returns the tokens [E] in flight of these sequences, -1 for those without one."""
+        if before is None or before.sampled is None:
+            return None
+        places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))
+        return mx.where(places >= 0, before.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
+
+    def _allowed(self, spans: Many[Span], masks: Mapping[Sequence, Mask]) -> mx.array | None:
+        """Returns [E, vocabulary] whether a token may be drawn; None: every token may."""
+        if not masks:
+            return None
+        every = [masks[s.sequence] if s.sequence in masks else self._whole(s.draws) for s in spans]
+        words = self._upload(np.concatenate(every))
+        bits = words[:, :, None] >> mx.arange(MASK_BITS, dtype=mx.uint32) & 1
+        return bits.reshape(words.shape[0], -1)[:, : self._vocab_size] > 0
+
+    def _whole(self, lines: int) -> Mask:
+        """Returns the mask that allows every token."""
+        return np.full((int(lines), -(-self._vocab_size // MASK_BITS)), ALL_TOKENS, np.uint32)
+
+
+def _position(span: Span) -> int:
+    """Returns the number in its completion of the token that the last input of a span draws."""
+    seq = span.sequence
+    return span.start + span.count + seq.discarded - len(seq.prompt)
