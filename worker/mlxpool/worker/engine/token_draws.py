@@ -51,7 +51,10 @@ class TokenDraws:
         allowed = self._allowed(spans, masks)
         positions: Many[int] = ()  # the numbers of the drawn tokens in their completions
         if batch.any_random:
-            positions = list(map(_position, spans))
+            positions = [  # `_position`, but in every step
+                seq.discarded - len(seq.prompt) + span.start + span.count
+                for span, seq in zip(spans, rows, strict=True)
+            ]
         if not batch.any_penalties:
             return sampler.sample_batch(logits, batch, positions, (), None, (), allowed)
         awaited = [span.end - span.sequence.length for span in spans]
