@@ -127,7 +127,7 @@ def test_commands_that_wait_for_a_load_show_its_progress(
         if command[0] == "chat":
             waiting.until(">>> ")
             waiting.send("hello\n")
-        at = waiting.until("loading stuck: 50.0 MB, ")
+        at = waiting.until("loading stuck: 50 %, ")
         waiting.send("\x03")
         if command[0] == "chat":
             waiting.until(">>> ", after=waiting.until("(cancelled)", after=at))

@@ -23,9 +23,9 @@ import mlx.core as mx
 
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.our_engine import OurEngine, burst, decode
-from mlxpool.worker.engine import model_engine as engine_module
+from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.layers.linear import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
-from mlxpool.worker.sampling import batch, sampler
+from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import SampleRequest
 
 LINEAR_LAYERS = (Linear, QuantisedLinear)
@@ -92,9 +92,7 @@ def _host(
     step = partial(decode, engine, jobs)
     engine.submit = timed("of it, the host builds", engine.submit)  # type: ignore[method-assign]
     found: dict[str, list[float]] = {}
-    with mock.patch.object(
-        engine_module, "sampled_tokens", timed("of it, the host reads", batch.sampled_tokens)
-    ):
+    with mock.patch.object(Flight, "result", timed("of it, the host reads", Flight.result)):
         burst(step, steps)
         for _ in range(rounds):
             spent.clear()
