@@ -216,7 +216,7 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
         "models.a.replicas is 0, must be from 1 to 64",
         "models.b.path must be a string, got 3",
         "models.b.counting: unknown key 'x'",
-        "models.b.counting.step_us is -1, must be from 0 to 1e+09",
+        "models.b.counting.step_us is -1, must be from 0 to 1000000000",
         "keys.alice.role is 'king'",
         "keys.alice.public is missing",
         "keys.bob.public is 'short'",
