@@ -65,6 +65,17 @@ def test_an_unknown_field_is_named(interface: str, name: str) -> None:
     assert (caught.value.param, caught.value.code) == (name, "unknown_parameter")
 
 
+@pytest.mark.parametrize("check", [ollama_requests.generate, ollama_requests.chat])
+def test_ollamas_fields_at_the_wrong_level_are_refused_with_their_place(check: Check) -> None:
+    base = {"model": "m", "messages": HI} if check is ollama_requests.chat else {"model": "m"}
+    for name in ollama_requests.OPTIONS:
+        with pytest.raises(HttpError, match=f"'{name}'; did you mean 'options.{name}'"):
+            check({**base, name: 1})
+    for name in ("truncate", "shift", "think", "logprobs"):
+        with pytest.raises(HttpError, match=f"'options.{name}'; did you mean '{name}'"):
+            check({**base, "options": {name: True}})
+
+
 def test_absent_fields_have_openais_defaults() -> None:
     request = openai_requests.chat({"model": "m", "messages": HI})
     assert request.options == dict(openai_requests.DEFAULTS)

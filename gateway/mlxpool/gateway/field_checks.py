@@ -13,6 +13,7 @@ from mlxpool.gateway.errors import bad_request, unsupported_parameter
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+NOWHERE: Mapping[str, str] = {}
 NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in the prompt"
 
 
@@ -22,17 +23,20 @@ def check_names(
     accepted: Collection[str],
     refused: RefusedFields,
     prefix: str = "",
+    elsewhere: Mapping[str, str] = NOWHERE,
 ) -> None:
     """Check that every field is in one of the tables; a field that is null counts as absent.
 
-    `prefix` goes before the names in messages. Raises HttpError.
+    `prefix` goes before the names in messages. `elsewhere` has the right places of fields that are
+    easily put here. Raises HttpError.
     """
     for name, value in body.items():
         if value is None or name in honoured or name in accepted:
             continue
         if name not in refused:
             near = difflib.get_close_matches(name, [*honoured, *accepted], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            meant = elsewhere.get(name) or (near[0] if near else None)
+            hint = "" if meant is None else f"; did you mean {meant!r}?"
             message = f"unknown field {prefix + name!r}{hint}"
             raise bad_request(message, prefix + name, "unknown_parameter")
         neutral, advice = refused[name]

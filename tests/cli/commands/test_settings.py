@@ -66,7 +66,7 @@ def test_the_file_of_the_usual_place_is_read(
     [
         ("[pool]\nqueue_limti = 3", ["queue_limti", "did you mean 'queue_limit'"]),
         ("[pool]\nqueue_limit = true", ["pool.queue_limit", "integer", "True"]),
-        ("[pool]\nqueue_limit = 0", ["pool.queue_limit is 0", "from 1 to 1e+06"]),
+        ("[pool]\nqueue_limit = 0", ["pool.queue_limit is 0", "from 1 to 1000000"]),
         ("[pol]", ["'pol'", "did you mean 'pool'"]),
         ("[models.x]", ["models.x.path is missing"]),
         ("queue =", ["a.toml is not TOML"]),

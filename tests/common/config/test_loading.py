@@ -216,7 +216,7 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
         "models.a.replicas is 0, must be from 1 to 64",
         "models.b.path must be a string, got 3",
         "models.b.counting: unknown key 'x'",
-        "models.b.counting.step_us is -1, must be from 0 to 1e+09",
+        "models.b.counting.step_us is -1, must be from 0 to 1000000000",
         "keys.alice.role is 'king'",
         "keys.alice.public is missing",
         "keys.bob.public is 'short'",
@@ -225,6 +225,17 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
     assert len(found) == len(wanted), found
     assert all(words in problem for problem, words in zip(found, wanted, strict=True)), found
     assert str(caught.value) == "\n  ".join(["13 settings are wrong:", *found])
+
+
+def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
+    """A reload of it would end the workers that run."""
+    model = '[models.a]\npath = "builtin:demo"\n'
+    for settings in ("batch = 8", "batch = 12\nsequences = 12"):
+        file.write_text(f"{model}{settings}")
+        with pytest.raises(ConfigError, match=r"models\.a\.batch is (8|12) tokens, must be more"):
+            load(file)
+    file.write_text(f"{model}batch = 9")
+    assert load(file).models["a"].batch == 9
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.compute.model_source import open_source
+from mlxpool.worker.compute.model_source import MIN_CONTEXT, open_source
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -42,6 +42,21 @@ def test_batch_has_to_be_more_than_sequences() -> None:
     words = r"batch is 8 tokens, sequences is 8: .*; raise batch or lower sequences"
     with pytest.raises(ModelLoadFailed, match=words):
         open_source(ModelConfig(path="builtin:counting", batch=8, sequences=8))
+
+
+@pytest.mark.parametrize("path", ["builtin:counting", "builtin:demo"])
+def test_a_context_has_a_place_for_the_warm_up(path: str) -> None:
+    for context in (1, 3):
+        with pytest.raises(ModelLoadFailed, match=f"context is {context} tokens, must be at least"):
+            open_source(ModelConfig(path=path, context=context))
+    assert open_source(ModelConfig(path=path, context=MIN_CONTEXT)).opened.context == MIN_CONTEXT
+
+
+def test_the_least_context_loads() -> None:
+    source = open_source(ModelConfig(path="builtin:demo", context=MIN_CONTEXT, sequences=1))
+    engine = source.load(lambda tensors, size: None)
+    engine.warm_up(lambda: None)
+    engine.close()
 
 
 def test_batch_bounds_the_steps_of_the_counting_model() -> None:

@@ -180,6 +180,24 @@ def test_a_truncation_that_leaves_nothing_is_refused(num_keep: int) -> None:
         work(prompt="", options={"truncate": True})
 
 
+@pytest.mark.parametrize("options", [{}, {"truncate": True}, {"shift": True}])
+def test_a_context_without_a_place_for_the_completion_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="num_ctx is 1, must be at least 2"):
+        work(prompt="a", options={"num_ctx": 1, **options})
+    resume = {"count": 0, "facts": {"context": 1}}
+    with pytest.raises(BadRequest, match=r"facts.context is 1, must be at least 2"):
+        work(b"", prompt="a", options=options, resume=resume)
+    assert work(prompt="a", options={"num_ctx": 2, **options}).sequence.prompt == (97,)
+
+
+def test_errors_of_the_context_name_the_bound() -> None:
+    with pytest.raises(ContextExceeded, match=r"has 32 tokens, the context is 32, .* at most 31"):
+        work(prompt=LONG[:32])
+    with pytest.raises(ContextExceeded, match=r"first 31 .* set num_keep to at most 30"):
+        work(prompt=LONG, options={"truncate": True, "num_keep": 1000})
+    assert len(work(prompt=LONG, options={"truncate": True, "num_keep": 30}).sequence.prompt) == 31
+
+
 def test_a_resume_truncates_its_prompt_in_the_same_way() -> None:
     options = {"truncate": True, "num_ctx": 20, "shift": True}
     first = work(prompt=LONG, options=options)

@@ -71,7 +71,14 @@ class Within:
 
     def __call__(self, value: Any, where: str) -> None:
         if not self.low <= value <= self.high:
-            raise ConfigError(f"{where} is {value}, must be from {self.low:g} to {self.high:g}")
+            raise ConfigError(
+                f"{where} is {value}, must be from {_exact(self.low)} to {_exact(self.high)}"
+            )
+
+
+def _exact(bound: float) -> str:
+    """A bound with all of its digits: 1048576, not 1.04858e+06."""
+    return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
 @dataclass(frozen=True, slots=True)

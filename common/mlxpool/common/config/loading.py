@@ -150,6 +150,11 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     built = _build(ModelConfig, table, where)
     if built.path.startswith("~"):
         built = replace(built, path=str(Path(built.path).expanduser()))
+    if 0 < built.batch <= built.sequences:
+        raise ConfigError(
+            f"{where}.batch is {built.batch} tokens, must be more than the {built.sequences} of"
+            f" {where}.sequences, or no prompt is read while all run; 0 chooses it"
+        )
     if not built.pin:
         return built
     if "keep_alive" in table and built.keep_alive >= 0:

@@ -54,6 +54,8 @@ OPTIONS_REFUSED: RefusedFields = {
 COMMON = frozenset(
     {"model", "stream", "options", "think", "logprobs", "top_logprobs", *CONTEXT_POLICY}
 )
+IN_OPTIONS = {name: f"options.{name}" for name in OPTIONS}
+BESIDE_OPTIONS = {name: name for name in COMMON - {"options"}}
 GENERATE = COMMON | {"prompt", "system", "raw"}
 CHAT = COMMON | {"messages", "tools"}
 REFUSED: RefusedFields = {
@@ -86,7 +88,7 @@ class OllamaRequest:
 
 def generate(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/generate. Raises HttpError naming the field."""
-    fields.check_names(body, GENERATE, (), GENERATE_REFUSED)
+    fields.check_names(body, GENERATE, (), GENERATE_REFUSED, elsewhere=IN_OPTIONS)
     raw = fields.flag(body, "raw", False)
     system = fields.text(body, "system", "")
     if raw and (system or body.get("think") is not None):
@@ -99,7 +101,7 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
 
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/chat. Raises HttpError naming the field."""
-    fields.check_names(body, CHAT, (), REFUSED)
+    fields.check_names(body, CHAT, (), REFUSED, elsewhere=IN_OPTIONS)
     given = body.get("messages") or []
     messages = _messages(given) if given else []
     tools = fields.checked("tools", check_tools, body.get("tools"))
@@ -114,7 +116,7 @@ def show(body: Mapping[str, Any]) -> str:
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     given = fields.mapping(body, "options")
-    fields.check_names(given, OPTIONS, (), OPTIONS_REFUSED, "options.")
+    fields.check_names(given, OPTIONS, (), OPTIONS_REFUSED, "options.", BESIDE_OPTIONS)
     options = fields.options(given, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)

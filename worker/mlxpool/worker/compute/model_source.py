@@ -25,6 +25,8 @@ NO_BACK_END = (
     " mlxpool[cuda12], mlxpool[cuda13]"
 )
 
+MIN_CONTEXT = 4  # of a model: what the warm-up needs
+
 OnProgress = Callable[[int, int], None]
 
 
@@ -56,6 +58,7 @@ def open_source(
 ) -> ModelSource:
     """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used."""
     require_batch(config)
+    require_context(config)
     if config.path == COUNTING:
         engine = counting(config.counting, config.context)
         engine.chunk = min(config.batch or engine.chunk, engine.context)
@@ -70,6 +73,15 @@ def require_batch(config: ModelConfig) -> None:
             f"batch is {config.batch} tokens, sequences is {config.sequences}: a step needs more"
             " tokens than sequences, or no prompt is read while all run; raise batch or lower"
             " sequences"
+        )
+
+
+def require_context(config: ModelConfig) -> None:
+    """Raises ModelLoadFailed for a context in which the warm-up has no place."""
+    if 0 < config.context < MIN_CONTEXT:
+        raise ModelLoadFailed(
+            f"context is {config.context} tokens, must be at least {MIN_CONTEXT}, or 0 for the"
+            " model's own"
         )
 
 

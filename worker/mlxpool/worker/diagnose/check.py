@@ -17,7 +17,7 @@ from typing import Any
 
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch
+from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch, require_context
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.description import (
@@ -69,6 +69,7 @@ def check(
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
         problems.attempt(require_batch, config)
+        problems.attempt(require_context, config)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)

@@ -253,9 +253,19 @@ def _check_biases(opened: Opened, options: Options) -> None:
 
 def _context(opened: Opened, known: Facts, options: Options) -> int:
     """The context of this stream: a larger one of this worker does not change it."""
+    if 0 < options.num_ctx < context_policy.MIN_CONTEXT:
+        raise BadRequest(
+            f"option num_ctx is {options.num_ctx}, must be at least {context_policy.MIN_CONTEXT},"
+            " a token of the prompt and one of the completion, or 0 for the context of the model"
+        )
     if options.num_ctx > opened.context:
         raise BadRequest(
             f"option num_ctx is {options.num_ctx}, the context of the model is {opened.context}"
+        )
+    if known.context is not None and known.context < context_policy.MIN_CONTEXT:
+        raise BadRequest(
+            f"resume.facts.context is {known.context}, must be at least"
+            f" {context_policy.MIN_CONTEXT}: send the facts that came with the first delta"
         )
     if known.context is not None and known.context > opened.context:
         raise BadRequest(

@@ -115,7 +115,8 @@ def check_tokens(count: int, context: int) -> None:
         raise BadRequest("the prompt is empty: it has no tokens")
     if count >= context:
         raise ContextExceeded(
-            f"the prompt has {count} tokens, the context is {context}; {TOO_LONG}",
+            f"the prompt has {count} tokens, the context is {context}, where at most {context - 1}"
+            f" fit; {TOO_LONG}",
             details={"prompt_tokens": count, "context": context},
         )
 

@@ -13,6 +13,7 @@ from mlxpool.common.errors import ContextExceeded
 # Ids that a completion with shifts may have where the context holds fewer. A resume carries them in
 # a blob beside the prompt's, which may take half of a message: 2 MiB of 8.
 MAX_SHIFTED_IDS = 2**19
+MIN_CONTEXT = 2  # a token of a prompt and one of its completion
 OPEN_ENDED_CONTEXTS = 10  # contexts of ids of a completion with shifts that names no max_tokens
 
 
@@ -30,8 +31,8 @@ def truncated_tokens(prompt: int, context: int, keep: int) -> int:
     if removed and keep + removed >= prompt:
         raise ContextExceeded(
             f"the prompt has {prompt} tokens, the context has {context}: truncation that keeps the"
-            f" first {keep} (num_keep) leaves nothing of its end; lower num_keep, or shorten the"
-            " prompt",
+            f" first {keep} (num_keep) leaves nothing of its end; set num_keep to at most"
+            f" {context - 2}, or shorten the prompt",
             details={"prompt_tokens": prompt, "context": context, "num_keep": keep},
         )
     return removed
