@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any, ClassVar
@@ -261,9 +262,12 @@ def test_progress_reports_phase_and_memory() -> None:
 
 def test_progress_reports_the_share_of_the_weights_that_is_loaded() -> None:
     shares: list[float] = []
+    made = threading.Event()  # the thread begins to load before the harness is returned
 
     class Loading(CountingEngine):
         def load(self, on_progress: Callable[[int, int], None]) -> None:
+            made.wait()
+
             def seen(tensors: int, size: int) -> None:
                 on_progress(tensors, size)
                 shares.append(harness.progress.loaded)
@@ -271,6 +275,7 @@ def test_progress_reports_the_share_of_the_weights_that_is_loaded() -> None:
             super().load(seen)
 
     harness = ComputeHarness(release=False, engine=Loading, load_bytes=1000)
+    made.set()
     harness.ready()
     assert shares == sorted(shares) and 0 < shares[0] < 0.5 and shares[-1] == 1.0
     assert harness.progress.loaded == 1.0
