@@ -39,3 +39,15 @@ def no_engine_outlives_its_test(on_cuda: bool) -> Iterator[None]:
 
         gc.collect()
         mx.clear_cache()
+
+
+@pytest.fixture
+def machine(on_cuda: bool) -> Iterator[None]:
+    """Runs CUDA kernels: on the GPU, or simulated where there is none."""
+    if on_cuda:
+        yield
+        return
+    from support import simt  # it needs MLX
+
+    with simt.simulated():
+        yield

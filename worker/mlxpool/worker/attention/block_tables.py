@@ -10,13 +10,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpool.worker.kernels.kernel_builder import build_kernel
+from mlxpool.worker.kernels.kernel_builder import build_kernel, write_in_place
 from mlxpool.worker.prefix.shared_blocks import BlockRow
 from mlxpool.worker.transfers.uploads import Upload
 
 LEAST_UPDATES = 32  # entries that are written at a time; more are padded to a power of two
 NO_ENTRY = -1
-THREADS = 256
 
 
 class BlockTables:
@@ -64,7 +63,7 @@ class BlockTables:
         padded = max(LEAST_UPDATES, 1 << (len(places) - 1).bit_length())
         updates = np.full((2, padded), NO_ENTRY, dtype=np.int32)
         updates[0, : len(places)], updates[1, : len(places)] = places, blocks
-        return _written(self.array, self._upload(updates))
+        return write_in_place(_update_kernel(), [self.array, self._upload(updates)], padded)
 
     def _enter(self, row: BlockRow, now: set[BlockRow]) -> int:
         """Gives a row a line, which released rows leave; `now` are the rows of this pass."""
@@ -74,18 +73,6 @@ class BlockTables:
         line = self._lines[row] = self._free.pop()
         row.changed = 0
         return line
-
-
-def _written(tables: mx.array, updates: mx.array) -> mx.array:
-    count = updates.shape[1]
-    found: list[mx.array] = _update_kernel()(
-        inputs=[tables, updates],
-        grid=(-(-count // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    return found[0]
 
 
 @cache

@@ -51,7 +51,7 @@ class TokenDraws:
         allowed = self._allowed(spans, masks)
         positions: Many[int] = ()  # the numbers of the drawn tokens in their completions
         if batch.any_random:
-            positions = [  # `_position`, but in every step
+            positions = [  # as `_position`, without a call for each row of each step
                 seq.discarded - len(seq.prompt) + span.start + span.count
                 for span, seq in zip(spans, rows, strict=True)
             ]

@@ -10,7 +10,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, kernel_works
+from mlxpool.worker.kernels.kernel_builder import (
+    Constant,
+    build_kernel,
+    kernel_works,
+    write_in_place,
+)
 
 THREADS = 256
 COPY_BYTES = 16  # that a thread copies
@@ -102,14 +107,8 @@ def write_tokens(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
     Returns a 0 that readers must add to the indices that they read, see the package.
     """
     _, heads, block, size = pool.shape
-    found: list[mx.array] = _write_kernel(heads, block, size, pool.dtype)(
-        inputs=[pool, mx.contiguous(fresh.astype(pool.dtype)), slots],
-        grid=(-(-fresh.size // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    return found[0]
+    inputs = [pool, mx.contiguous(fresh.astype(pool.dtype)), slots]
+    return write_in_place(_write_kernel(heads, block, size, pool.dtype), inputs, fresh.size)
 
 
 def copy_block(pool: mx.array, blocks: mx.array) -> mx.array:
@@ -119,14 +118,7 @@ def copy_block(pool: mx.array, blocks: mx.array) -> mx.array:
     """
     _, heads, block, size = pool.shape
     count = heads * block * size * pool.dtype.size // COPY_BYTES
-    found: list[mx.array] = _copy_kernel(count)(
-        inputs=[pool, blocks],
-        grid=(-(-count // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    return found[0]
+    return write_in_place(_copy_kernel(count), [pool, blocks], count)
 
 
 @cache

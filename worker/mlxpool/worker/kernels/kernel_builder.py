@@ -24,6 +24,7 @@ HALF_DTYPES = (mx.float16, mx.bfloat16)  # dtypes that tensor cores multiply
 FLOAT_DTYPES = (mx.float32, *HALF_DTYPES)
 HEADERS = ("common.cuh", "machine.cuh", "tensor.cuh")
 WARP_SIZE = 32  # threads of a warp
+WRITE_THREADS = 256  # of a thread block of `write_in_place`
 
 
 def build_kernel(
@@ -67,6 +68,22 @@ def build_kernel(
         shared_memory=shared,
     )
     return with_disk_cache(text, made)
+
+
+def write_in_place(kernel: Any, inputs: Sequence[mx.array], count: int) -> mx.array:
+    """Runs a kernel that writes into its inputs, with `count` threads at least.
+
+    Returns the array `done` [1] of 0, on which readers of what it writes must depend, see the
+    package.
+    """
+    found: list[mx.array] = kernel(
+        inputs=list(inputs),
+        grid=(-(-count // WRITE_THREADS) * WRITE_THREADS, 1, 1),
+        threadgroup=(WRITE_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return found[0]
 
 
 def launch_bounds(threads: int, blocks: int) -> str:

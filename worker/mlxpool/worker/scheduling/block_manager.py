@@ -43,11 +43,11 @@ class BlockMemory(Protocol):
 
 
 class BlockManager:
-    """The only one who says how many blocks there are, who has them and who gets more.
+    """Counts the blocks of an engine, and decides which sequence gets more of them.
 
     `capacity`: the blocks for which there is memory, those of cached prefixes included; the engine
     sets it when it has measured its memory. A sequence writes at most into the blocks that it was
-    given, wherever they are; which blocks these are is the business of the layout's store.
+    given, and the layout's store chooses which these are.
     """
 
     def __init__(self, memory: BlockMemory, capacity: int = 0) -> None:

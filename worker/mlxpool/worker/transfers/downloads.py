@@ -9,11 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works
+from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works, write_in_place
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 from mlxpool.worker.transfers.uploads import Uploads
 
-THREADS = 256
 _KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
 
 
@@ -79,14 +78,8 @@ def _is_right() -> bool:
 
 def _write(numbers: mx.array, shared: mx.array) -> mx.array:
     """Copies numbers of 4 bytes to `shared`; returns a 0 whose evaluation completes it."""
-    found: list[mx.array] = _write_kernel()(
-        inputs=[mx.contiguous(numbers.reshape(-1)), shared],
-        grid=(-(-numbers.size // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    return found[0]
+    inputs = [mx.contiguous(numbers.reshape(-1)), shared]
+    return write_in_place(_write_kernel(), inputs, numbers.size)
 
 
 @cache

@@ -21,7 +21,7 @@ class Upload(Protocol):
 
 
 def upload_copy(numbers: Numbers) -> mx.array:
-    """The Upload of devices that address the host's memory, and of what happens once."""
+    """Copies numbers into a new array of MLX: the Upload where there is no CUDA GPU."""
     return mx.array(numbers)
 
 
