@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.compute.model_source import MIN_CONTEXT, open_source
+from mlxpool.worker.compute.model_source import MIN_MODEL_CONTEXT, open_source
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -49,11 +49,14 @@ def test_a_context_has_a_place_for_the_warm_up(path: str) -> None:
     for context in (1, 3):
         with pytest.raises(ModelLoadFailed, match=f"context is {context} tokens, must be at least"):
             open_source(ModelConfig(path=path, context=context))
-    assert open_source(ModelConfig(path=path, context=MIN_CONTEXT)).opened.context == MIN_CONTEXT
+    assert (
+        open_source(ModelConfig(path=path, context=MIN_MODEL_CONTEXT)).opened.context
+        == MIN_MODEL_CONTEXT
+    )
 
 
 def test_the_least_context_loads() -> None:
-    source = open_source(ModelConfig(path="builtin:demo", context=MIN_CONTEXT, sequences=1))
+    source = open_source(ModelConfig(path="builtin:demo", context=MIN_MODEL_CONTEXT, sequences=1))
     engine = source.load(lambda tensors, size: None)
     engine.warm_up(lambda: None)
     engine.close()

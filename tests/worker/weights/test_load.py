@@ -15,7 +15,6 @@ import pytest
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers.quantisation import parse_quant_config
-from mlxpool.worker.weights import load as loading
 from mlxpool.worker.weights.files import folder_files, merge_tensors
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -50,29 +49,6 @@ def test_inspect_describes_a_folder(good: Path) -> None:
     assert (folder.bos_token, folder.add_bos) == ("<s>", None)
     assert folder.tensors[EMBED].shape == (264, 32)
     assert folder.weight_bytes == sum(a.nbytes for a in random_weights(config()).values())
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_layers_read_together_are_those_read_one_after_the_other(
-    tmp_path: Path, shards: int
-) -> None:
-    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
-    folder = inspect(write_checkpoint(tmp_path / "m", shards=shards))
-    one_by_one = list(loading._read_layers(folder, mx.float32))
-    for threads in (1, 2, 9):
-        together = list(loading._read_together(folder, mx.float32, threads))
-        assert [rest for _, *rest in together] == [rest for _, *rest in one_by_one]
-        for (mine, *_), (expected, *_) in zip(together, one_by_one, strict=True):
-            assert mine.keys() == expected.keys()
-            assert all(mx.array_equal(mine[name], expected[name]) for name in mine)
-
-
-def test_an_error_of_a_layer_ends_the_reading_of_all(tmp_path: Path) -> None:
-    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
-    folder = inspect(write_checkpoint(tmp_path / "m", shards=3))
-    next(iter(folder.shards)).unlink()
-    with pytest.raises(ModelLoadFailed, match="cannot be read"):
-        list(loading._read_together(folder, mx.float32, 4))
 
 
 def test_inspect_imports_no_mlx(good: Path) -> None:

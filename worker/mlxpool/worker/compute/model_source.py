@@ -25,7 +25,7 @@ NO_BACK_END = (
     " mlxpool[cuda12], mlxpool[cuda13]"
 )
 
-MIN_CONTEXT = 4  # of a model: what the warm-up needs
+MIN_MODEL_CONTEXT = 4  # tokens that the warm-up of a model needs
 
 OnProgress = Callable[[int, int], None]
 
@@ -78,10 +78,10 @@ def require_batch(config: ModelConfig) -> None:
 
 def require_context(config: ModelConfig) -> None:
     """Raises ModelLoadFailed for a context in which the warm-up has no place."""
-    if 0 < config.context < MIN_CONTEXT:
+    if 0 < config.context < MIN_MODEL_CONTEXT:
         raise ModelLoadFailed(
-            f"context is {config.context} tokens, must be at least {MIN_CONTEXT}, or 0 for the"
-            " model's own"
+            f"context is {config.context} tokens, must be at least {MIN_MODEL_CONTEXT}, or 0 for"
+            " the model's own"
         )
 
 

@@ -326,7 +326,6 @@ class ModelEngine(RowEngine[CacheRow]):
         ]
         if device.on_gpu():  # above this limit MLX waits for steps in flight
             mx.set_memory_limit(self._limit)
-            device.keep_freed_memory(self._limit)
         pooled = self._layout.holds_prefixes and self._fixed_blocks is None
         if pooled:  # a small pool leaves memory for the measurement
             self._remake_layout(blocks_for(sizes[-1] + 3))

@@ -18,7 +18,6 @@ GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
 MMAP_THRESHOLD = 2**20  # bytes from which on an array has pages of its own
 _M_MMAP_THRESHOLD = -3  # the parameter of mallopt
-_RELEASE_THRESHOLD = 4  # the attribute of a memory pool of the CUDA driver
 # Texts of errors after which the device is still usable.
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
 _PROBE_SIZE = 1024  # numbers that are summed to check the device
@@ -71,19 +70,6 @@ def non_mlx_bytes() -> int:
         return 0
     resident = int(psutil.Process().memory_info().rss)
     return max(0, resident - mx.get_active_memory() - mx.get_cache_memory())
-
-
-def keep_freed_memory(limit: int) -> None:
-    """Makes the CUDA driver keep freed memory while the process has less than `limit` bytes.
-
-    By default it gives all of it back whenever the host waits for the device, and MLX allocates
-    with another size of pass what it freed with the last. Does nothing where there is no driver.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        driver, pool = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-        if driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0) == 0:
-            threshold = ctypes.c_uint64(limit)
-            driver.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))
 
 
 def keep_large_arrays_off_heap() -> None:

@@ -13,7 +13,7 @@ from mlxpool.common.errors import ContextExceeded
 # Ids that a completion with shifts may have where the context holds fewer. A resume carries them in
 # a blob beside the prompt's, which may take half of a message: 2 MiB of 8.
 MAX_SHIFTED_IDS = 2**19
-MIN_CONTEXT = 2  # a token of a prompt and one of its completion
+MIN_CONTEXT = 2  # tokens of a request: one of its prompt and one of its completion
 OPEN_ENDED_CONTEXTS = 10  # contexts of ids of a completion with shifts that names no max_tokens
 
 

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxpool.worker")
 
 HASH_THREADS = 4  # that verify digests
-GPU_READ_THREADS = 4  # that read layers: one alone copies at a fifth of the speed of the bus
 OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 
@@ -109,58 +108,13 @@ def _read_layers(
     folder: ModelFolder, dtype: mx.Dtype
 ) -> Iterator[tuple[dict[str, mx.array], int, int]]:
     """The weights of each layer, and the numbers of tensors and bytes read so far."""
-    import mlx.core as mx
-
-    if mx.default_device().type == mx.DeviceType.cpu:
-        reader = _Reader(folder)
-        for names in _layers(folder):
-            reader.verify(names)
-            yield _layer(reader, names, dtype), reader.tensors, reader.size
-        return
-    yield from _read_together(folder, dtype, GPU_READ_THREADS)
-
-
-def _read_together(
-    folder: ModelFolder, dtype: mx.Dtype, threads: int
-) -> Iterator[tuple[dict[str, mx.array], int, int]]:
-    """As `_read_layers`, with so many threads, each of which reads a layer at a time.
-
-    Each opens the files itself: MLX evaluates an array in the thread that made it.
-    """
-
-    def read(names: Sequence[str]) -> tuple[dict[str, mx.array], int, int]:
-        reader = _Reader(folder)
-        return _layer(reader, names, dtype), reader.tensors, reader.size
-
-    checked = _Reader(folder)
-    tensors = size = 0
-    ahead: deque[Future[tuple[dict[str, mx.array], int, int]]] = deque()
-    layers = _layers(folder)
-    with ThreadPoolExecutor(threads) as pool:
-
-        def begin(count: int) -> None:
-            for names in islice(layers, count):
-                checked.verify(names)
-                ahead.append(pool.submit(read, names))
-
-        try:
-            begin(threads)
-            while ahead:
-                layer, of_tensors, of_size = ahead.popleft().result()
-                begin(1)
-                tensors, size = tensors + of_tensors, size + of_size
-                yield layer, tensors, size
-        finally:
-            for one in ahead:
-                one.cancel()
-
-
-def _layer(reader: _Reader, names: Sequence[str], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Reads the weights of one layer into memory."""
-    layer: dict[str, mx.array] = {}
-    for arrays in reader.weights_of(names):
-        layer.update(_evaluated(reader.folder, arrays, dtype))
-    return layer
+    reader = _Reader(folder)
+    for names in _layers(folder):
+        reader.verify(names)
+        layer: dict[str, mx.array] = {}
+        for arrays in reader.weights_of(names):
+            layer.update(_evaluated(folder, arrays, dtype))
+        yield layer, reader.tensors, reader.size
 
 
 class _Reader:
@@ -171,22 +125,19 @@ class _Reader:
     """
 
     def __init__(self, folder: ModelFolder) -> None:
-        self.folder = folder
         self._files = folder.files
         self._tensors = folder.tensors
         self._derived = {name: one for one in folder.match.derived for name in one.outputs}
         self._opened: dict[Path, dict[str, mx.array]] = {}
-        self._verified: set[Path] = set()
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
         self.tensors, self.size = 0, 0  # numbers of tensors and bytes read so far
 
     def verify(self, names: Sequence[str]) -> None:
-        """Verifies the digests of the files that these weights are in, of each once."""
+        """Verifies the digests of the unopened files that these weights are in."""
         if not self._files.digests:
             return
         sources = [one for name in names for one in self._sources(name)]
-        files = {self._tensors[source].file for source in sources} - self._verified
-        self._verified |= files
+        files = {self._tensors[source].file for source in sources} - set(self._opened)
         with ThreadPoolExecutor(HASH_THREADS) as pool:
             for _ in pool.map(self._files.verify, files):
                 pass
