@@ -13,6 +13,7 @@ import pytest
 from mlxpool.common.errors import BadRequest, Draining, PoolError
 from mlxpool.common.protocol import frames, token_ids
 from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.images import MAX_IMAGE
 from support import kinds
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
@@ -60,7 +61,7 @@ GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
     "header is a map": ([msgpack.packb({"a": 1})], "bad_request", "header"),
     "short header": ([msgpack.packb([1, "ping"])], "bad_request", "2 fields"),
     "other version": ([msgpack.packb([2, "ping", None, 0, 0, 0])], "version_mismatch", "version 2"),
-    "too many parts": ([b"a", b"b", b"c", b"d", b"e"], "bad_request", "5"),
+    "too many parts": ([b"a"] * (frames.MAX_PARTS + 1), "bad_request", str(frames.MAX_PARTS)),
     "huge header": ([b"\xda\xff\xff" + bytes(65535)], "too_large", "128"),
     "negative attempt": ([msgpack.packb([1, "ping", None, 0, -1, 0])], "bad_request", "counts"),
     "short id": ([msgpack.packb([1, "cancel", b"abc", 0, 0, 0])], "bad_request", "16 bytes"),
@@ -81,9 +82,9 @@ GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
         str(frames.MAX_BODY),
     ),
     "blob too large": (
-        [*frames.encode(Header(kinds.GENERATE, bytes(16)), {"a": 1}), bytes(frames.MAX_BLOB + 1)],
+        [*frames.encode(Header(kinds.GENERATE, bytes(16)), {"a": 1}), bytes(MAX_IMAGE + 1)],
         "too_large",
-        str(frames.MAX_BLOB),
+        str(MAX_IMAGE),
     ),
     "model of a wrong type": (generate(model=5), "bad_request", "model"),
     "prompt of a wrong type": (generate(prompt=5), "bad_request", "prompt"),

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from mlxpool.client.connection import Connection
+from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
@@ -136,10 +137,13 @@ class AsyncClient:
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Start a completion; takes the arguments of `Client.stream`, and raises what it does."""
-        return AsyncStream(self._connection, generate(model, prompt, messages, tokens, options))
+        return AsyncStream(
+            self._connection, generate(model, prompt, messages, tokens, options, images)
+        )
 
     async def generate(
         self,
@@ -148,13 +152,16 @@ class AsyncClient:
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """A whole completion; takes the arguments of `stream`, and raises the stream's error.
 
         Cancelling the task cancels the request.
         """
-        stream = self.stream(model, prompt, messages=messages, tokens=tokens, **options)
+        stream = self.stream(
+            model, prompt, messages=messages, tokens=tokens, images=images, **options
+        )
         async with stream:
             return await stream.read()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from mlxpool.client.images import Image, read_images, take_images
 from mlxpool.client.stream import StreamState
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, Internal, PoolError
@@ -34,11 +35,12 @@ def generate(
     messages: Sequence[Mapping[str, object]] | None,
     tokens: Sequence[int] | None,
     options: GenerateOptions,
+    images: Sequence[Image] = (),
 ) -> GenerateDraft:
     """The `generate` of a call; divides keys of the request from sampling options.
 
     Raises BadRequest unless exactly one of prompt, messages and tokens is given, and for a prompt
-    that cannot be sent. The broker checks everything else.
+    or an image that cannot be sent. The broker checks everything else.
     """
     given = {key: value for key, value in options.items() if value is not None}
     settings: dict[str, object] = {"batch": True}  # one frame a step for all streams of the client
@@ -47,7 +49,7 @@ def generate(
     biases = sampling.get("logit_bias")
     if isinstance(biases, Mapping):  # a map's keys are text on the wire
         sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}
-    return GenerateDraft(model, _prompt(prompt, messages, tokens), sampling, settings)
+    return GenerateDraft(model, _prompt(prompt, messages, tokens, images), sampling, settings)
 
 
 def _digits(token: object) -> str:
@@ -62,21 +64,26 @@ def _prompt(
     prompt: str | None,
     messages: Sequence[Mapping[str, object]] | None,
     tokens: Sequence[int] | None,
+    images: Sequence[Image],
 ) -> Prompt:
     given = [value for value in (prompt, messages, tokens) if value is not None]
     if len(given) != 1:
         raise BadRequest(f"give one of prompt, messages, tokens; got {len(given)}")
     if messages is not None:
-        return ChatPrompt(_maps(messages))
+        changed, every = take_images(_maps(messages), images)
+        return ChatPrompt(changed, images=read_images(every))
+    files = read_images(images)
     if tokens is not None:
+        if files:
+            raise BadRequest("images go with prompt or messages, got tokens")
         ids = pack_ids(tokens)
         if not ids:
             raise BadRequest("tokens has no id; a prompt is 1 or more")
         return PackedPrompt("tokens", ids)
     data = _utf8(prompt)
     if len(data) > TEXT_AS_BLOB:
-        return PackedPrompt("prompt", data)
-    return TextPrompt(str(prompt))
+        return PackedPrompt("prompt", data, files)
+    return TextPrompt(str(prompt), files)
 
 
 def _maps(messages: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:

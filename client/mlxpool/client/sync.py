@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from mlxpool.client.connection import Connection
+from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
@@ -115,15 +116,17 @@ class Client(Closing):
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
-        `messages` are maps with role and content, `tokens` are token ids. The options are listed
-        below. Raises BadRequest for what cannot be sent; every other error ends the stream and is
-        raised where that is read.
+        `messages` are maps with role and content, `tokens` are token ids. `images` are the bytes or
+        the paths of image files, which a prompt names by `[img-n]`; in a message the part
+        {type: "image", image: …} gives one. The options are listed below. Raises BadRequest for
+        what cannot be sent; every other error ends the stream and is raised where that is read.
         """
-        return Stream(self._connection, generate(model, prompt, messages, tokens, options))
+        return Stream(self._connection, generate(model, prompt, messages, tokens, options, images))
 
     def generate(
         self,
@@ -132,10 +135,13 @@ class Client(Closing):
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """A whole completion; takes the arguments of `stream`, and raises the stream's error."""
-        with self.stream(model, prompt, messages=messages, tokens=tokens, **options) as stream:
+        with self.stream(
+            model, prompt, messages=messages, tokens=tokens, images=images, **options
+        ) as stream:
             return stream.read()
 
     def models(self) -> list[dict[str, Any]]:

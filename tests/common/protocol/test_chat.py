@@ -78,7 +78,12 @@ def test_a_tool_call_without_arguments_gets_an_empty_map(given: Any) -> None:
         ([{"role": "assistant", "content": None}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be text.* got int"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\] must be.* its type is 'str'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].* type is 'image'"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            r"content\[0\].blob must be.* got None",
+        ),
+        ([{"role": "user", "content": [{"type": "image", "blob": -1}]}], "blob must be.* got -1"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], r"content\[0\].* type is 'audio'"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] must be"),
         ([{**USER, "name": 5}], r"messages\[0\].name must be text, got 5"),
         ([{**USER, "reasoning_content": []}], r"reasoning_content must be text, got \[\]"),
@@ -122,5 +127,6 @@ def test_malformed_tools_are_refused_with_their_index(tools: Any, words: str) ->
 
 
 def test_the_texts_of_a_content_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    image = {"type": "image", "blob": 0}
+    parts = [{"type": "text", "text": "a"}, image, {"type": "text", "text": "b"}]
     assert [joined(parts), joined("ab"), joined(None), joined([])] == ["ab", "ab", "", ""]

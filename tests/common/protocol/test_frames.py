@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import deltas, frames, to_broker, token_ids
+from mlxpool.common.protocol import bounds, deltas, frames, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
+from mlxpool.common.protocol.images import MAX_IMAGE
 from support import kinds
 
 ID = bytes(range(16))
@@ -72,7 +73,7 @@ def test_every_kind_fits_the_header() -> None:
     every = [v for k, v in vars(kinds).items() if k.isupper() and isinstance(v, str)]
     assert {"generate", "deltas", "welcome"} <= set(every)
     for kind in every:
-        assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= frames.MAX_HEADER
+        assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= bounds.MAX_HEADER
 
 
 @given(st.lists(id_values, max_size=50))
@@ -139,6 +140,17 @@ def test_one_wrong_byte_is_garbage_at_worst(
 def test_messages_with_too_few_or_too_many_parts_are_refused(number: int) -> None:
     error = garbage(*[head()] * number).error
     assert f"got {number}" in error.message
+
+
+def test_only_messages_with_prompts_have_parts_for_images() -> None:
+    for kind in ("generate", "work"):
+        frames.decode(frames.encode(Header(kind, ID), {}, [b"x"] * 18))
+        with pytest.raises(BadRequest, match="1 to 20 parts, got 21"):
+            frames.encode(Header(kind, ID), {}, [b"x"] * 19)
+    found = garbage(head(1, "generate", ID, 0, 1, 0), *[packed({})] * 101)
+    assert (found.about, found.error.message) == (ID, "a message has 1 to 20 parts, got 102")
+    with pytest.raises(BadRequest, match="'ack' has 1 to 4 parts, got 5"):
+        frames.encode(Header("ack"), {}, [b"x"] * 3)
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
@@ -269,8 +281,19 @@ def test_the_size_of_a_message_is_bounded() -> None:
     assert str(frames.MAX_TOTAL) in found.error.message
 
 
+def test_the_bytes_of_images_are_added_to_those_of_a_message() -> None:
+    part = bytes(MAX_IMAGE)
+    header = Header("generate", ID)
+    frames.decode(frames.encode(header, {}, [part] * 4))
+    with pytest.raises(TooLarge, match=f"the message has .* at most {40 * 2**20}"):
+        frames.encode(header, {}, [part] * 5)
+    with pytest.raises(TooLarge, match=f"a blob has {MAX_IMAGE + 1} bytes"):
+        frames.encode(header, {}, [part + b"x"])
+
+
 def test_what_is_somewhat_too_large_still_arrives_to_be_answered() -> None:
-    assert max(frames.MAX_BLOB, frames.MAX_BODY, frames.MAX_BACK_BODY) < frames.MAX_FRAME
+    largest = (MAX_IMAGE, frames.MAX_BLOB, frames.MAX_BODY, frames.MAX_BACK_BODY)
+    assert max(largest) < frames.MAX_FRAME
 
 
 # ---- deltas --------------------------------------------------------------------------------------
@@ -380,6 +403,18 @@ def test_different_requests_have_different_digests(other: dict[str, Any]) -> Non
 def test_a_prompt_in_a_blob_is_part_of_the_digest() -> None:
     body = {**BASE, "prompt": True}
     assert to_broker.request_digest(body, [b"a"]) != to_broker.request_digest(body, [b"b"])
+
+
+def test_images_are_part_of_the_digest_and_the_ids_behind_them_are_not() -> None:
+    body = {**BASE, "images": 2}
+    first = to_broker.request_digest(body, [b"a", b"b"])
+    assert to_broker.request_digest({**body, "resume": {}}, [b"a", b"b", b"1234"]) == first
+    for others in ([b"a", b"c"], [b"b", b"a"], [b"ab", b""]):
+        assert to_broker.request_digest(body, others) != first
+    packed_prompt = {**body, "prompt": True}
+    assert to_broker.request_digest(packed_prompt, [b"p", b"a", b"b"]) != (
+        to_broker.request_digest(packed_prompt, [b"p", b"a", b"c"])
+    )
 
 
 @pytest.mark.parametrize(

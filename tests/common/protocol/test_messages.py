@@ -25,6 +25,12 @@ PROMPTS: list[Prompt] = [
     PackedPrompt("prompt", b"long"),
     PackedPrompt("tokens", pack_ids([1, 2])),
     ChatPrompt([{"role": "user", "content": "a"}], [{"name": "f"}], "low"),
+    TextPrompt("[img-1] and [img-0]", (b"first", b"second")),
+    PackedPrompt("prompt", b"long [img-0]", (b"first",)),
+    ChatPrompt(
+        [{"role": "user", "content": [{"type": "image", "blob": n} for n in (0, 1)]}],
+        images=(b"first", b"second"),
+    ),
 ]
 PARSED_BY_BODY: list[Any] = [
     to_broker.Ack([(ID, 3)]),

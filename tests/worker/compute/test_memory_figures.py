@@ -17,6 +17,13 @@ def test_the_parts_add_up_to_the_total() -> None:
     assert told["total"] == sum(told[part] for part in PARTS) == IDLE.active + IDLE.cache
 
 
+def test_encoded_images_are_a_part_of_what_is_kept_for_later_prompts() -> None:
+    figures = MemoryFigures()
+    figures.read(MemoryUse(weights=1000, prefix=40, images=60, active=1110, peak=1110))
+    told = figures.take()
+    assert (told["prefix"], told["images"], told["compute"], told["total"]) == (100, 60, 10, 1110)
+
+
 def test_what_steps_needed_for_a_while_counts_until_the_next_heartbeat() -> None:
     figures = MemoryFigures()
     figures.read(MemoryUse(weights=1000, active=1000, peak=1700))

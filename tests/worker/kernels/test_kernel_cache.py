@@ -16,7 +16,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, rms_norm  # noqa: E402
+from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, row_ops  # noqa: E402
 from mlxpool.worker.kernels.kernel_cache import KernelText  # noqa: E402
 from support import simt  # noqa: E402
 
@@ -293,7 +293,7 @@ def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(
 
     monkeypatch.setattr(kernel_builder, "with_disk_cache", kept)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: None)
-    rms_norm._kernel.__wrapped__(2048, 256, 1e-5, mx.bfloat16)
+    row_ops._norm_kernel.__wrapped__(2048, 256, 1e-5, mx.bfloat16)
     kinds = tuple((mx.bfloat16, True) for _ in range(3))
     assert simt.compiled(texts[0], kinds, (mx.bfloat16, mx.bfloat16)) > 1000
     wrong = KernelText("mlxpool_wrong", ("x",), ("out",), "", "out[0] = nothing;")
@@ -350,7 +350,7 @@ def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(kernel_cache, "_write", spoiled)
     with pytest.raises(RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_norm"):
-        mx.eval(rms_norm.add_norm(x, x, x[0], 0.0009765625))
+        mx.eval(row_ops.add_norm(x, x, x[0], 0.0009765625))
     for path in stored:
         path.unlink()
     assert stored

@@ -27,7 +27,7 @@ from mlxpool.worker.kernels import (  # noqa: E402
     matmul_small,
     matmul_tiled,
     paged_attention,
-    rms_norm,
+    row_ops,
     sampling,
 )
 from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
@@ -110,8 +110,8 @@ def test_shapes_and_dtypes_that_kernels_support() -> None:
     assert not paged_attention.supports(34, 2, 128, 128, mx.bfloat16)
     assert not paged_attention.supports(32, 8, 72, 72, mx.bfloat16)
     assert float32_attention.supports(32, 8, 128, 128, mx.float32)
-    assert rms_norm.supports(64, mx.bfloat16) == sampling.supports(1000, mx.float32) == ON_GPU
-    assert not rms_norm.supports(100, mx.bfloat16)
+    assert row_ops.supports_norm(64, mx.bfloat16) == sampling.supports(1000, mx.float32) == ON_GPU
+    assert not row_ops.supports_norm(100, mx.bfloat16)
     assert matmul_small.supports(8, 2048, 4096, mx.bfloat16) == ON_GPU
     assert not matmul_small.supports(matmul_tiled.MAX_TOKENS + 1, 2048, 4096, mx.bfloat16)
     assert not matmul_tiled.supports(64, 4096, 28672, mx.bfloat16)
@@ -409,11 +409,33 @@ def test_the_norm_kernel_adds_and_norms(size: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
     weight = mx.random.normal((size,)).astype(kind)
-    added, normed = rms_norm.add_norm(x, y, weight, 1e-5)
+    added, normed = row_ops.add_norm(x, y, weight, 1e-5)
     assert mx.array_equal(added, x + y).item()
     sums = _numbers(added)
     expected = sums / np.sqrt((sums**2).mean(-1, keepdims=True) + 1e-5) * _numbers(weight)
     assert np.abs(_numbers(normed) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@runs
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("lines", "width"), cases([(3, 40)], [(1, 8), (130, 8192), (1024, 14336)]))
+def test_the_gate_kernel_equals_float64(lines: int, width: int, dtype: str) -> None:
+    both = (4 * mx.random.normal((lines, 2 * width))).astype(getattr(mx, dtype))
+    assert row_ops.supports_swiglu(width, both.dtype) and not row_ops.supports_swiglu(
+        width + 1, both.dtype
+    )
+    assert np.allclose(_numbers(row_ops.swiglu(both)), _gated(_numbers(both)), 0.03, 0.05)
+
+
+@runs
+@pytest.mark.parametrize("shape", cases([(7, 24)], [(1000, 4096), (300, 32, 128)]))
+def test_the_kernel_that_takes_rows_equals_mlx(shape: tuple[int, ...]) -> None:
+    table = mx.random.normal(shape).astype(mx.bfloat16)
+    ids = mx.array([shape[0] - 1, 0, 3, 3], dtype=mx.int32)
+    assert row_ops.supports_rows_of(table) and not row_ops.supports_rows_of(
+        mx.zeros((3, 9), dtype=mx.bfloat16)
+    )
+    assert mx.array_equal(row_ops.take_rows(table, ids), table[ids]).item()
 
 
 SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]

@@ -6,10 +6,10 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker.kernels import work_list
 from mlxpool.worker.kernels.work_list import (
     EXTRA_ITEMS,
     FIRST_LINE,
@@ -25,7 +25,9 @@ from mlxpool.worker.kernels.work_list import (
     TILE_ROWS,
     UNIT,
     UNIT_ROWS,
+    Division,
     Numbers,
+    Share,
     Spans,
     TileShape,
     WorkLists,
@@ -125,18 +127,28 @@ def test_parts_fill_whole_waves() -> None:
     assert 0.85 < waves([(100, 16_000, 0)], shape) <= 1
 
 
-def test_parts_are_those_of_the_step_before() -> None:
-    """Rows that are a token longer are divided as before, so no time goes into their parts."""
-    work_list._best_parts.cache_clear()
-    for more in range(64):
-        work_items(spans_of([(1, 16_000 + more, 0), (1, 9_000 + more, 0)]), TileShape(4, 8), 2)
-    assert work_list._best_parts.cache_info().misses <= 3
+def test_steps_with_chunks_keep_the_share_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps like the one before are divided as it was; another kind of step is not."""
+    searches: list[Division] = []
+    best = Division.best_share
+
+    def counted(step: Division) -> Share:
+        searches.append(step)
+        return best(step)
+
+    monkeypatch.setattr(Division, "best_share", counted)
+    lists = WorkLists(TileShape(4, 8))
+    for more in range(STEPS_OF_PARTS):
+        lists.items(spans_of([(512, more, 0), (1, 900 + more, 0)]), 576)
+    assert len(searches) == 1
+    long = lists.items(spans_of([(2, 10, 0), (1, 60_000, 0)]), 8)
+    assert long[0, PARTS] > 20
 
 
 def test_a_long_row_beside_short_ones_is_divided() -> None:
     spans = spans_of([(1, 300, 0)] * 63 + [(1, 30_000, 0)])
     items = work_items(spans, TileShape(4, 8), 64)
-    assert items[0, PARTS] > 20 and each(items).max() <= 1.1 * (30_000 + 63 * 300) * 8 / 352
+    assert items[0, PARTS] > 20 and each(items).max() <= 1.15 * (30_000 + 63 * 300) * 8 / 352
 
 
 def test_the_longest_items_are_first() -> None:

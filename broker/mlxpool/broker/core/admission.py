@@ -20,6 +20,7 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.images import VISION, no_image_input
 from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
@@ -105,6 +106,7 @@ class Admission:
         state = self._state
         model = state.registry.model(message.model)
         state.check_admits(model, message.model)
+        _check_images(state, model, message)
         _check_live_requests(state, event.owner, message)
         _check_waiting_tokens(state, event.owner, message)
         _check_cancels(state, event.owner, now)
@@ -240,6 +242,18 @@ def _check_ids(run: Run, ids: bytes) -> None:
 def _bound_factor(message: Generate) -> int:
     """How much larger the bounds are for a message: what was accepted once is refused late."""
     return RESUME_FACTOR if message.resume_ids else 1
+
+
+def _check_images(state: State, model: Model, message: Generate) -> None:
+    """Raises BadRequest for images if the files of the model are known to take none.
+
+    Where they are not known, its worker refuses them.
+    """
+    known = state.registry.names.known.get(model.name)
+    features = None if known is None else known.about.get("features")
+    takes = not isinstance(features, list | tuple) or VISION in features
+    if message.prompt.images and not takes:
+        raise BadRequest(no_image_input(message.model))
 
 
 def _check_queue(state: State, model: Model, message: Generate) -> None:

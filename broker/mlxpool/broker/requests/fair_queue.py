@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from mlxpool.broker.requests.request import Request
+from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
 from mlxpool.common.protocol.to_broker import MAX_PRIORITY, Generate
 
 QUANTUM = 512  # tokens that an owner's deficit grows by in each round
@@ -28,7 +29,8 @@ def cost(request: Request) -> int:
 
 def prompt_tokens(message: Generate) -> int:
     """About how many tokens its prompt has: the broker has no tokenizer."""
-    return 1 + message.size // BYTES_PER_TOKEN
+    images = TOKENS_PER_IMAGE * len(message.prompt.images)
+    return 1 + message.text_size // BYTES_PER_TOKEN + images
 
 
 class Lane:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from mlxpool.common.checks import shown
+from mlxpool.common.checks import is_integer, shown
 from mlxpool.common.errors import BadRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -55,9 +55,9 @@ def check_think(raw: object) -> bool | str | None:
 
 
 def joined(content: object) -> str:
-    """The text of a checked content: text, a list of text parts, or None."""
+    """The text of a checked content: text, a list of parts, or None. Images are left out."""
     if isinstance(content, list | tuple):
-        return "".join(part["text"] for part in content)
+        return "".join(part["text"] for part in content if part["type"] == "text")
     return content if isinstance(content, str) else ""
 
 
@@ -88,16 +88,26 @@ def _check_content(where: str, content: object) -> None:
         return
     if not isinstance(content, list | tuple):
         raise BadRequest(
-            f"{where} must be text or a list of {{type: 'text', text}},"
+            f"{where} must be text or a list of {{type: 'text', text}} and {{type: 'image', blob}},"
             f" got {type(content).__name__}"
         )
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(
-                f"{where}[{number}] must be {{type: 'text', text}}, for models take text only;"
-                f" its type is {shown(kind)}"
-            )
+        _check_part(f"{where}[{number}]", part)
+
+
+def _check_part(where: str, part: object) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
+        return
+    if isinstance(part, Mapping) and kind == "image":
+        blob = part.get("blob")
+        if is_integer(blob) and blob >= 0:
+            return
+        raise BadRequest(f"{where}.blob must be the index of an image, got {shown(blob)}")
+    raise BadRequest(
+        f"{where} must be {{type: 'text', text}} or {{type: 'image', blob}}, for models take text"
+        f" and images only; its type is {shown(kind)}"
+    )
 
 
 def _tool_calls(where: str, role: str, calls: object) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """MLXP/1, the protocol between clients, broker and workers: the only file that knows bytes.
 
-A message is `[header][body?][blob*]`, at most MAX_PARTS parts. The header is a msgpack array
-`[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys, blobs are raw bytes.
-docs/protocol.md describes every kind.
+A message is `[header][body?][blob*]`; `bounds` has what it may have of parts and bytes. The header
+is a msgpack array `[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys,
+blobs are raw bytes. docs/protocol.md describes every kind.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import msgpack
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge, VersionMismatch
+from mlxpool.common.protocol.bounds import (
+    MAX_BACK_BODY,
+    MAX_BLOB,
+    MAX_BODY,
+    MAX_FRAME,
+    MAX_HEADER,
+    MAX_PARTS,
+    MAX_TOTAL,
+    bounds_of,
+)
+
+__all__ = ["MAX_BACK_BODY", "MAX_BLOB", "MAX_BODY", "MAX_FRAME", "MAX_PARTS", "MAX_TOTAL"]
 
 VERSION = 1
-MAX_PARTS = 4
-MAX_HEADER = 128  # bytes
-MAX_BODY = 256 * 1024
-MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: a request, its options filled in
-MAX_BLOB = 4 * 1024 * 1024
-MAX_TOTAL = 8 * 1024 * 1024
 MAX_DEPTH = 32  # of maps and lists in each other
-# Twice the largest legal frame: libzmq answers anything larger by cutting the link without a word,
-# so what is only somewhat too large has to arrive here to be answered `too_large`.
-MAX_FRAME = 2 * MAX_BLOB
 TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes travels as a blob
 ID_BYTES = 16
 HEADER_FIELDS = 6
@@ -92,7 +95,7 @@ def encode(
     if body is not None or blobs:
         parts.append(_pack(body or {}))
     parts.extend(blobs)
-    _check_sizes(parts, max_body)
+    _check_sizes(header.kind, parts, max_body)
     return parts
 
 
@@ -132,10 +135,12 @@ def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
     `max_body` above MAX_BODY is for the back socket, whose peers hold a token.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
-        raise Garbage(BadRequest(f"a message has 1 to {MAX_PARTS} parts, got {len(parts)}"))
+        about = header_of(parts)
+        error = BadRequest(f"a message has 1 to {MAX_PARTS} parts, got {len(parts)}")
+        raise Garbage(error, None if about is None else about.id)
     header = _decode_header(parts[0])
     try:
-        _check_sizes(parts, max_body)
+        _check_sizes(header.kind, parts, max_body)
         body = _unpack(parts[1]) if len(parts) > 1 else {}
         if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
             raise BadRequest("the body must be a map with string keys")
@@ -209,16 +214,21 @@ def _unpack(part: bytes) -> Any:
         raise BadRequest(f"not msgpack: {type(error).__name__}: {str(error)[:100]}") from None
 
 
-def _check_sizes(parts: Sequence[bytes], max_body: int) -> None:
+def _check_sizes(kind: str, parts: Sequence[bytes], max_body: int) -> None:
+    bounds = bounds_of(kind)
+    if len(parts) > bounds.parts:
+        raise BadRequest(
+            f"a message of the kind {kind!r:.40} has 1 to {bounds.parts} parts, got {len(parts)}"
+        )
     if len(parts) > 1 and len(parts[1]) > max_body:
         raise TooLarge(
             f"the body has {len(parts[1])} bytes, at most {max_body};"
             " send long prompts and token ids as blobs"
         )
     for blob in parts[2:]:
-        if len(blob) > MAX_BLOB:
-            raise TooLarge(f"a blob has {len(blob)} bytes, at most {MAX_BLOB}")
-    total, most = sum(map(len, parts)), MAX_TOTAL + max_body - MAX_BODY
+        if len(blob) > bounds.blob:
+            raise TooLarge(f"a blob has {len(blob)} bytes, at most {bounds.blob}")
+    total, most = sum(map(len, parts)), bounds.total + max_body - MAX_BODY
     if total > most:
         raise TooLarge(f"the message has {total} bytes, at most {most}")
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlxpool.common.errors import BadRequest
+from mlxpool.common.errors import BadRequest, TooLarge
+from mlxpool.common.protocol import images as images_of
+from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
@@ -15,15 +17,16 @@ KEYS = ("prompt", "messages", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text that is tokenised as it stands."""
+    """Text that is tokenised as it stands. It names each of its `images` by `[img-n]`."""
 
     text: str
+    images: tuple[bytes, ...] = ()
 
     def body(self) -> dict[str, Any]:
-        return {"prompt": self.text}
+        return {"prompt": self.text, **_image_count(self.images)}
 
     def blobs(self) -> tuple[bytes, ...]:
-        return ()
+        return self.images
 
     @property
     def size(self) -> int:
@@ -33,16 +36,20 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """Text in UTF-8 (`prompt`) or packed token ids (`tokens`) that travel as the first blob."""
+    """Text in UTF-8 (`prompt`) or packed token ids (`tokens`) that travel as the first blob.
+
+    The `images` of a text are the blobs behind it; token ids have none.
+    """
 
     key: Literal["prompt", "tokens"]
     blob: bytes
+    images: tuple[bytes, ...] = ()
 
     def body(self) -> dict[str, Any]:
-        return {self.key: True}
+        return {self.key: True, **_image_count(self.images)}
 
     def blobs(self) -> tuple[bytes, ...]:
-        return (self.blob,)
+        return (self.blob, *self.images)
 
     @property
     def size(self) -> int:
@@ -55,11 +62,13 @@ class ChatPrompt:
     """Messages for the model's chat template, with the tools and the thinking it is to offer.
 
     `messages` and `tools` are as the client sent them; `check_messages` gives templates their form.
+    Parts of messages name the `images` by their index.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     think: bool | str | None = None
+    images: tuple[bytes, ...] = ()
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"messages": self.messages}
@@ -67,10 +76,10 @@ class ChatPrompt:
             body["tools"] = self.tools
         if self.think is not None:
             body["think"] = self.think
-        return body
+        return body | _image_count(self.images)
 
     def blobs(self) -> tuple[bytes, ...]:
-        return ()
+        return self.images
 
     @property
     def size(self) -> int:
@@ -81,26 +90,44 @@ class ChatPrompt:
 Prompt = TextPrompt | PackedPrompt | ChatPrompt
 
 
+def _image_count(images: Sequence[bytes]) -> dict[str, Any]:
+    return {images_of.KEY: len(images)} if images else {}
+
+
+def image_bytes(prompt: Prompt) -> int:
+    """Bytes of the files of all images of a prompt."""
+    return sum(map(len, prompt.images))
+
+
 def parse_prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
-    """The one prompt of a `generate`. Raises BadRequest naming the key."""
+    """The one prompt of a `generate`, with its images. Raises BadRequest naming the key."""
     given = [key for key in KEYS if body.get(key) not in (None, False)]
     if len(given) != 1:
         raise BadRequest(f"give one of prompt, messages, tokens; got {given or 'none'}")
     if given == ["messages"]:
-        return _chat(body)
+        return _chat(body, blobs)
     for key, words in (("tools", "tools go"), ("think", "think goes")):
         if body.get(key) not in (None, []):
             raise BadRequest(f"{words} with messages, got {given[0]}")
     if given == ["prompt"] and isinstance(body["prompt"], str):
-        if not body["prompt"]:
-            raise BadRequest("the prompt is empty")
-        return TextPrompt(body["prompt"])
+        return _text(body, blobs)
     return _packed("tokens" if given == ["tokens"] else "prompt", body, blobs)
 
 
 def blobs_of_prompt(body: Mapping[str, Any]) -> int:
-    """How many blobs behind this body belong to the prompt: 0 or 1."""
-    return int(body.get("prompt") is True or body.get("tokens") is True)
+    """How many blobs behind this body belong to the prompt: its packed form, and its images."""
+    packed = body.get("prompt") is True or body.get("tokens") is True
+    return int(packed) + images_of.count_images(body)
+
+
+def _text(body: Mapping[str, Any], blobs: Sequence[bytes]) -> TextPrompt:
+    text = body["prompt"]
+    if not text:
+        raise BadRequest("the prompt is empty")
+    images = images_of.parse_images(body, blobs, 0)
+    if images:
+        images_of.check_named(images_of.images_of_text(text), len(images))
+    return TextPrompt(text, images)
 
 
 def _packed(
@@ -110,15 +137,22 @@ def _packed(
         raise BadRequest(f"{key} must be {'text or ' * (key == 'prompt')}true with a blob")
     if not blobs or not blobs[0]:
         raise BadRequest(f"{key} is true, but its blob is missing or empty")
+    if len(blobs[0]) > MAX_BLOB:
+        raise TooLarge(f"the blob of {key} has {len(blobs[0])} bytes, at most {MAX_BLOB}")
     if key == "tokens" and len(blobs[0]) % ID_WIDTH:
         raise BadRequest(f"the blob of tokens has {len(blobs[0])} bytes, no multiple of {ID_WIDTH}")
-    return PackedPrompt(key, blobs[0])
+    images = images_of.parse_images(body, blobs, 1)
+    if images and key == "tokens":
+        raise BadRequest("images go with prompt or messages, got tokens")
+    return PackedPrompt(key, blobs[0], images)
 
 
-def _chat(body: Mapping[str, Any]) -> ChatPrompt:
-    check_messages(body["messages"])
+def _chat(body: Mapping[str, Any], blobs: Sequence[bytes]) -> ChatPrompt:
+    checked = check_messages(body["messages"])
     tools = body["tools"] if check_tools(body.get("tools")) else None
-    return ChatPrompt(body["messages"], tools, check_think(body.get("think")))
+    images = images_of.parse_images(body, blobs, 0)
+    images_of.check_named(images_of.images_of_messages(checked), len(images))
+    return ChatPrompt(body["messages"], tools, check_think(body.get("think")), images)
 
 
 def _text_bytes(value: object) -> int:

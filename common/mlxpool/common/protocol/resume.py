@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.checks import integer, is_integer, is_number
-from mlxpool.common.errors import BadRequest
+from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.options import MAX_SEED
+from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of
 
 MAX_COUNT = 2**31
@@ -134,6 +135,8 @@ class Resume:
         resumes = integer(raw, "resumes", 0, MAX_COUNT) or 0
         facts = None if raw.get("facts") is None else Facts.from_client(raw["facts"])
         ids = blobs[0] if blobs else b""
+        if len(ids) > MAX_BLOB:
+            raise TooLarge(f"the blob of resume has {len(ids)} bytes, at most {MAX_BLOB}")
         if len(blobs) > 1 or len(ids) != ID_WIDTH * count:
             raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
         if facts is not None and not facts.raw:

@@ -13,7 +13,12 @@ from mlxpool.common.checks import flag, integer, is_number, mapping, natural, te
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol.frames import Content
-from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
+from mlxpool.common.protocol.prompts import (
+    Prompt,
+    blobs_of_prompt,
+    image_bytes,
+    parse_prompt,
+)
 from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.unread_keys import check_keys
 
@@ -52,9 +57,14 @@ class Generate:
         return b"" if self.resume is None else self.resume.ids
 
     @property
-    def size(self) -> int:
-        """Bytes of prompt and ids that are held while the request waits."""
+    def text_size(self) -> int:
+        """Bytes of prompt and ids without the images."""
         return self.prompt.size + len(self.resume_ids)
+
+    @property
+    def size(self) -> int:
+        """Bytes of prompt, images and ids that are held while the request waits."""
+        return self.text_size + image_bytes(self.prompt)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Generate:

@@ -10,6 +10,7 @@ from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.images import parse_images
 from mlxpool.common.protocol.prompts import (
     ChatPrompt,
     PackedPrompt,
@@ -192,13 +193,14 @@ def _prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
     if body.get("tokens") is not None:
         return PackedPrompt("tokens", _first(blobs))
     if body.get("messages") is not None:
-        return ChatPrompt(body["messages"], body.get("tools"), body.get("think"))
+        images = parse_images(body, blobs, 0)
+        return ChatPrompt(body["messages"], body.get("tools"), body.get("think"), images)
     text = body.get("prompt")
     if text is True:
-        return PackedPrompt("prompt", _first(blobs))
+        return PackedPrompt("prompt", _first(blobs), parse_images(body, blobs, 1))
     if not isinstance(text, str):
         raise BadRequest(f"one of prompt, messages, tokens must be given; prompt is {text!r:.60}")
-    return TextPrompt(text)
+    return TextPrompt(text, parse_images(body, blobs, 0))
 
 
 def _first(blobs: Sequence[bytes]) -> bytes:

@@ -11,10 +11,9 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import ALIASES, CHECKS, REQUEST_KEYS
-from mlxpool.common.protocol import prompts
+from mlxpool.common.protocol import images, prompts
 
-KNOWN = frozenset({"model", *prompts.KEYS, "options", *REQUEST_KEYS, "resume"})
-_TEXT_ONLY = "models take text only"
+KNOWN = frozenset({"model", *prompts.KEYS, images.KEY, "options", *REQUEST_KEYS, "resume"})
 _NO_FORMAT = "answers cannot be constrained to a format"
 _AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
 # What servers of other interfaces know, and what to do instead.
@@ -22,8 +21,7 @@ REFUSED: Mapping[str, str] = {
     "format": _NO_FORMAT,
     "response_format": _NO_FORMAT,
     "grammar": _NO_FORMAT,
-    "images": _TEXT_ONLY,
-    "audio": _TEXT_ONLY,
+    "audio": "models take text and images only",
     "system": _AS_PROMPT,
     "template": _AS_PROMPT,
     "suffix": "models complete the end of a text only",

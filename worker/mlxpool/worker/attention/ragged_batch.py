@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, split_queries_keys
-from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels import ragged_attention, row_ops
 from mlxpool.worker.kernels.block_write import rotate_and_write
 from mlxpool.worker.kernels.ragged_attention import FreshLines, RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -47,7 +47,9 @@ class RaggedBatch:
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
         wanted = self._arrays.wanted
-        return x if wanted is None else x[wanted]
+        if wanted is None:
+            return x
+        return row_ops.take_rows(x, wanted) if row_ops.supports_rows_of(x) else x[wanted]
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
         """See ForwardBatch.lines_after."""

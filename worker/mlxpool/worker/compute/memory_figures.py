@@ -22,7 +22,7 @@ class MemoryFigures:
 
     def __init__(self) -> None:
         self.latest: dict[str, int] = {}
-        self._kept = 0  # by weights, rows and prefixes, at the newest reading
+        self._kept = 0  # by weights, rows, prefixes and images, at the newest reading
         self._highest = 0  # peak since the start
         self._lock = Lock()  # of what follows
         self._peak = 0  # since the last heartbeat
@@ -30,18 +30,19 @@ class MemoryFigures:
 
     def loaded(self, size: int) -> None:
         """So many bytes of weights are loaded, and nothing else is there."""
-        self.latest = _summed({"weights": size, "kv": 0, "prefix": 0, "compute": 0, "active": size})
+        self.latest = _summed({**dict.fromkeys(PARTS, 0), "weights": size, "active": size})
 
     def read(self, use: MemoryUse) -> None:
         """Notes a reading of an engine's memory."""
-        kept = use.weights + use.kv + use.kv_free + use.prefix
+        kept = use.weights + use.kv + use.kv_free + use.prefix + use.images
         peak = max(use.peak, use.active)
         self._highest = max(self._highest, peak)
         self.latest = {
             "weights": use.weights,
             "kv": use.kv + use.kv_free,
             "kv_used": use.kv,
-            "prefix": use.prefix,
+            "prefix": use.prefix + use.images,
+            "images": use.images,
             "compute": max(0, use.active + use.cache - kept),
             "active": use.active,
             "cache": use.cache,

@@ -14,6 +14,7 @@ from typing import Self
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generations
+from mlxpool.worker.compute.image_jobs import ImageJob, next_job, perform
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.scheduler import schedule
@@ -118,9 +119,34 @@ class Steps:
 
     def run(self) -> list[Delta]:
         """Submit the next step, and collect the oldest one when no more may be in flight."""
+        live = self._generations.sequences()
+        job = next_job(live, self._engine)
+        if job is None:
+            return self._run(live)
+        deltas = self._encode(job)
+        live = self._generations.sequences()
+        rows = [one for one in live if not one.reads_prompt]
+        # Beside streams an image takes the place of the prompts of this step.
+        return deltas + self._run(rows if any(map(self._is_live, rows)) else live)
+
+    def _encode(self, job: ImageJob) -> list[Delta]:
+        """Encode an image. Returns the last deltas of requests that end because it failed."""
+        generation = self._generations.of(job.sequence)
+        generation.prefill_at = generation.prefill_at or monotonic()
+        try:
+            perform(job, self._engine, self._progress)
+        except Exception as error:
+            log.warning("an image could not be encoded", exc_info=error)
+            self._require_device(error, job.sequence.id)
+            return [self._generations.fail(job.sequence, as_pool_error(error))]
+        if self._flights:
+            self._progress.awaits(*self._flights[0].shown)
+        return []
+
+    def _run(self, live: list[Sequence]) -> list[Delta]:
         limits = self._engine.limits
         step = schedule(
-            self._generations.sequences(),
+            live,
             limits,
             self._engine.cost.seconds,
             self._engine.clip,

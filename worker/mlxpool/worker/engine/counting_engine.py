@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -21,6 +21,9 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.engine import Mask, MemoryUse, StepResult
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
@@ -79,6 +82,10 @@ class CountingEngine:
 
     layout = ""
     prefix = None
+    encoded: EncodedImages[Any] = EncodedImages(0)  # it reads no images
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        raise NotImplementedError("the counting model reads no images")
 
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)

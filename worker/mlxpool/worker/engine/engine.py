@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -10,6 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits
@@ -23,7 +26,7 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use: MLX's figures, and what `weights` to `prefix` take of `active`.
+    """Bytes in use: MLX's figures, and what `weights` to `images` take of `active`.
 
     `kv` and `prefix` count a block that rows and prefixes share once, as the prefix's.
     """
@@ -32,6 +35,7 @@ class MemoryUse:
     kv: int = 0  # rows of running sequences
     kv_free: int = 0  # allocated for rows and unused
     prefix: int = 0  # entries of the prefix cache
+    images: int = 0  # outputs of the image encoder that are kept
     active: int = 0
     cache: int = 0  # freed arrays that the allocator keeps
     peak: int = 0  # of `active` since the last reading
@@ -113,9 +117,21 @@ class Engine(Protocol):
         """
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """Returns how many of `tokens` more inputs of a prompt one chunk may have: at least 1.
+        """Returns how many of `tokens` more inputs of a prompt one chunk may have.
 
-        A chunk ends at a restore point of the prefix cache.
+        It is at least 1, or 0 where the next input is of an image that is not encoded. A chunk ends
+        at a restore point of the prefix cache, and before an image that is not encoded. A group of
+        an image's inputs is not divided: a chunk that begins with one may have more than `tokens`.
+        """
+
+    @property
+    def encoded(self) -> EncodedImages[Any]:
+        """The encoded images that are kept."""
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        """Computes the features of an image and keeps them in `encoded`.
+
+        Those of `pinned` images are not given up for them. It takes no row and waits for the end.
         """
 
     def submit(self, spans: Many[Span]) -> bool:

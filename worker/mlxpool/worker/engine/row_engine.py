@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,9 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
 from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
 from mlxpool.worker.kernels import device
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey, readable_end
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -43,6 +47,7 @@ CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 GPU_BUFFER_CACHE = 4 * 1024**3
 # Bytes by which the process may grow outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
+ENCODED_SHARE = 16  # of the memory limit: so much of it may be outputs of encoders
 MIN_BLOCKS = 2  # one for a prompt and one for its completion
 
 R = TypeVar("R", bound=PrefixRow)
@@ -155,6 +160,7 @@ class RowEngine(ABC, Generic[R]):
         self._fixed_blocks = blocks
         # Weak, so that an engine is freed with its last reference, and its arrays at once.
         self.blocks = BlockManager(weakref.proxy(self))
+        self.encoded: EncodedImages[Any] = EncodedImages(self._limit // ENCODED_SHARE)
         self._rows: dict[Sequence, R] = {}
         self._flights: deque[Flight] = deque()
         self._last_end = 0.0  # when a pass ended last, monotonic seconds
@@ -188,7 +194,7 @@ class RowEngine(ABC, Generic[R]):
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
         restore_at = len(seq.lasting) if seq.discarded else seq.restore_at
-        self._rows[seq], seq.submitted = self._prefix.begin(seq.tokens, restore_at)
+        self._rows[seq], seq.submitted = self._prefix.begin(seq.tokens, restore_at, seq.media)
         if not seq.preempted:
             most = seq.prompt_inputs if seq.discarded else seq.length
             seq.cached = min(seq.submitted, most)
@@ -199,9 +205,17 @@ class RowEngine(ABC, Generic[R]):
         end = seq.submitted + tokens
         if stop is not None and seq.submitted < stop < end:
             end = stop
+        if seq.media:
+            end = readable_end(seq.media, seq.submitted, end, self.encoded)
+            if end == seq.submitted:
+                return 0
         if self._draws_alone and end == seq.length:
             end -= 1
         return max(1, end - seq.submitted)
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        """See Engine.encode."""
+        raise NotImplementedError("the model reads no images")
 
     def _require_row(self, span: Span) -> R:
         """Returns the row of a span."""
@@ -286,6 +300,7 @@ class RowEngine(ABC, Generic[R]):
             kv=kv,
             kv_free=kv_free,
             prefix=self._prefix.nbytes,
+            images=self.encoded.nbytes,
             active=active,
             cache=mx.get_cache_memory(),
             peak=max(active, peak),
@@ -315,6 +330,7 @@ class RowEngine(ABC, Generic[R]):
         self._flights.clear()
         self._rows.clear()
         self._prefix.clear()
+        self.encoded.clear()
         mx.synchronize()
         mx.clear_cache()
 

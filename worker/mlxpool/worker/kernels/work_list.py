@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -22,7 +22,9 @@ PART_COST = 64  # keys that a thread block could read while it begins and ends
 # Keys of a part as shares of what each thread block would read if all ended together; and how much
 # longer than that a step may take for no further shares to be tried.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
-STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts
+STILL_GOOD = 1.2  # longer than with its best share a step may take that keeps one
+WHOLE = 0.0  # in place of a share: no tile is divided
+STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts, and others the share
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
@@ -84,14 +86,14 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     counter, too. Items without parts fill padding lines with zeros; items without lines are unused.
     Thread blocks begin with the items of most keys.
     """
-    return _items(_tiles(spans, shape), shape, lines)[0]
+    return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
 
 
 class WorkLists:
     """Makes the work lists of steps of one TileShape.
 
-    While the same rows decode, the tiles keep their parts for some steps, since to choose them
-    takes longer than all else.
+    Most of the time goes into the choice of the parts. While the same rows decode, the tiles keep
+    their parts for some steps; steps with chunks keep the share that their parts have.
     """
 
     def __init__(self, shape: TileShape) -> None:
@@ -99,22 +101,110 @@ class WorkLists:
         self._key = b""  # of the lines and tables that the kept list is for
         self._kept = self._tiles = np.zeros((0,), dtype=np.int32)
         self._uses = 0
+        self._share: Share | None = None
+        self._share_uses = 0
 
     def items(self, spans: Spans, lines: int) -> Numbers:
         """Returns a work list as `work_items` does; it is valid until the next call."""
         if (spans.lines > 1).any():
-            return work_items(spans, self._shape, lines)
+            return _items(_tiles(spans, self._shape), self._shape, lines, self._parts)[0]
         key = lines.to_bytes(4, "little") + spans.tables.tobytes()
         if key != self._key or self._uses >= STEPS_OF_PARTS:
             self._key, self._uses = key, 0
-            self._kept, self._tiles = _items(_tiles(spans, self._shape), self._shape, lines)
+            tiles = _tiles(spans, self._shape)
+            self._kept, self._tiles = _items(tiles, self._shape, lines, _best_parts)
         self._uses += 1
         kept, tiles = self._kept[: self._tiles.size], self._tiles
         kept[:, LOW], kept[:, HIGH] = spans.begins[tiles], spans.ends[tiles]
         return self._kept
 
+    def _parts(self, step: Division) -> Numbers:
+        """Returns the parts of a step by the share of the steps before, while that is good."""
+        if self._share is not None and self._share_uses < STEPS_OF_PARTS:
+            parts = step.parts(self._share.of_ideal * step.ideal)
+            if step.fits(parts) and step.ratio(parts) <= STILL_GOOD * self._share.ratio:
+                self._share_uses += 1
+                return parts
+        self._share, self._share_uses = step.best_share(), 0
+        return step.parts(self._share.of_ideal * step.ideal)
 
-def _items(tiles: Numbers, shape: TileShape, lines: int) -> tuple[Numbers, Numbers]:
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The keys of a part as a share of `Division.ideal`, or WHOLE; `ratio`: see that method."""
+
+    of_ideal: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the tiles of a step may be divided: tile n has keys[n], at least least[n] a part.
+
+    A part of it needs units[n] units of partial sums. `places` tiles run at a time; there may be
+    `extra` parts more than tiles.
+    """
+
+    keys: Numbers
+    units: Numbers
+    least: Numbers
+    places: int
+    extra: int
+
+    @property
+    def ideal(self) -> float:
+        """The keys that each place reads if all end together."""
+        return int(self.keys.sum()) / self.places
+
+    def parts(self, bound: float) -> Numbers:
+        """Returns the parts of tiles that have about `bound` keys at most; WHOLE: one a tile."""
+        if bound == WHOLE:
+            return np.ones_like(self.keys)
+        parts = np.maximum(np.ceil(self.keys / np.maximum(bound, self.least)), 1).astype(np.int32)
+        found: Numbers = np.where(parts > 1, -(-self.keys // np.maximum(self._each(parts), 1)), 1)
+        return found.astype(np.int32)
+
+    def fits(self, parts: Numbers) -> bool:
+        """Returns whether there is memory for so many parts."""
+        needed = int((parts * self.units)[parts > 1].sum())
+        return int(parts.sum()) - parts.size <= self.extra and needed <= PART_UNITS
+
+    def ratio(self, parts: Numbers) -> float:
+        """Returns how many times as long as `ideal` a step of these parts takes; at least 1."""
+        return max(1.0, _time(self._each(parts), parts, self.places) / max(self.ideal, 1.0))
+
+    def _each(self, parts: Numbers) -> Numbers:
+        """Returns the keys of the parts of each tile; the last part of a tile may have fewer."""
+        return np.where(parts > 1, -(-self.keys // (parts * STEP_KEYS)) * STEP_KEYS, self.keys)
+
+    def best_share(self) -> Share:
+        """Returns the share with which the step ends soonest."""
+        best = Share(WHOLE, self.ratio(np.ones_like(self.keys)))
+        if best.ratio <= NEAR or not (self.keys > self.least).any():
+            return best
+        # With the last share, parts are at most as many more than tiles as there may be, and at
+        # most twice that are of divided tiles: both stay within the capacities.
+        total, most = int(self.keys.sum()), 2 * int((self.keys * self.units).sum()) / PART_UNITS
+        safe = max(self.ideal, total / max(self.extra, 1), most) / self.ideal
+        for share in (*SHARES, safe):
+            parts = self.parts(share * self.ideal)
+            if not self.fits(parts):
+                continue
+            ratio = self.ratio(parts)
+            if ratio < best.ratio:
+                best = Share(share, ratio)
+            if ratio <= NEAR:
+                break
+        return best
+
+
+def _best_parts(step: Division) -> Numbers:
+    return step.parts(step.best_share().of_ideal * step.ideal)
+
+
+def _items(
+    tiles: Numbers, shape: TileShape, lines: int, parts_of: Callable[[Division], Numbers]
+) -> tuple[Numbers, Numbers]:
     """Returns the work list of tiles [N, 8], and the tile of each item that has keys."""
     count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
     decodes = tiles[:, LINES] <= shape.decode_lines
@@ -122,7 +212,9 @@ def _items(tiles: Numbers, shape: TileShape, lines: int) -> tuple[Numbers, Numbe
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
     padding = range(used, lines, TILE_ROWS)
     extra = capacity_of(lines) - count - len(padding)
-    parts = _parts(keys, units, decodes, shape, extra)
+    least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
+    places = max(shape.blocks // shape.kv_heads, 1)
+    parts = parts_of(Division(keys, units, least, places, extra))
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
     order = np.argsort(-each, kind="stable").astype(np.int32)
@@ -139,50 +231,6 @@ def _items(tiles: Numbers, shape: TileShape, lines: int) -> tuple[Numbers, Numbe
     for n, first in enumerate(padding):
         found[items + n, :2] = first, min(TILE_ROWS, lines - first)
     return found, order
-
-
-def _parts(
-    keys: Numbers, units: Numbers, decodes: npt.NDArray[np.bool_], shape: TileShape, extra: int
-) -> Numbers:
-    """Returns the parts of tiles of so many keys with which a step ends soonest.
-
-    Parts of tiles have `units` units of partial sums each; there may be `extra` parts more than
-    tiles. Keys are rounded up, so that many steps find the parts of the step before.
-    """
-    share = int(keys.sum()) * shape.kv_heads // (8 * shape.blocks * STEP_KEYS)
-    rounded = STEP_KEYS << max(share.bit_length() - 1, 0)
-    least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
-    columns = np.stack([-(-keys // rounded) * rounded, units, least]).astype(np.int32)
-    found = _best_parts(columns.tobytes(), shape, extra, PART_UNITS)
-    return np.frombuffer(found, dtype=np.int32)
-
-
-@lru_cache(maxsize=64)
-def _best_parts(columns: bytes, shape: TileShape, extra: int, capacity: int) -> bytes:
-    keys, units, least = np.frombuffer(columns, dtype=np.int32).reshape(3, -1)
-    best = np.ones_like(keys)
-    places = max(shape.blocks // shape.kv_heads, 1)  # tiles that run at a time
-    total = int(keys.sum())
-    share = total / places
-    time = _time(keys, best, places)
-    if time <= NEAR * share or not (keys > least).any():
-        return best.tobytes()
-    # With the last bound, parts are at most total / bound more than tiles, and at most twice that
-    # are of divided tiles: both stay within the capacities.
-    safe = max(share, total / max(extra, 1), 2 * int((keys * units).sum()) / capacity)
-    for bound in (*(one * share for one in SHARES), safe):
-        parts = np.maximum(np.ceil(keys / np.maximum(bound, least)), 1).astype(np.int32)
-        each = np.where(parts > 1, -(-keys // (parts * STEP_KEYS)) * STEP_KEYS, keys)
-        parts = np.where(parts > 1, -(-keys // np.maximum(each, 1)), 1).astype(np.int32)
-        needed = int((parts * units)[parts > 1].sum())
-        if int(parts.sum()) - parts.size > extra or needed > capacity:
-            continue
-        mine = _time(each, parts, places)
-        if mine < time:
-            time, best = mine, parts
-        if time <= NEAR * share:
-            break
-    return best.tobytes()
 
 
 def _time(each: Numbers, parts: Numbers, places: int) -> float:

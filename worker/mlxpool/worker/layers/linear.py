@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import matmul_small, rms_norm
+from mlxpool.worker.kernels import matmul_small, row_ops
 from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.layer_types import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
@@ -72,15 +72,23 @@ class Linear(FusableLinear):
     weight: mx.array
     bias: mx.array | None
     batch_invariant: bool = False
+    columns: mx.array = field(init=False)  # [in, out], a view of `weight` that is made once
+
+    def __post_init__(self) -> None:
+        columns = self.weight.T
+        mx.eval(columns)
+        object.__setattr__(self, "columns", columns)
 
     def plain(self, x: mx.array) -> mx.array:
         """See FusableLinear."""
         if self.batch_invariant:
             out = tiled_matmul(x, self.weight)
             return out if self.bias is None else out + self.bias
-        if self.bias is None:
-            return matmul_small.matmul(x, self.weight)
-        return mx.addmm(self.bias, x, self.weight.T)
+        if self.bias is not None:
+            return mx.addmm(self.bias, x, self.columns)
+        if matmul_small.supports_arrays(x, self.weight):
+            return matmul_small.kernel_matmul(x, self.weight)
+        return x @ self.columns
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
         """See FusableLinear."""
@@ -119,6 +127,8 @@ class GatedLinearUnit:
             if out is not None:
                 return out
         both = layer(x)
+        if self.swiglu and both.ndim == 2 and row_ops.supports_swiglu(self.width, both.dtype):
+            return row_ops.swiglu(both)
         return self.activation(both[:, : self.width], both[:, self.width :])
 
 
@@ -173,8 +183,8 @@ class RMSNorm:
 
     def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         """x + y, and its norm."""
-        if self.weight.dtype == x.dtype == y.dtype and rms_norm.supports(x.shape[-1], x.dtype):
-            return rms_norm.add_norm(x, y, self.weight, self.eps)
+        if self.weight.dtype == x.dtype == y.dtype and row_ops.supports_norm(x.shape[-1], x.dtype):
+            return row_ops.add_norm(x, y, self.weight, self.eps)
         x = x + y
         return x, self(x)
 
@@ -189,12 +199,19 @@ class Embedding:
 
     weight: mx.array
     batch_invariant: bool = False
+    head: Linear = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", Linear(self.weight, None, self.batch_invariant))
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        return self.weight[tokens]
+        taken = (
+            tokens.ndim == 1 and tokens.dtype == mx.int32 and row_ops.supports_rows_of(self.weight)
+        )
+        return row_ops.take_rows(self.weight, tokens) if taken else self.weight[tokens]
 
     def as_linear(self, x: LinearInput) -> mx.array:
-        return Linear(self.weight, None, self.batch_invariant)(x)
+        return self.head(x)
 
 
 @dataclass(frozen=True, slots=True)

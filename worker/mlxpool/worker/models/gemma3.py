@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.caches.specs import CacheSpec
+from mlxpool.worker.layers.activations import gelu_tanh
 from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.config_fields import (
     FULL,
@@ -220,7 +221,4 @@ def _clipped_sum(x: mx.array, y: mx.array) -> mx.array:
 
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
     """gelu(gate) * up, with the tanh approximation of gelu."""
-    import mlx.core as mx
-
-    tanh = mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))
-    return 0.5 * gate * (1 + tanh) * up
+    return gelu_tanh(gate) * up

@@ -6,10 +6,11 @@ only the store knows what a row is made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from mlxpool.worker.media.spans import Spans, prefix_end
 from mlxpool.worker.prefix import tree as prefix_tree
 from mlxpool.worker.prefix.store import PrefixRow, Store
 from mlxpool.worker.prefix.tree import Match, Node, Piece, Tree, common_prefix
@@ -79,12 +80,13 @@ class PrefixCache(Generic[R]):
         """Bytes of the entries."""
         return 0
 
-    def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
+    def begin(self, prompt: Sequence[int], restore_at: int = 0, media: Spans = ()) -> tuple[R, int]:
         """Returns a row for `prompt`, which is not empty, and the number of its tokens in the row.
 
         The last token is never in it: the caller computes its logits. `restore_at` is a position
         where a later prompt is likely to branch off, such as the end of the conversation before the
-        generation prompt; 0: none.
+        generation prompt; 0: none. `media`: the images of the prompt; what the row has ends in no
+        group of them, and neither does a restore point.
         """
         self._count(0, OFF)
         return self._new_row(), 0
@@ -138,11 +140,11 @@ class SingleCache(PrefixCache[R]):
         """See PrefixCache: the allocated bytes of the row."""
         return self._entry.row.nbytes if self._entry else 0
 
-    def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
+    def begin(self, prompt: Sequence[int], restore_at: int = 0, media: Spans = ()) -> tuple[R, int]:
         """See PrefixCache. Drops the entry when the prompt cannot use it."""
         entry, self._entry = self._entry, None
         cached = common_prefix(entry.tokens, tuple(prompt)) if entry else 0
-        cached = min(cached, len(prompt) - 1)
+        cached = prefix_end(media, min(cached, len(prompt) - 1))
         if entry is not None and cached > 0 and self._rewind(entry.row, cached):
             self._count(cached, _reason(cached, cached, len(prompt)))
             return entry.row, cached
@@ -206,19 +208,20 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         """The tree, for inspection."""
         return self._tree
 
-    def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
+    def begin(self, prompt: Sequence[int], restore_at: int = 0, media: Spans = ()) -> tuple[R, int]:
         """See PrefixCache. The path that the row began from is not evicted until `close`."""
         prompt = tuple(prompt)
         empty = not self.nbytes
         self._now += 1
-        match = self._tree.match(prompt, len(prompt) - 1)
+        match = self._match(prompt, media)
         cached, state = self._restorable(match)
         row = self._filled(match, cached, state, len(prompt))
         node = match.last or self._tree.root
         if match.tokens == node.end:
             node.last_used = self._now
         node.readers += 1
-        stops = self._stops(len(prompt), cached, match.tokens, restore_at)
+        places = {restore_at, match.tokens}
+        stops = self._stops(len(prompt), cached, places, media)
         self._readers[id(row)] = _ActiveRow(row, node, stops, len(prompt) - 1)
         self._count(cached, EMPTY if empty else _reason(cached, match.tokens, len(prompt)))
         return row, cached
@@ -273,6 +276,12 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         self._tree.root.readers = len(self._readers)
         return before - self.nbytes
 
+    def _match(self, prompt: tuple[int, ...], media: Spans) -> Match[E, S]:
+        """Returns the longest match that leaves one token and ends in no group of `media`."""
+        match = self._tree.match(prompt, prefix_end(media, len(prompt) - 1))
+        end = prefix_end(media, match.tokens)
+        return match if end == match.tokens else self._tree.match(prompt, end)
+
     def _filled(self, match: Match[E, S], cached: int, state: S | None, capacity: int) -> R:
         row = self._store.new_row()
         try:
@@ -294,16 +303,17 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
                 best = (at, node.state)
         return best
 
-    def _stops(self, length: int, cached: int, matched: int, hint: int) -> list[int]:
+    def _stops(self, length: int, cached: int, places: Set[int], media: Spans) -> list[int]:
         """Returns the restore points of a prompt after its cached tokens.
 
-        They are the hint, the position where an earlier prompt branched off, and every multiple of
-        RESTORE_POINT_INTERVAL.
+        They are `places` (the caller's hint, and where an earlier prompt branched off) and every
+        multiple of RESTORE_POINT_INTERVAL; one inside a group of `media` is before the group.
         """
         if not self._store.stateful:
             return []
-        places = {hint, matched, *range(RESTORE_POINT_INTERVAL, length, RESTORE_POINT_INTERVAL)}
-        return sorted(at for at in places if cached < at < length)
+        every = places | {*range(RESTORE_POINT_INTERVAL, length, RESTORE_POINT_INTERVAL)}
+        ends = {prefix_end(media, place) for place in every}
+        return sorted(at for at in ends if cached < at < length)
 
     def _insert(self, row: R, tokens: tuple[int, ...]) -> Node[E, S] | None:
         """Inserts what the tree lacks of a row's `tokens`; returns the node at their end.

@@ -171,6 +171,8 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     bound = NO_BOUND if work.options.truncate else context
     _check_biases(opened, work.options)
     prompt = work.prompt
+    if prompt.images:
+        raise BadRequest("this model does not support image input: it takes text only")
     if isinstance(prompt, ChatPrompt):
         messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
         return Render(messages, tools, check_think(prompt.think), now, bound)

@@ -1,7 +1,8 @@
 """What leaves a context that is full: the cut of a prompt, and the shifts of a stream. Pure.
 
 Counts are tokens. A cut removes the tokens right after the kept ones, the first `keep` of a stream.
-It depends on counts alone, so every worker makes the same cuts in a stream.
+It depends on counts and on the places of images alone, so every worker makes the same cuts in a
+stream. A cut that would end inside an image takes the rest of it, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxpool.common.errors import ContextExceeded
+from mlxpool.worker.media.spans import MediaSpan, Spans, cut_end, kept_end
 
 # Ids that a completion with shifts may have where the context holds fewer. A resume carries them in
 # a blob beside the prompt's, which may take half of a message: 2 MiB of 8.
@@ -17,17 +19,22 @@ MIN_CONTEXT = 2  # tokens of a request: one of its prompt and one of its complet
 OPEN_ENDED_CONTEXTS = 10  # contexts of ids of a completion with shifts that names no max_tokens
 
 
-def kept_tokens(num_keep: int, prompt: int, context: int) -> int:
-    """Returns how many first tokens of a stream stay; a negative `num_keep`: the whole prompt."""
-    return min(prompt if num_keep < 0 else num_keep, context - 1)
+def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> int:
+    """Returns how many first tokens of a stream stay; a negative `num_keep`: the whole prompt.
+
+    An image that would be kept in part is not kept.
+    """
+    return kept_end(media, min(prompt if num_keep < 0 else num_keep, context - 1))
 
 
-def truncated_tokens(prompt: int, context: int, keep: int) -> int:
+def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) -> int:
     """Returns how many tokens a prompt loses after the kept ones, so that one token stays free.
 
     Raises ContextExceeded when that leaves none behind the kept ones.
     """
     removed = max(0, prompt - (context - 1))
+    if removed:
+        removed = cut_end(media, keep + removed) - keep
     if removed and keep + removed >= prompt:
         raise ContextExceeded(
             f"the prompt has {prompt} tokens, the context has {context}: truncation that keeps the"
@@ -51,11 +58,13 @@ def shift_discard(tokens: int, context: int, keep: int) -> int:
 class ContextShift:
     """The shifts of one stream: a full context of `context` tokens keeps its first `keep`.
 
-    A shift is due when one token more than the context holds has to be read.
+    A shift is due when one token more than the context holds has to be read. `media`: the images of
+    the stream, each of which goes or stays as a whole.
     """
 
     context: int
     keep: int
+    media: tuple[MediaSpan, ...] = ()
 
     def discarded(self, tokens: int) -> int:
         """Returns how many tokens of a stream of `tokens` all shifts so far have discarded."""
@@ -63,7 +72,12 @@ class ContextShift:
         if excess <= 0:
             return 0
         each = shift_discard(self.context, self.context, self.keep)
-        return -(-excess // each) * each
+        if not self.media:
+            return -(-excess // each) * each
+        gone = 0
+        while tokens - gone > self.context:
+            gone = cut_end(self.media, self.keep + gone + each) - self.keep
+        return gone
 
 
 def completion_limit(prompt: int, context: int, *, shift: bool) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from mlxpool.worker.media.spans import overlapping
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
@@ -21,7 +22,9 @@ FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full 
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
 PROMPT_SHARE = 0.75  # of the target time of a pass, which prompts get even beside many rows
 
-Clip = Callable[[Sequence, int], int]  # (sequence, tokens) -> tokens that its next chunk may have
+# (sequence, tokens) -> tokens of its next chunk: at most so many, or a group of an image's inputs,
+# which is not divided; 0: its next input is of an image that is not encoded yet
+Clip = Callable[[Sequence, int], int]
 Predict = Callable[[Load], float]  # -> seconds of a pass
 
 
@@ -60,7 +63,10 @@ def schedule(
     if not prompts:
         return Step(tuple(rows), len(rows))
     if prompts[0].read_alone and (alone or not rows):
-        return Step((_first_chunk(prompts[0], limits, clip),), alone=True)
+        chunk = _first_chunk(prompts[0], limits, clip)
+        if chunk.count:
+            return Step((chunk,), alone=True)
+        return Step(tuple(rows), len(rows))
     chunks = _chunks(prompts, rows, limits, predict, clip)
     return Step((*rows, *_filled(chunks, len(rows), limits.sizes)), len(rows))
 
@@ -133,7 +139,12 @@ def _chunks(
             most = max(least, _tokens_within(bound, prompt, most, load, predict))
         if most <= 0:
             break
-        span = _chunk(prompt, clip(prompt, most))
+        count = clip(prompt, most)
+        if not count:
+            continue  # others need not wait for its image
+        if chunks and count > lines:
+            break  # it gets a pass that begins with it
+        span = _chunk(prompt, count)
         chunks.append(span)
         load = load.with_span(span)
         lines, pairs = lines - span.count, pairs - span.count * span.end
@@ -159,6 +170,8 @@ def _filled(chunks: list[Span], rows: int, sizes: Many[int]) -> list[Span]:
     if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
         return chunks
     last = chunks[-1]
+    if any(overlapping(last.sequence.media, last.start, last.end)):
+        return chunks  # such passes are not compiled
     lines = rows + sum(span.count for span in chunks)
     fitting = bisect_right(sizes, lines)
     spare = lines - sizes[fitting - 1] if fitting else 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from mlxpool.common.options import Options
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey, MediaSpan, is_slot, without
 from mlxpool.worker.scheduling.context_policy import ContextShift
 
 
@@ -26,6 +29,7 @@ class Sequence:
 
     Prompt and completion are the stream. The model reads its inputs: the stream without the
     `discarded` tokens after the first `shift.keep`. Positions count inputs unless said otherwise.
+    Where an image stands, `prompt` has its slots, see media/spans.py; a stream ends with a token.
     """
 
     id: bytes
@@ -45,6 +49,8 @@ class Sequence:
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
     shift: ContextShift | None = None  # how it goes on at a full context; None: it ends there
     discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
+    media: tuple[MediaSpan, ...] = ()  # the images among the inputs
+    images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
 
     @property
     def tokens(self) -> list[int]:
@@ -98,9 +104,17 @@ class Sequence:
         return [*self._stream_range(start, min(end, keep)), *behind]
 
     def newest(self, count: int) -> list[int]:
-        """Returns the last `count` tokens of the stream, discarded ones included; all if fewer."""
+        """Returns the last `count` inputs of the stream, discarded ones included, without images;
+        all if fewer.
+        """
         size = len(self.prompt) + len(self.ids)
-        return self._stream_range(max(0, size - count), size)
+        found = self._stream_range(max(0, size - count), size)
+        return [token for token in found if not is_slot(token)] if self.images else found
+
+    @property
+    def next_image(self) -> MediaSpan | None:
+        """The first image that has unread inputs; None if there is none."""
+        return next((span for span in self.media if span.end > self.submitted), None)
 
     def _stream_range(self, start: int, end: int) -> list[int]:
         size = len(self.prompt)
@@ -119,7 +133,9 @@ class Sequence:
     def shift_context(self) -> None:
         """Discards inputs of a full context; the others are read again, in a new row."""
         assert self.shift is not None
+        before = self.discarded
         self.discarded = self.shift.discarded(len(self.prompt) + len(self.ids))
+        self.media = without(self.media, self.shift.keep, self.discarded - before)
         self.preempt()
 
 

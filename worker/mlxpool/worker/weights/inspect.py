@@ -65,17 +65,19 @@ class ModelFolder:
         return self.match.tensors
 
 
-def inspect(model: Path | ModelFiles, engine: str = "auto") -> ModelFolder:
+def inspect(
+    model: Path | ModelFiles, engine: str = "auto", *, encoder: ModelPlan | None = None
+) -> ModelFolder:
     """Checks a model, given by its files or its folder; reads headers, but no weights.
 
-    `engine`: whose code is to compute it, see ModelConfig.
+    `engine`: whose code is to compute it, see ModelConfig. `encoder`: the plan of an encoder model.
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
     files = model if isinstance(model, ModelFiles) else folder_files(model)
     config = read_json(files / "config.json")
-    supported = config.get("model_type") in models.SUPPORTED
-    uses_mlx_lm = _uses_mlx_lm(config, supported, engine)
-    plan = mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config)
+    supported = encoder is not None or config.get("model_type") in models.SUPPORTED
+    uses_mlx_lm = encoder is None and _uses_mlx_lm(config, supported, engine)
+    plan = encoder or (mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config))
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
     contents = files.contents()

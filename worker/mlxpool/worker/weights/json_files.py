@@ -39,13 +39,25 @@ def read_file(file: Path) -> bytes:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; raises ModelLoadFailed naming the file."""
-    try:
-        value = json.loads(read_file(file))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
+    value = _parsed(file)
     if not isinstance(value, dict):
         raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
     return value
+
+
+def read_json_list(file: Path) -> list[dict[str, Any]]:
+    """The list of objects in a JSON file; raises ModelLoadFailed naming the file."""
+    value = _parsed(file)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ModelLoadFailed(f"{file} must be a list of maps")
+    return value
+
+
+def _parsed(file: Path) -> Any:
+    try:
+        return json.loads(read_file(file))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
 
 
 def optional_json(file: Path) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""Requests with images in the pure core: what refuses and what counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.requests.fair_queue import prompt_tokens
+from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
+from support.core_harness import OWNER, Story
+
+IMAGE = b"x" * 4000
+PROMPT: dict[str, Any] = {"prompt": "look: [img-0]", "images": 1, "blobs": (IMAGE,)}
+
+
+def test_a_text_model_refuses_images_before_a_worker_is_started() -> None:
+    story = Story()
+    story.do(ev.ModelDescribed("m", {"digest": "d", "features": ["batching"]}))
+    story.generate(**PROMPT)
+    story.assert_refused("bad_request", "this model does not support image input: 'm'")
+    assert not story.started()
+    story.generate(prompt="text")
+    story.assert_sent(1, "accepted")
+
+
+@pytest.mark.parametrize("about", [{}, {"features": ["batching", "vision"]}])
+def test_a_model_that_may_see_is_sent_images(about: dict[str, object]) -> None:
+    story = Story()
+    story.do(ev.ModelDescribed("m", {"digest": "d", **about}))
+    request = story.generate(**PROMPT)
+    story.assert_sent(1, "accepted")
+    assert story.request(request).message.prompt.images == (IMAGE,)
+
+
+def test_images_count_in_the_bytes_of_a_queue() -> None:
+    story = Story(queue_bytes=4096)
+    story.generate(**PROMPT)
+    story.assert_sent(1, "accepted")
+    story.generate(**PROMPT)
+    story.assert_refused("queue_full", "with 4013 bytes")
+
+
+def test_images_count_as_tokens_of_the_prompt_and_their_bytes_do_not() -> None:
+    story = Story(quota_tokens=2 * TOKENS_PER_IMAGE)
+    request = story.generate(**PROMPT)
+    assert prompt_tokens(story.request(request).message) == TOKENS_PER_IMAGE + 1 + 13 // 4
+    story.generate(**PROMPT)
+    story.assert_refused("over_quota", OWNER, "quota_tokens")

@@ -1,0 +1,216 @@
+"""Images that are encoded between steps, with an engine that computes none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from mlxpool.common.config.schema import Counting
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.token_ids import unpack_ids
+from mlxpool.worker.compute.generations import Generation, Generations
+from mlxpool.worker.compute.messages import Admit
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.steps import DeviceLost, Steps
+from mlxpool.worker.engine.counting_engine import CountingEngine, piece, token_at
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey, MediaSpan, overlapping, readable_end, slot_items
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.spans import Span
+
+SLOTS = 12  # inputs of an image
+FEATURES = 100  # bytes
+
+
+def small(items: Many[int]) -> list[int]:
+    """Inputs as numbers that a blob of token ids could hold."""
+    return [item % 2**32 for item in items]
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    nbytes: int = FEATURES
+
+
+class SeeingEngine(CountingEngine):
+    """The counting engine for prompts with images; it notes what it does, in order."""
+
+    def __init__(self, budget: int = 10 * FEATURES) -> None:
+        super().__init__(Counting(step_us=0, prefill_us=0, joint=8), 1000)
+        self.encoded = EncodedImages(budget)
+        self.done: list[ImageKey | tuple[Span, ...]] = []
+        self.broken: set[ImageKey] = set()
+        self.works = True
+
+    @property
+    def limits(self) -> StepLimits:
+        return replace(super().limits, lines=16)
+
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        start = seq.submitted
+        return readable_end(seq.media, start, start + tokens, self.encoded) - start
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        if image.key in self.broken:
+            raise MemoryError("no room for the image")
+        self.done.append(image.key)
+        self.encoded.put(image.key, Sized(), pinned)
+
+    def submit(self, spans: Many[Span]) -> bool:
+        for span in spans:
+            for one in overlapping(span.sequence.media, span.start, span.end):
+                assert one.image in self.encoded, "read before it was encoded"
+                assert not one.group or (span.start <= one.start and one.end <= span.end)
+        self.done.append(tuple(spans))
+        return super().submit(spans)
+
+    def _draw(self, row: Sequence) -> SampledToken:
+        token = token_at(small(row.prompt), row.seed, len(row.ids), self.vocab_size)
+        return SampledToken(row, token)
+
+    def device_works(self) -> bool:
+        return self.works
+
+    @property
+    def images(self) -> list[ImageKey]:
+        """What was encoded, in order."""
+        return [one for one in self.done if isinstance(one, bytes)]
+
+
+class Run:
+    """Sequences on the steps of an engine."""
+
+    def __init__(self, engine: SeeingEngine) -> None:
+        self.engine = engine
+        self.generations = Generations(engine)
+        self.steps = Steps(engine, self.generations, Progress(lambda: None))
+        self.ids: dict[bytes, list[int]] = {}
+        self.ends: dict[bytes, str] = {}
+
+    def add(self, *parts: int | bytes, name: bytes, ids: int = 4) -> Sequence:
+        """A sequence of so many tokens, or an image, for each part; it has a row."""
+        items: list[int] = []
+        spans, images = [], {}
+        for part in parts:
+            if isinstance(part, int):
+                items += range(part)
+                continue
+            image = PreparedImage(part, np.zeros(3, np.float32), (1, 3, 4), SLOTS)
+            spans.append(MediaSpan(len(items), SLOTS, part, image.grid, True))
+            images[part] = image
+            items += slot_items(part, SLOTS)
+        seq = Sequence(name, 1, tuple(items), Options(), 5, ids, phase=Phase.WAITING)
+        seq.media, seq.images = tuple(spans), images
+        admit = Admit(seq, Facts(), Detokenizer(piece, ()), 0.0)
+        self.generations.add(Generation.begin(admit, piece))
+        self.steps.admit(seq)
+        self.ids[name] = []
+        return seq
+
+    def step(self) -> None:
+        self._take(self.steps.run())
+
+    def finish(self) -> None:
+        for _ in range(200):
+            if not self.generations:
+                return
+            self.step()
+        raise AssertionError("the sequences do not end")
+
+    def _take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self.ids[delta.id] += unpack_ids(delta.ids)
+            if delta.end is not None:
+                assert delta.id not in self.ends, "it ends twice"
+                self.ends[delta.id] = str(delta.end.get("code") or delta.end.get("reason"))
+
+
+A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
+
+
+def right(seq: Sequence) -> list[int]:
+    return [token_at(small(seq.prompt), 5, index, 50_000) for index in range(seq.max_tokens)]
+
+
+def test_each_image_is_encoded_when_its_prompt_comes_to_it() -> None:
+    run = Run(SeeingEngine())
+    seq = run.add(3, A, 2, B, 3, name=b"x")
+    run.finish()
+    assert run.ids[b"x"] == right(seq)
+    kinds = [one if isinstance(one, bytes) else one[0].end for one in run.engine.done[:5]]
+    assert kinds == [3, A, 17, B, 32]
+
+
+def test_the_same_image_in_two_conversations_is_encoded_once() -> None:
+    run = Run(SeeingEngine())
+    seqs = [run.add(3, A, 2, name=b"x"), run.add(5, A, 4, name=b"y")]
+    run.finish()
+    assert run.engine.images == [A]
+    assert [run.ids[seq.id] for seq in seqs] == [right(seq) for seq in seqs]
+
+
+def test_streams_go_on_while_images_are_encoded() -> None:
+    """Beside rows that decode a step encodes one image or reads prompts, not both."""
+    run = Run(SeeingEngine())
+    run.add(3, name=b"decodes", ids=40)
+    run.step()
+    run.add(A, B, 2, name=b"x")
+    before = len(run.ids[b"decodes"])
+    run.finish()
+    assert len(run.ids[b"decodes"]) == 40 > before
+    for place, one in enumerate(run.engine.done):
+        if isinstance(one, bytes):
+            spans = run.engine.done[place + 1]
+            assert not isinstance(spans, bytes) and all(span.decodes for span in spans)
+
+
+@pytest.mark.parametrize("budget", [1, FEATURES, 2 * FEATURES])
+def test_sequences_with_more_images_than_there_is_room_for_all_end(budget: int) -> None:
+    run = Run(SeeingEngine(budget))
+    keys = [bytes([number]) * 32 for number in range(6)]
+    seqs = [run.add(2, *keys[at:], *keys[:at], 2, name=bytes([65 + at])) for at in range(4)]
+    run.finish()
+    assert [run.ids[seq.id] for seq in seqs] == [right(seq) for seq in seqs]
+    assert run.engine.encoded.nbytes <= max(budget, FEATURES) + FEATURES
+
+
+def test_an_image_that_fails_ends_its_own_request_alone() -> None:
+    run = Run(SeeingEngine())
+    run.engine.broken.add(B)
+    well = run.add(2, A, 2, name=b"well")
+    run.add(2, B, 2, name=b"ill")
+    run.finish()
+    assert run.ends == {b"well": "length", b"ill": "out_of_memory"}
+    assert run.ids[b"well"] == right(well)
+
+
+def test_a_lost_device_is_charged_to_the_request_of_the_image() -> None:
+    run = Run(SeeingEngine())
+    run.engine.broken.add(B)
+    run.engine.works = False
+    run.add(B, 2, name=b"ill")
+    with pytest.raises(DeviceLost) as raised:
+        run.finish()
+    assert raised.value.request == b"ill"
+
+
+def test_a_sequence_that_lost_its_row_reads_its_image_again_without_encoding_it() -> None:
+    run = Run(SeeingEngine())
+    seq = run.add(3, A, 2, name=b"x")
+    for _ in range(3):
+        run.step()
+    run.generations.release(seq)
+    seq.preempt()
+    run.steps.admit(seq)
+    run.finish()
+    assert run.engine.images == [A]
+    assert run.ids[b"x"] == right(seq)

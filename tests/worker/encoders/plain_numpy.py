@@ -1,0 +1,175 @@
+"""Encoder architectures in plain NumPy and float64, text by text: what the engine has to equal.
+
+It reads the stored tensors by the names that released checkpoints have, and knows no batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Tensors = Mapping[str, Array]
+_erf = np.vectorize(math.erf)
+
+
+def gelu(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+
+def linear(w: Tensors, name: str, x: Array) -> Array:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", np.zeros(1))
+
+
+def layer_norm(w: Tensors, name: str, x: Array, eps: float) -> Array:
+    centred = x - x.mean(-1, keepdims=True)
+    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+    return np.asarray(normed * w[f"{name}.weight"] + w.get(f"{name}.bias", np.zeros(1)))
+
+
+def rms_norm(weight: Array, x: Array, eps: float) -> Array:
+    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight)
+
+
+def rotated(x: Array, base: float) -> Array:
+    """x [L, H, D], the halves of a head rotated against each other."""
+    size = x.shape[-1]
+    angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, size, 2) / size)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = x[..., : size // 2], x[..., size // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attention(q: Array, k: Array, v: Array, window: int = 0, *, causal: bool = False) -> Array:
+    """q [L, H, D], k, v [L, KV, D] -> [L, H * D]; scores are divided by the root of D."""
+    length, heads, size = q.shape
+    k, v = (np.repeat(one, heads // one.shape[1], axis=1) for one in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    hidden = (distance < 0) if causal else np.zeros_like(distance, bool)
+    if window:
+        hidden = hidden | (abs(distance) >= window)
+    weights = softmax(np.where(hidden, -np.inf, scores))
+    return np.asarray(np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1))
+
+
+def heads(x: Array, count: int) -> Array:
+    return x.reshape(len(x), count, -1)
+
+
+def bert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int]) -> Array:
+    eps, count = 1e-12, config["num_attention_heads"]
+    first = config["pad_token_id"] + 1 if "roberta" in config["model_type"] else 0
+    x = w["embeddings.word_embeddings.weight"][ids]
+    x = x + w["embeddings.position_embeddings.weight"][first : first + len(ids)]
+    x = x + w["embeddings.token_type_embeddings.weight"][types]
+    x = layer_norm(w, "embeddings.LayerNorm", x, eps)
+    for index in range(config["num_hidden_layers"]):
+        name = f"encoder.layer.{index}"
+        q, k, v = (
+            heads(linear(w, f"{name}.attention.self.{one}", x), count)
+            for one in ("query", "key", "value")
+        )
+        read = linear(w, f"{name}.attention.output.dense", attention(q, k, v))
+        x = layer_norm(w, f"{name}.attention.output.LayerNorm", x + read, eps)
+        wide = gelu(linear(w, f"{name}.intermediate.dense", x))
+        wide = linear(w, f"{name}.output.dense", wide)
+        x = layer_norm(w, f"{name}.output.LayerNorm", x + wide, eps)
+    return x
+
+
+def nomic_bert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int]) -> Array:
+    eps, count = 1e-12, config["num_attention_heads"]
+    x = w["embeddings.word_embeddings.weight"][ids]
+    x = layer_norm(w, "emb_ln", x + w["embeddings.token_type_embeddings.weight"][types], eps)
+    for index in range(config["num_hidden_layers"]):
+        name = f"encoder.layers.{index}"
+        q, k, v = np.split(linear(w, f"{name}.attn.Wqkv", x), 3, axis=-1)
+        q, k = (rotated(heads(one, count), 1000.0) for one in (q, k))
+        read = linear(w, f"{name}.attn.out_proj", attention(q, k, heads(v, count)))
+        x = layer_norm(w, f"{name}.norm1", x + read, eps)
+        wide = linear(w, f"{name}.mlp.fc11", x) * silu(linear(w, f"{name}.mlp.fc12", x))
+        x = layer_norm(w, f"{name}.norm2", x + linear(w, f"{name}.mlp.fc2", wide), eps)
+    return x
+
+
+def modernbert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int]) -> Array:
+    eps, count = 1e-5, config["num_attention_heads"]
+    x = layer_norm(w, "embeddings.norm", w["embeddings.tok_embeddings.weight"][ids], eps)
+    for index in range(config["num_hidden_layers"]):
+        name = f"layers.{index}"
+        base, window = (1e4, config["local_attention"] // 2 + 1) if index % 3 else (1.6e5, 0)
+        normed = layer_norm(w, f"{name}.attn_norm", x, eps) if index else x
+        q, k, v = np.split(linear(w, f"{name}.attn.Wqkv", normed), 3, axis=-1)
+        q, k = (rotated(heads(one, count), base) for one in (q, k))
+        x = x + linear(w, f"{name}.attn.Wo", attention(q, k, heads(v, count), window))
+        up, gate = np.split(
+            linear(w, f"{name}.mlp.Wi", layer_norm(w, f"{name}.mlp_norm", x, eps)), 2, axis=-1
+        )
+        x = x + linear(w, f"{name}.mlp.Wo", gelu(up) * gate)
+    return layer_norm(w, "final_norm", x, eps)
+
+
+def qwen3(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int]) -> Array:
+    eps, base = 1e-6, 10000.0
+    x = w["embed_tokens.weight"][ids]
+    for index in range(config["num_hidden_layers"]):
+        name = f"layers.{index}"
+        normed = rms_norm(w[f"{name}.input_layernorm.weight"], x, eps)
+        q, k, v = (
+            heads(linear(w, f"{name}.self_attn.{one}_proj", normed), config[count])
+            for one, count in zip("qkv", HEAD_COUNTS, strict=True)
+        )
+        q = rotated(rms_norm(w[f"{name}.self_attn.q_norm.weight"], q, eps), base)
+        k = rotated(rms_norm(w[f"{name}.self_attn.k_norm.weight"], k, eps), base)
+        x = x + linear(w, f"{name}.self_attn.o_proj", attention(q, k, v, causal=True))
+        normed = rms_norm(w[f"{name}.post_attention_layernorm.weight"], x, eps)
+        gate, up = (linear(w, f"{name}.mlp.{one}_proj", normed) for one in ("gate", "up"))
+        x = x + linear(w, f"{name}.mlp.down_proj", silu(gate) * up)
+    return rms_norm(w["norm.weight"], x, eps)
+
+
+HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+STATES: Mapping[str, Callable[..., Array]] = {
+    "bert": bert,
+    "modernbert": modernbert,
+    "nomic_bert": nomic_bert,
+    "qwen3": qwen3,
+    "roberta": bert,
+    "xlm-roberta": bert,
+}
+POOLS: Mapping[str, Callable[[Array], Array]] = {
+    "cls": lambda x: x[0],
+    "max": lambda x: x.max(0),
+    "mean": lambda x: x.mean(0),
+    "mean_sqrt_len_tokens": lambda x: x.sum(0) / math.sqrt(len(x)),
+    "weightedmean": lambda x: np.average(x, axis=0, weights=np.arange(1, len(x) + 1)),
+    "lasttoken": lambda x: x[-1],
+}
+
+
+def head(config: Mapping[str, Any], w: Tensors, states: Array) -> Array:
+    """The logits of a text."""
+    if config["model_type"] == "bert":
+        return linear(w, "classifier", np.tanh(linear(w, "pooler.dense", states[0])))
+    if config["model_type"] == "modernbert":
+        pool = POOLS[config.get("classifier_pooling", "cls")]
+        hidden = layer_norm(w, "head.norm", gelu(linear(w, "head.dense", pool(states))), 1e-5)
+        return linear(w, "classifier", hidden)
+    if config["model_type"] == "qwen3":
+        return linear(w, "score", states[-1])
+    hidden = np.tanh(linear(w, "classifier.dense", states[0]))
+    return linear(w, "classifier.out_proj", hidden)

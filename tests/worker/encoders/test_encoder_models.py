@@ -1,0 +1,77 @@
+"""Encoder models of all architectures against the same computation in plain NumPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder
+from mlxpool.worker.encoders.inputs import EncoderInput
+from mlxpool.worker.encoders.text import EncoderText
+from mlxpool.worker.engine.encoder_engine import EncoderEngine
+from mlxpool.worker.weights.files import folder_files
+from mlxpool.worker.weights.load import load
+from worker.encoders.checkpoints import CASES, PAIRS, TEXTS, Case, write
+from worker.encoders.plain_numpy import POOLS, STATES, Array, head, softmax
+
+MIN_COSINE = 0.9999
+CHECKED = [name for name, case in CASES.items() if case.config["model_type"] in STATES]
+
+
+def opened(folder: Path, case: Case) -> tuple[EncoderFolder, EncoderEngine, list[EncoderInput]]:
+    """A case's checkpoint, its engine and the inputs that it is checked with."""
+    encoder = inspect_encoder(folder_files(folder), "rerank" if case.answers else "")
+    text = EncoderText(encoder.source)
+    if encoder.task == "rerank":
+        inputs = text.encode_pairs(PAIRS, truncate=True)
+    else:
+        inputs = text.encode_texts(TEXTS, prompt_name=case.prompt_name, truncate=True)
+    return encoder, EncoderEngine(encoder, load(encoder.folder)), inputs
+
+
+def expected(folder: Path, case: Case, encoder: EncoderFolder, given: EncoderInput) -> Array:
+    """The row of one input, without normalisation."""
+    config = json.loads((folder / "config.json").read_text())
+    stored = load_file(str(folder / "model.safetensors"))
+    tensors = {
+        name.removeprefix(case.prefix): one.astype(np.float64) for name, one in stored.items()
+    }
+    types = list(given.types) or [0] * len(given.ids)
+    states = STATES[config["model_type"]](config, tensors, list(given.ids), types)
+    if encoder.task == "embed":
+        return np.concatenate([POOLS[one](states) for one in case.poolings or ("mean",)])
+    if case.answers:
+        vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        logits = tensors["embed_tokens.weight"] @ states[-1]
+        return softmax(logits[[vocabulary["no"], vocabulary["yes"]]])[1:]
+    logits = head(config, tensors, states)
+    if encoder.activation == "softmax":
+        return softmax(logits)
+    return 1 / (1 + np.exp(-logits)) if encoder.activation else logits
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_equals_the_plain_computation(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = write(tmp_path / "model", case)
+    encoder, engine, inputs = opened(folder, case)
+    found = engine.encode(inputs)
+    wanted = np.array([expected(folder, case, encoder, one) for one in inputs])
+    assert found.shape == wanted.shape
+    assert found == pytest.approx(wanted, abs=1e-4)
+    if encoder.task == "embed":
+        lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
+        assert ((found * wanted).sum(1) / lengths).min() >= MIN_COSINE
+
+
+def test_a_text_alone_has_the_vector_that_it_has_among_others(tmp_path: Path) -> None:
+    case = CASES["embeddinggemma"]
+    _, engine, inputs = opened(write(tmp_path / "model", case), case)
+    together = engine.encode(inputs)
+    alone = np.concatenate([engine.encode([one]) for one in inputs])
+    assert together == pytest.approx(alone, abs=1e-4)
+    assert together.shape == (len(TEXTS), engine.dimensions) == (len(TEXTS), 32)

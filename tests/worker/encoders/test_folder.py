@@ -1,0 +1,78 @@
+"""Folders of encoder models: what their files say, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
+from mlxpool.worker.weights.files import folder_files
+from worker.encoders.checkpoints import CASES, write
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "dimensions", "labels"),
+    [
+        ("bert", "embed", 32, 0),
+        ("bert, all poolings", "embed", 192, 0),
+        ("embeddinggemma", "embed", 32, 0),
+        ("bert, rerank", "rerank", 0, 0),
+        ("modernbert, classify", "classify", 0, 4),
+    ],
+)
+def test_files_say_what_a_model_is_for(
+    name: str, task: str, dimensions: int, labels: int, tmp_path: Path
+) -> None:
+    files = folder_files(write(tmp_path / "model", CASES[name]))
+    encoder = inspect_encoder(files)
+    assert is_encoder(files)
+    assert (encoder.task, encoder.dimensions, len(encoder.labels)) == (task, dimensions, labels)
+    assert encoder.source.context == 48
+
+
+def test_another_pooling_is_another_digest(tmp_path: Path) -> None:
+    one, other = (
+        inspect_encoder(folder_files(write(tmp_path / str(index), CASES[name])))
+        for index, name in enumerate(("bert", "bert, 16 dimensions"))
+    )
+    assert one.folder.digest == other.folder.digest and one.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "problem"),
+    [
+        ("modules.json", [{"type": "models.LSTM", "path": "1_LSTM"}], "the step 'LSTM'"),
+        ("modules.json", [{"type": "models.Transformer", "path": ""}], "lists no Pooling"),
+        ("1_Pooling/config.json", {"pooling_mode": "middle"}, r"the pooling \['middle'\]"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode": "mean", "include_prompt": False},
+            "include_prompt false, which is not supported",
+        ),
+        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "not of its prompts"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    file: str, value: object, problem: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "model", CASES["bert"])
+    (folder / file).write_text(json.dumps(value))
+    with pytest.raises(ModelLoadFailed, match=problem):
+        inspect_encoder(folder_files(folder))
+
+
+def test_a_decoder_without_modules_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", CASES["qwen3"])
+    (folder / "modules.json").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"has no modules\.json, which says how a qwen3"):
+        inspect_encoder(folder_files(folder))
+
+
+@pytest.mark.parametrize("task", ["rerank", "classify"])
+def test_a_task_without_a_head_is_refused(task: str, tmp_path: Path) -> None:
+    files = folder_files(write(tmp_path / "model", CASES["bert"]))
+    with pytest.raises(ModelLoadFailed, match=f"task is '{task}', but config.json has no head"):
+        inspect_encoder(files, task)

@@ -1,0 +1,123 @@
+"""Where images stand among inputs, and where inputs may be cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.worker.media import spans
+from mlxpool.worker.media.image import PreparedImage, image_key
+from mlxpool.worker.media.spans import MediaSpan
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+def span(start: int, count: int, *, group: bool = True, image: bytes = KEY) -> MediaSpan:
+    return MediaSpan(start, count, image, (1, 2, 2), group)
+
+
+@st.composite
+def spans_of_inputs(draw: st.DrawFn) -> tuple[tuple[MediaSpan, ...], int]:
+    """Spans in order, some side by side, and the number of inputs around them."""
+    found, at = [], 0
+    for _ in range(draw(st.integers(0, 5))):
+        at += draw(st.integers(0, 4))
+        one = span(at, draw(st.integers(1, 6)), group=draw(st.booleans()))
+        found.append(one)
+        at = one.end
+    return tuple(found), at + draw(st.integers(0, 4))
+
+
+def test_slots_are_no_token_ids_and_differ_by_image_and_index() -> None:
+    every = [*spans.slot_items(KEY, 300), *spans.slot_items(OTHER, 300)]
+    assert len(set(every)) == 600
+    assert all(spans.FIRST_SLOT <= item < 2**64 and spans.is_slot(item) for item in every)
+    assert not spans.is_slot(2**32 - 1)
+    assert spans.slot_items(KEY, 300) == spans.slot_items(KEY, 300)
+
+
+def test_an_images_key_depends_on_pixels_shape_grid_and_preprocessing() -> None:
+    pixels = np.arange(12, dtype=np.float32)
+    keys = {
+        image_key(pixels, (1, 2, 2), b"1"),
+        image_key(pixels.reshape(3, 4), (1, 2, 2), b"1"),
+        image_key(pixels, (1, 1, 4), b"1"),
+        image_key(pixels, (1, 2, 2), b"2"),
+        image_key(pixels + 1, (1, 2, 2), b"1"),
+    }
+    assert len(keys) == 5
+    turned = PreparedImage.of(pixels.reshape(3, 4).T, (1, 2, 2), 4, b"1")
+    assert turned.key == image_key(pixels.reshape(3, 4).T.copy(), (1, 2, 2), b"1")
+    assert turned.nbytes == 48
+
+
+@given(spans_of_inputs(), st.integers(0, 60))
+def test_a_prefix_ends_in_no_group(found: tuple[tuple[MediaSpan, ...], int], place: int) -> None:
+    given_spans, inputs = found
+    place = min(place, inputs)
+    end = spans.prefix_end(given_spans, place)
+    assert end <= place
+    assert not any(one.group and one.start < end < one.end for one in given_spans)
+    allowed = [
+        at
+        for at in range(place + 1)
+        if not any(one.group and one.start < at < one.end for one in given_spans)
+    ]
+    assert end == max(allowed)
+
+
+@given(spans_of_inputs(), st.integers(1, 9))
+def test_chunks_read_all_inputs_and_divide_no_group(
+    found: tuple[tuple[MediaSpan, ...], int], size: int
+) -> None:
+    given_spans, inputs = found
+    at = 0
+    while at < inputs:
+        end = spans.chunk_end(given_spans, at, min(at + size, inputs))
+        assert at < end <= inputs
+        assert not any(one.group and one.start < end < one.end for one in given_spans)
+        alone = next((one for one in given_spans if one.group and one.start == at), None)
+        assert end <= at + size or (alone is not None and end == alone.end)
+        at = end
+
+
+@given(spans_of_inputs(), st.integers(0, 60), st.integers(0, 60))
+def test_a_cut_takes_whole_images(
+    found: tuple[tuple[MediaSpan, ...], int], keep: int, removed: int
+) -> None:
+    given_spans, inputs = found
+    items = list(range(inputs))
+    keep = spans.kept_end(given_spans, min(keep, inputs))
+    end = spans.cut_end(given_spans, min(keep + removed, inputs))
+    left = items[:keep] + items[end:]
+    after = spans.without(given_spans, keep, end - keep)
+    spans.check_spans(after, len(left))
+    wanted = [items[one.start : one.end] for one in given_spans]
+    kept = [left[one.start : one.end] for one in after]
+    assert kept == [one for one in wanted if set(one) <= set(left)]
+    assert not any(set(one) & set(left) for one in wanted if one not in kept)
+
+
+def test_spans_in_a_range() -> None:
+    first, second = span(2, 3), span(5, 2)
+    assert [*spans.overlapping((first, second), 4, 5)] == [first]
+    assert [*spans.overlapping((first, second), 4, 6)] == [first, second]
+    assert [*spans.overlapping((first, second), 0, 2)] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ((span(0, 0),), r"media span 0 is \[0, 0\)"),
+        ((span(0, 3), span(2, 3)), r"media span 1 is \[2, 5\).*begin at 3"),
+        ((span(8, 3),), r"end at 10 or before"),
+    ],
+)
+def test_spans_that_cannot_be(found: tuple[MediaSpan, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        spans.check_spans(found, 10)
+    spans.check_spans((replace(found[0], start=0, count=2),), 10)

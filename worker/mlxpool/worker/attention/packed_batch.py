@@ -1,0 +1,161 @@
+"""The whole texts of one pass of an encoder model, behind each other without padding.
+
+Texts of one length are attended to together. Sorted by length, a pass has few lengths, so that no
+token is padded or masked for the sake of another text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.attention.dot_product import MAX_CPU_PAIRS, MAX_SCORES, unfused_attention
+from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
+from mlxpool.worker.kernels.device import on_gpu
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+
+
+@dataclass(frozen=True, slots=True)
+class EqualTexts:
+    """`count` texts of `length` tokens, the first of which is token `begin` of the pass."""
+
+    begin: int
+    count: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The token behind the last one."""
+        return self.begin + self.count * self.length
+
+
+def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
+    """The groups of texts of one length, in the order of the lengths, which are sorted."""
+    groups, begin = [], 0
+    for length, some in groupby(lengths):
+        groups.append(EqualTexts(begin, sum(1 for _ in some), length))
+        begin = groups[-1].end
+    return tuple(groups)
+
+
+class PackedBatch(RotateThenAttend):
+    """A TextBatch. `windows`: of each layer, the tokens that one sees to each side, itself counted;
+    0: all. `causal`: it sees none behind it.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        types: Sequence[int],
+        windows: Sequence[int],
+        *,
+        causal: bool = False,
+    ) -> None:
+        """`lengths` of the texts, sorted; `types` of all tokens."""
+        self.texts = equal_texts(lengths)
+        self._windows, self._causal = windows, causal
+        places = [np.tile(np.arange(one.length), one.count) for one in self.texts]
+        self._positions = mx.array(np.concatenate(places).astype(np.int32))
+        self._types = mx.array(np.array(types, np.int32))
+        self._rotary = RotaryEmbedding(self._positions)
+        self._masks: dict[tuple[int, int], mx.array | None] = {}
+
+    @property
+    def positions(self) -> mx.array:
+        """See TextBatch."""
+        return self._positions
+
+    @property
+    def types(self) -> mx.array:
+        """See TextBatch."""
+        return self._types
+
+    @property
+    def logits(self) -> bool:
+        """See ForwardBatch: states are computed, of all tokens."""
+        return False
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return x
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch."""
+        return self._rotary(x, rope)
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch."""
+        found = []
+        for texts in self.texts:
+            qs, ks, vs = (_heads_first(x[texts.begin : texts.end], texts.count) for x in (q, k, v))
+            mask = self._mask(texts.length, self._windows[layer])
+            out = _attend(qs, ks, vs, scores, mask)
+            found.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch. No encoder model has such layers."""
+        raise NotImplementedError
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch. No encoder model has such layers."""
+        raise NotImplementedError
+
+    def _mask(self, length: int, window: int) -> mx.array | None:
+        """Which keys [length, length] each query sees; None: all."""
+        window = window if window < length else 0
+        if not window and not self._causal:
+            return None
+        if (length, window) not in self._masks:
+            distance = np.arange(length)[:, None] - np.arange(length)
+            seen = distance >= 0 if self._causal else np.ones_like(distance, bool)
+            if window:
+                seen &= abs(distance) < window
+            self._masks[length, window] = mx.array(seen)
+        return self._masks[length, window]
+
+
+def _heads_first(x: mx.array, count: int) -> mx.array:
+    """x [B * L, H, D] of B texts -> [B, H, L, D]."""
+    return x.reshape(count, -1, *x.shape[1:]).swapaxes(1, 2)
+
+
+def _attend(
+    q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
+) -> mx.array:
+    """q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D], a part of it at a time."""
+    if on_gpu() and not scores.softcap:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scores.scale, mask=mask)
+    rows = []
+    for texts, queries in _parts(q.shape[0], q.shape[1], q.shape[2]):
+        seen = None if mask is None else mask[queries]
+        some = q[texts, :, queries], k[texts], v[texts]
+        rows.append((texts, unfused_attention(*some, scores, seen)))
+    grouped = [
+        mx.concatenate([out for _, out in some], axis=2)
+        for _, some in groupby(rows, key=lambda row: row[0].start)
+    ]
+    return mx.concatenate(grouped) if len(grouped) > 1 else grouped[0]
+
+
+def _parts(count: int, heads: int, length: int) -> Iterator[tuple[slice, slice]]:
+    """Texts and queries whose scores are in memory together: some whole texts, or part of one."""
+    pairs = MAX_SCORES // heads if on_gpu() else MAX_CPU_PAIRS
+    texts = max(pairs // length**2, 1)
+    queries = length if length**2 <= pairs else max(pairs // length, 1)
+    for text in range(0, count, texts):
+        for query in range(0, length, queries):
+            yield slice(text, text + texts), slice(query, query + queries)

@@ -1,0 +1,196 @@
+"""Checks the folder of an encoder model without MLX: its task, its steps, its texts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from tokenizers import Tokenizer
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.encoders import sentence_transformers as settings_files
+from mlxpool.worker.encoders.inputs import Task
+from mlxpool.worker.encoders.sentence_transformers import (
+    VectorSettings,
+    has_modules,
+    vector_settings,
+)
+from mlxpool.worker.encoders.text import EncoderTextSource
+from mlxpool.worker.layers.encoder_plan import EncoderPlan, label_count
+from mlxpool.worker.models.encoders import DECODERS, ENCODERS, encoder_plan
+from mlxpool.worker.models.text_decoders import require_answers
+from mlxpool.worker.prompt.tokenizer import read_tokenizer
+from mlxpool.worker.weights.files import ModelFiles
+from mlxpool.worker.weights.inspect import ModelFolder, inspect, require_tokenizer
+from mlxpool.worker.weights.json_files import optional_json, read_file, read_json
+
+log = logging.getLogger("mlxpool.worker")
+
+Activation: TypeAlias = Literal["", "sigmoid", "softmax"]  # of the head's logits
+MAX_TOKENS = 10**9  # model_max_length above it means: no bound
+# The activations that a cross-encoder's config.json names.
+ACTIVATIONS: Mapping[str, Activation] = {"Identity": "", "Sigmoid": "sigmoid"}
+PROBLEMS: Mapping[str, Activation] = {
+    "multi_label_classification": "sigmoid",
+    "regression": "",
+    "single_label_classification": "softmax",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFolder:
+    """An encoder model whose files have been checked and agree with each other."""
+
+    folder: ModelFolder
+    plan: EncoderPlan
+    vectors: VectorSettings
+    task: Task
+    labels: tuple[str, ...]  # of classify
+    activation: Activation
+    source: EncoderTextSource
+    digest: str  # hex; of all that decides the numbers
+
+    @property
+    def dimensions(self) -> int:
+        """The numbers of a vector; 0: the model does not embed."""
+        return self.vectors.dimensions(self.plan.hidden) if self.task == "embed" else 0
+
+
+def is_encoder(files: ModelFiles, task: str = "") -> bool:
+    """Whether the files are those of an encoder model; `task`: see ModelConfig.
+
+    Raises ModelLoadFailed for a config.json that cannot be read.
+    """
+    config = read_json(files / "config.json")
+    found = config.get("model_type") in ENCODERS or label_count(config) > 0
+    return bool(task) or found or has_modules(files)
+
+
+def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> EncoderFolder:
+    """Checks an encoder model; reads headers, but no weights. `task`, `context`: see ModelConfig.
+
+    Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
+    """
+    config = read_json(files / "config.json")
+    require_tokenizer(files.where, files)
+    tokenizer, data = read_tokenizer(files / "tokenizer.json")
+    found = _task(files, config, task)
+    answers = None
+    if found == "rerank" and config.get("model_type") in DECODERS and not label_count(config):
+        answers = require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
+        plan = encoder_plan(config, answers=answers)
+    else:
+        plan = encoder_plan(config)
+    vectors = vector_settings(files) if found == "embed" else VectorSettings()
+    if found == "embed" and not has_modules(files):
+        log.warning(
+            "no modules.json: states are averaged, as sentence-transformers does then",
+            extra={"model": str(files.where)},
+        )
+    folder = inspect(files, encoder=plan.model)
+    bounds = (context, vectors.max_tokens, _tokenizer_bound(files))
+    tokens = min([plan.model.context, *(bound for bound in bounds if bound)])
+    _check_vocabulary(tokenizer, plan.model.vocab_size)
+    config_of_text = optional_json(files / "tokenizer_config.json")
+    source = EncoderTextSource(
+        tokenizer=str(files / "tokenizer.json"),
+        sha256=hashlib.sha256(data).hexdigest(),
+        context=tokens,
+        vocab_size=plan.model.vocab_size,
+        prompts=vectors.prompts,
+        default_prompt=vectors.default_prompt,
+        lower=vectors.lower,
+        keeps_end=config_of_text.get("truncation_side") == "left",
+        asks=task == "rerank" and config.get("model_type") in DECODERS,
+    )
+    vectors.dimensions(plan.hidden)
+    return EncoderFolder(
+        folder=folder,
+        plan=plan,
+        vectors=vectors,
+        task=found,
+        labels=_labels(config, plan.labels) if found == "classify" else (),
+        activation=_activation(config, found, plan.labels),
+        source=source,
+        digest=_digest(files, folder.digest, vectors, found),
+    )
+
+
+def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
+    """The task of a model, as its files or the setting have it."""
+    labels = label_count(config)
+    if labels:
+        found: Task = "rerank" if labels == 1 else "classify"
+        if wanted not in ("", found):
+            raise ModelLoadFailed(
+                f"task is {wanted!r}, but config.json has a head of {labels} labels, which is for"
+                f" {found!r}: leave task out"
+            )
+        return found
+    if wanted == "rerank" and config.get("model_type") == "qwen3":
+        return "rerank"
+    if wanted in ("rerank", "classify"):
+        raise ModelLoadFailed(
+            f"task is {wanted!r}, but config.json has no head of labels (an architecture named"
+            " …ForSequenceClassification), nor is it a Qwen3 that answers yes or no"
+        )
+    if config.get("model_type") in DECODERS and not has_modules(files):
+        raise ModelLoadFailed(
+            f"{files.where} has no modules.json, which says how a {config['model_type']} makes a"
+            " vector of a text: download the files of sentence-transformers, too"
+        )
+    return "embed"
+
+
+def _labels(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    """The names in id2label; LABEL_0 and so on where there are none."""
+    listed = config.get("id2label") or {}
+    return tuple(str(listed.get(str(index), f"LABEL_{index}")) for index in range(count))
+
+
+def _activation(config: Mapping[str, Any], task: Task, labels: int) -> Activation:
+    """That of the head: what a cross-encoder's config.json names, or what its problem_type asks."""
+    if task == "rerank":
+        saved = config.get("sentence_transformers")
+        name = saved.get("activation_fn") if isinstance(saved, Mapping) else None
+        name = name or config.get("sbert_ce_default_activation_function")
+        kind = str(name or "Sigmoid").rpartition(".")[2]
+        if kind not in ACTIVATIONS:
+            raise ModelLoadFailed(
+                f"config.json has the activation {name!r}, must be Sigmoid or Identity of torch"
+            )
+        return ACTIVATIONS[kind]
+    problem = config.get("problem_type") or "single_label_classification"
+    if problem not in PROBLEMS:
+        raise ModelLoadFailed(
+            f"config.json has problem_type {problem!r}, must be one of {', '.join(PROBLEMS)}"
+        )
+    return PROBLEMS[problem]
+
+
+def _tokenizer_bound(files: ModelFiles) -> int:
+    """model_max_length of the tokenizer; 0: it names none."""
+    bound = optional_json(files / "tokenizer_config.json").get("model_max_length")
+    return bound if isinstance(bound, int) and 0 < bound < MAX_TOKENS else 0
+
+
+def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= rows:
+        raise ModelLoadFailed(
+            f"tokenizer.json has ids up to {largest}, the model has rows for {rows} (vocab_size of"
+            " config.json): the tokenizer is of another model"
+        )
+
+
+def _digest(files: ModelFiles, folder: str, vectors: VectorSettings, task: Task) -> str:
+    """Covers the folder's digest, the task, and the settings and weights behind the model."""
+    digest = hashlib.sha256(f"{folder} {task} {vectors}".encode())
+    if task == "embed" and has_modules(files):
+        digest.update(read_file(files / settings_files.MODULES))
+    for one in vectors.dense:
+        digest.update(read_file(files / one.file))
+    return digest.hexdigest()

@@ -1,0 +1,187 @@
+"""Reads the files that sentence-transformers keeps beside a model: what is done with its states.
+
+modules.json lists the steps behind the model; each has a folder. Nothing is guessed: a step that
+is not implemented is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.activations import FUNCTIONS
+from mlxpool.worker.layers.config_fields import flag, integer
+from mlxpool.worker.layers.encoder_plan import Pooling
+from mlxpool.worker.weights.files import ModelFiles
+from mlxpool.worker.weights.json_files import optional_json, read_json, read_json_list
+
+MODULES = "modules.json"
+SETTINGS = "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
+POOLINGS = get_args(Pooling)
+OLD_POOLINGS: Mapping[str, Pooling] = {  # keys of older files, in the order of their vectors
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+NO_STEP = ("Dropout",)  # modules that do nothing when a text is embedded
+assert all(name in {"", "tanh", *FUNCTIONS} for name in DENSE_ACTIVATIONS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer behind the pooling: `file` holds linear.weight and, with a bias, linear.bias.
+
+    `activation`: a name of activations.FUNCTIONS or tanh; "": none.
+    """
+
+    file: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSettings:
+    """How an embedding model makes a vector of the states of a text.
+
+    `poolings`: several give vectors behind each other. `max_tokens`: of a text; 0: the model's own.
+    """
+
+    poolings: tuple[Pooling, ...] = ("mean",)
+    dense: tuple[Dense, ...] = ()
+    normalises: bool = False
+    max_tokens: int = 0
+    lower: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    similarity: str = "cosine"
+
+    def dimensions(self, hidden: int) -> int:
+        """The numbers of a vector; raises ModelLoadFailed where the steps do not fit together."""
+        size = hidden * len(self.poolings)
+        for one in self.dense:
+            if one.inputs != size:
+                raise ModelLoadFailed(
+                    f"{one.file} takes {one.inputs} numbers, the step before it gives {size}"
+                )
+            size = one.outputs
+        return size
+
+
+def has_modules(files: ModelFiles) -> bool:
+    """Whether sentence-transformers' list of steps is there."""
+    return (files / MODULES).is_file()
+
+
+def vector_settings(files: ModelFiles) -> VectorSettings:
+    """The settings of a folder; those of sentence-transformers itself where it has no modules.json.
+
+    Raises ModelLoadFailed naming the file and what cannot be used.
+    """
+    steps: dict[str, Any] = {}
+    dense: list[Dense] = []
+    if has_modules(files):
+        for kind, path in _modules(files):
+            if kind == "Pooling":
+                steps["poolings"] = _poolings(files, path)
+            elif kind == "Dense":
+                dense.append(_dense(files, path))
+            elif kind == "Normalize":
+                steps["normalises"] = True
+        if "poolings" not in steps:
+            raise ModelLoadFailed(f"{files / MODULES} lists no Pooling: it embeds no texts")
+    settings = optional_json(files / SETTINGS)
+    prompts = optional_json(files / PROMPTS)
+    return VectorSettings(
+        dense=tuple(dense),
+        max_tokens=integer(settings, "max_seq_length") if settings.get("max_seq_length") else 0,
+        lower=flag(settings, "do_lower_case"),
+        similarity=str(prompts.get("similarity_fn_name") or "cosine"),
+        **_prompts(prompts),
+        **steps,
+    )
+
+
+def _modules(files: ModelFiles) -> list[tuple[str, str]]:
+    """The kind and folder of each step, the model itself first."""
+    found = []
+    for entry in read_json_list(files / MODULES):
+        kind = str(entry.get("type", "")).rpartition(".")[2]
+        path = str(entry.get("path", ""))
+        if kind == "Transformer":
+            if path:
+                raise ModelLoadFailed(
+                    f"{files / MODULES} has the model in the folder {path!r}, must be beside it:"
+                    " move its files there and set the path to ''"
+                )
+        elif kind not in ("Pooling", "Dense", "Normalize", *NO_STEP):
+            raise ModelLoadFailed(
+                f"{files / MODULES} has the step {kind!r}; supported are Transformer, Pooling,"
+                " Dense and Normalize"
+            )
+        found.append((kind, path))
+    kinds = [kind for kind, _ in found if kind not in NO_STEP]
+    wanted = sorted(kinds, key=("Transformer", "Pooling", "Dense", "Normalize").index)
+    if kinds != wanted or kinds.count("Transformer") != 1 or kinds.count("Pooling") > 1:
+        raise ModelLoadFailed(
+            f"{files / MODULES} has the steps {', '.join(kinds)}; supported are one Transformer,"
+            " one Pooling, Dense, Normalize, in this order"
+        )
+    return found
+
+
+def _poolings(files: ModelFiles, path: str) -> tuple[Pooling, ...]:
+    config = read_json(files / f"{path}/config.json")
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in OLD_POOLINGS.items() if config.get(key)]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or any(one not in POOLINGS for one in modes):
+        raise ModelLoadFailed(
+            f"{files / path}/config.json has the pooling {modes!r}, must be of"
+            f" {', '.join(POOLINGS)}"
+        )
+    if not flag(config, "include_prompt", True):
+        raise ModelLoadFailed(
+            f"{files / path}/config.json has include_prompt false, which is not supported: tokens"
+            " of a prompt are pooled as the others"
+        )
+    return tuple(cast(Pooling, one) for one in modes)
+
+
+def _dense(files: ModelFiles, path: str) -> Dense:
+    config = read_json(files / f"{path}/config.json")
+    name = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+    if name not in DENSE_ACTIVATIONS:
+        raise ModelLoadFailed(
+            f"{files / path}/config.json has activation_function {name!r}, must be one of"
+            f" {', '.join(DENSE_ACTIVATIONS)}"
+        )
+    file = f"{path}/model.safetensors"
+    if not (files / file).is_file():
+        raise ModelLoadFailed(f"{files / file} is missing, the weights of a Dense; download again")
+    return Dense(
+        file,
+        integer(config, "in_features"),
+        integer(config, "out_features"),
+        flag(config, "bias", True),
+        DENSE_ACTIVATIONS[name],
+    )
+
+
+def _prompts(config: Mapping[str, Any]) -> dict[str, Any]:
+    prompts = config.get("prompts") or {}
+    default = config.get("default_prompt_name") or ""
+    if not isinstance(prompts, Mapping) or not all(isinstance(x, str) for x in prompts.values()):
+        raise ModelLoadFailed(f"{PROMPTS} has prompts {prompts!r:.60}, must map names to texts")
+    if default and default not in prompts:
+        raise ModelLoadFailed(f"{PROMPTS} has default_prompt_name {default!r}, not of its prompts")
+    return {"prompts": dict(prompts), "default_prompt": default}

@@ -1,0 +1,200 @@
+"""Texts and pairs of texts as inputs of an encoder model. Imports no MLX."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Encoding
+
+from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
+from mlxpool.worker.encoders.inputs import EncoderInput, Task
+from mlxpool.worker.prompt.tokenizer import is_panic, read_tokenizer
+
+# What a Qwen3 reranker is asked of a pair, as it was trained.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QUESTION_BEGIN = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+QUESTION = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+QUESTION_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderTextSource:
+    """What another process needs to prepare texts of an encoder model, see EncoderText.
+
+    `sha256`: of the file `tokenizer`. `context`: tokens of an input at most. `prompts`: texts by
+    name that are put in front of an input; `default_prompt`: the name of the one that is used where
+    a request names none, "": none. `lower`: texts are lower-cased. `keeps_end`: a text that is
+    truncated loses its begin. `asks`: a pair becomes the question that Qwen3 rerankers are asked.
+    """
+
+    tokenizer: str
+    sha256: str
+    context: int
+    vocab_size: int
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    lower: bool = False
+    keeps_end: bool = False
+    asks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEncoder:
+    """An encoder model's folder was checked; its weights are not loaded yet.
+
+    `dimensions` and `normalises`: see engine.encoder.Encoder.
+    """
+
+    digest: str
+    context: int
+    vocab_size: int
+    tasks: frozenset[Task]
+    source: EncoderTextSource
+    dimensions: int = 0
+    normalises: bool = False
+    labels: tuple[str, ...] = ()
+
+
+class EncoderText:
+    """The tokenizer of an encoder model, with its prompts."""
+
+    def __init__(self, source: EncoderTextSource) -> None:
+        """Raises ModelLoadFailed for a file that has changed since it was checked."""
+        self.source = source
+        self._tokenizer, data = read_tokenizer(Path(source.tokenizer))
+        if hashlib.sha256(data).hexdigest() != source.sha256:
+            raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
+
+    def encode_texts(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt_name: str = "",
+        prompt: str | None = None,
+        truncate: bool = False,
+    ) -> list[EncoderInput]:
+        """The input of each text, behind `prompt` or else the prompt of that name.
+
+        Raises ContextExceeded naming the text that is too long, unless `truncate`; BadRequest for
+        an unknown name and for text that is not Unicode.
+        """
+        before = self._prompt(prompt_name) if prompt is None else prompt
+        return [
+            self._input(index, self._words(before + text), None, truncate)
+            for index, text in enumerate(texts)
+        ]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, prompt: str | None = None, truncate: bool = False
+    ) -> list[EncoderInput]:
+        """The input of each pair, of a query and a document; raises as `encode_texts`.
+
+        `prompt` is put in front of the first text; a model that is asked about pairs takes it as
+        its instruction.
+        """
+        if self.source.asks:
+            asked = INSTRUCTION if prompt is None else prompt
+            return [
+                self._question(index, asked, query, document, truncate)
+                for index, (query, document) in enumerate(pairs)
+            ]
+        before = prompt or ""
+        return [
+            self._input(index, self._words(before + first), self._words(second), truncate)
+            for index, (first, second) in enumerate(pairs)
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text with the special tokens around it, without a prompt."""
+        return list(self._encoding(self._words(text), None, 0).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, as the tokenizer joins them."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _prompt(self, name: str) -> str:
+        name = name or self.source.default_prompt
+        if name and name not in self.source.prompts:
+            known = ", ".join(self.source.prompts) or "none"
+            raise BadRequest(f"there is no prompt {name!r}; this model has: {known}")
+        return self.source.prompts[name] if name else ""
+
+    def _words(self, text: str) -> str:
+        return text.lower() if self.source.lower else text
+
+    def _input(self, index: int, text: str, pair: str | None, truncate: bool) -> EncoderInput:
+        context = self.source.context
+        found = self._encoding(text, pair, context if truncate else 0)
+        if len(found.ids) > context:
+            raise ContextExceeded(
+                f"input {index} has {len(found.ids)} tokens, the model reads at most {context};"
+                " shorten it, or set truncate",
+                details={"index": index, "prompt_tokens": len(found.ids), "context": context},
+            )
+        types = tuple(found.type_ids)
+        return EncoderInput(tuple(found.ids), types if any(types) else ())
+
+    def _question(
+        self, index: int, instruction: str, query: str, document: str, truncate: bool
+    ) -> EncoderInput:
+        """The question about a pair; what is truncated is the pair, not the words around it."""
+        begin, end = (self._plain(one) for one in (QUESTION_BEGIN, QUESTION_END))
+        text = QUESTION.format(instruction=instruction, query=query, document=document)
+        ids, most = self._plain(text), self.source.context - len(begin) - len(end)
+        if len(ids) > most and not truncate:
+            raise ContextExceeded(
+                f"input {index} has {len(begin) + len(ids) + len(end)} tokens with the question"
+                f" around it, the model reads at most {self.source.context}; shorten it, or set"
+                " truncate",
+                details={"index": index, "prompt_tokens": len(ids), "context": most},
+            )
+        return EncoderInput((*begin, *ids[: max(most, 0)], *end))
+
+    def _plain(self, text: str) -> list[int]:
+        """The ids of a text without special tokens around it."""
+        return list(self._encoding(text, None, 0, special=False).ids)
+
+    def _encoding(self, text: str, pair: str | None, most: int, special: bool = True) -> Encoding:
+        """`most`: the tokens to which it is truncated; 0: it is not."""
+        if most:
+            side = "left" if self.source.keeps_end else "right"
+            self._tokenizer.enable_truncation(most, direction=side)
+        try:
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text if pair is None else (text, pair)], add_special_tokens=special
+            )
+        except (TypeError, UnicodeError) as error:
+            raise BadRequest(f"the text is not valid Unicode: {error}") from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise BadRequest(f"the tokenizer of this model fails with this text: {error}") from None
+        finally:
+            if most:
+                self._tokenizer.no_truncation()
+        return found
+
+
+def check_ids(inputs: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
+    """Checks inputs that are token ids; raises BadRequest or ContextExceeded naming the index."""
+    for index, ids in enumerate(inputs):
+        if not ids:
+            raise BadRequest(f"input {index} is empty: it has no tokens")
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise BadRequest(
+                f"input {index} has token ids from {min(ids)} to {max(ids)}, must be below"
+                f" {vocab_size}, the size of the vocabulary"
+            )
+        if len(ids) > context:
+            raise ContextExceeded(
+                f"input {index} has {len(ids)} tokens, the model reads at most {context}; shorten"
+                " it",
+                details={"index": index, "prompt_tokens": len(ids), "context": context},
+            )

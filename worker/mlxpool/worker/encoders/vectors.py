@@ -1,0 +1,29 @@
+"""Vectors as a request wants them: the first dimensions only, and of length 1."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.common.errors import BadRequest
+
+Vectors = npt.NDArray[np.float32]
+MIN_LENGTH = 1e-12  # a shorter vector is divided by this, so that zeros stay zeros
+
+
+def require_dimensions(wanted: int, dimensions: int) -> None:
+    """Raises BadRequest where a request wants no dimensions, or more than the model has."""
+    if not 1 <= wanted <= dimensions:
+        raise BadRequest(
+            f"dimensions is {wanted}, must be from 1 to {dimensions}, the size of this model's"
+            " vectors"
+        )
+
+
+def finished(vectors: Vectors, dimensions: int, *, normalise: bool) -> Vectors:
+    """The first `dimensions` of vectors [n, d], 0: all, divided by their lengths if `normalise`."""
+    cut = vectors[:, :dimensions] if dimensions else vectors
+    if not normalise:
+        return np.ascontiguousarray(cut)
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return np.ascontiguousarray(cut / np.maximum(lengths, MIN_LENGTH))

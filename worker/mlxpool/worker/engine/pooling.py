@@ -1,0 +1,63 @@
+"""Vectors of texts: the states of a text's tokens as one, and the linear layers behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.attention.packed_batch import EqualTexts
+from mlxpool.worker.encoders.sentence_transformers import Dense
+from mlxpool.worker.layers.activations import FUNCTIONS
+from mlxpool.worker.layers.encoder_plan import Pooling
+from mlxpool.worker.layers.layer_types import LayerFunction
+
+
+def _weighted_mean(states: mx.array) -> mx.array:
+    """The mean with weights 1, 2, 3 and so on: later tokens have read more."""
+    length = states.shape[1]
+    weights = mx.arange(1, length + 1, dtype=states.dtype)[:, None]
+    return mx.sum(states * weights, axis=1) / (length * (length + 1) / 2)
+
+
+# States [texts, length, d] of texts of one length -> [texts, d].
+POOLS: Mapping[Pooling, LayerFunction] = {
+    "cls": lambda states: states[:, 0],
+    "lasttoken": lambda states: states[:, -1],
+    "max": lambda states: mx.max(states, axis=1),
+    "mean": lambda states: mx.mean(states, axis=1),
+    "mean_sqrt_len_tokens": lambda states: mx.sum(states, axis=1) / states.shape[1] ** 0.5,
+    "weightedmean": _weighted_mean,
+}
+
+
+def pooled(states: mx.array, texts: Sequence[EqualTexts], poolings: Sequence[Pooling]) -> mx.array:
+    """States [T, d] of a pass -> vectors [n, d * poolings], in the order of the texts."""
+    found = []
+    for some in texts:
+        grouped = states[some.begin : some.end].reshape(some.count, some.length, -1)
+        parts = [POOLS[one](grouped) for one in poolings]
+        found.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
+    return found[0] if len(found) == 1 else mx.concatenate(found)
+
+
+def load_dense(file: Path, dense: Dense, dtype: mx.Dtype) -> LayerFunction:
+    """A linear layer with its activation; raises ModelLoadFailed for another file."""
+    try:
+        found = mx.load(str(file), format="safetensors")
+    except (RuntimeError, OSError) as error:
+        raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
+    assert isinstance(found, dict)
+    wanted = {"linear.weight": (dense.outputs, dense.inputs)}
+    if dense.bias:
+        wanted["linear.bias"] = (dense.outputs,)  # type: ignore[assignment]
+    shapes = {name: array.shape for name, array in found.items()}
+    if shapes != wanted:
+        raise ModelLoadFailed(f"{file} has the tensors {shapes}, must have {wanted}")
+    weight = found["linear.weight"].astype(dtype).T
+    bias = found["linear.bias"].astype(dtype) if dense.bias else mx.zeros((dense.outputs,), dtype)
+    mx.eval(weight, bias)
+    activation = {"": lambda x: x, "tanh": mx.tanh, **FUNCTIONS}[dense.activation]
+    return lambda x: activation(x @ weight + bias)

@@ -1,0 +1,64 @@
+"""Activation functions by the names that config.json has for them. No MLX at run time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.layer_types import LayerFunction
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+def gelu(x: mx.array) -> mx.array:
+    """x times the normal distribution function of x."""
+    import mlx.core as mx
+
+    from mlxpool.worker.kernels import cpu_exp
+
+    if cpu_exp.supports(x):
+        return cpu_exp.gelu(x)
+    return 0.5 * x * (1 + mx.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    """The approximation of gelu by a tanh."""
+    import mlx.core as mx
+
+    return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def relu(x: mx.array) -> mx.array:
+    """max(x, 0)."""
+    import mlx.core as mx
+
+    return mx.maximum(x, 0)
+
+
+def silu(x: mx.array) -> mx.array:
+    """x * sigmoid(x)."""
+    import mlx.core as mx
+
+    return x * mx.sigmoid(x)
+
+
+FUNCTIONS: Mapping[str, LayerFunction] = {
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": relu,
+    "silu": silu,
+}
+
+
+def activation(config: Mapping[str, Any], key: str, default: str = "gelu") -> LayerFunction:
+    """The function that config.json names; raises ModelLoadFailed for an unknown one."""
+    name = config.get(key) or default
+    if name not in FUNCTIONS:
+        raise ModelLoadFailed(
+            f"config.json has {key} {name!r}, must be one of {', '.join(FUNCTIONS)}"
+        )
+    return FUNCTIONS[name]

@@ -1,0 +1,101 @@
+"""The plan of an encoder model, and what its parts have in common. No MLX at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.config_fields import integer
+from mlxpool.worker.layers.decoder_layer import WeightShapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, without_prefix
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LayerFunction
+from mlxpool.worker.layers.model_plan import ModelPlan
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+# Which states of a text's tokens become its vector.
+Pooling: TypeAlias = Literal[
+    "cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"
+]
+
+
+@runtime_checkable
+class TextBatch(ForwardBatch, Protocol):
+    """The batch of an encoder model: whole texts, each token with its position and segment [T]."""
+
+    @property
+    def positions(self) -> mx.array: ...
+
+    @property
+    def types(self) -> mx.array: ...
+
+
+def text_batch(batch: ForwardBatch) -> TextBatch:
+    """The batch as that of whole texts; encoder models are given no other one."""
+    assert isinstance(batch, TextBatch)
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPlan:
+    """A checked config of an encoder model.
+
+    The built model's `hidden_states` are those of all tokens. With a head, `logits_of` are the
+    logits [n, labels] of texts whose pooled states it is given.
+    """
+
+    model: ModelPlan
+    hidden: int  # numbers of a token's state
+    causal: bool = False
+    labels: int = 0  # logits of the head; 0: it has none
+    pooling: Pooling = "cls"  # of the head
+
+
+def label_count(config: Mapping[str, Any]) -> int:
+    """The labels of a ForSequenceClassification; 0 for another architecture.
+
+    Raises ModelLoadFailed for numbers that disagree.
+    """
+    names = config.get("architectures") or []
+    if not any(isinstance(one, str) and one.endswith("ForSequenceClassification") for one in names):
+        return 0
+    listed = config.get("id2label")
+    count = len(listed) if isinstance(listed, Mapping) else 2  # transformers writes no default
+    if integer(config, "num_labels", count) != count:
+        raise ModelLoadFailed(
+            f"config.json has num_labels {config['num_labels']}, but {count} labels in id2label"
+        )
+    return count
+
+
+def renamed_tensors(
+    prefixes: Mapping[str, str],
+) -> Callable[[StoredTensors], Iterator[DerivedWeights]]:
+    """A ModelPlan's `derived` that replaces prefixes of names, those of wrapped models."""
+
+    def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
+        for stored, spec in found.items():
+            name = without_prefix(stored, prefixes)
+            if name != stored:
+                yield DerivedWeights((stored,), {name: spec}, tuple)
+
+    return derived
+
+
+def layer_norm_shapes(name: str, size: int, bias: bool = True) -> WeightShapes:
+    """The tensors of a layer norm."""
+    yield f"{name}.weight", (size,)
+    if bias:
+        yield f"{name}.bias", (size,)
+
+
+def layer_norm(builder: LayerBuilder, name: str, eps: float, bias: bool = True) -> LayerFunction:
+    """A layer norm over the last axis."""
+    import mlx.core as mx
+
+    weight = builder.tensor(f"{name}.weight")
+    shift = builder.tensor(f"{name}.bias") if bias else None
+    return lambda x: mx.fast.layer_norm(x, weight, shift, eps)

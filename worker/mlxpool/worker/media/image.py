@@ -1,0 +1,52 @@
+"""What a model's preprocessing makes of an image. No MLX."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.media.spans import ImageKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """The pixels of one image as the encoder takes them; their shape is the model's affair.
+
+    `grid`: patches in time, height and width. `count`: the inputs that stand for the image.
+    """
+
+    key: ImageKey
+    pixels: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+    count: int
+
+    @classmethod
+    def of(
+        cls,
+        pixels: npt.NDArray[np.float32],
+        grid: tuple[int, int, int],
+        count: int,
+        version: bytes,
+    ) -> Self:
+        """Makes the key; `version` names the model's preprocessing and changes with its results."""
+        plain = np.ascontiguousarray(pixels, dtype=np.float32)
+        return cls(image_key(plain, grid, version), plain, grid, count)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pixels."""
+        return self.pixels.nbytes
+
+
+def image_key(
+    pixels: npt.NDArray[np.float32], grid: tuple[int, int, int], version: bytes
+) -> ImageKey:
+    """Returns SHA-256 of preprocessed pixels, their shape and grid, and the preprocessing."""
+    head = repr((version, pixels.shape, grid)).encode()
+    digest = hashlib.sha256(len(head).to_bytes(8, "little") + head)
+    digest.update(np.ascontiguousarray(pixels).view(np.uint8).data)
+    return digest.digest()

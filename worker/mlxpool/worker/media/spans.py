@@ -1,0 +1,131 @@
+"""Where images stand among the inputs of a sequence, and where these may be cut. Pure.
+
+An input is an int: a token id below FIRST_SLOT, or a slot of an image. A slot is a 64-bit number
+from the image's key and its index in the image, so another image in the same place gives other
+inputs, and the same image gives the same ones in any prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+ImageKey = bytes  # SHA-256 of the pixels as a model gets them, see `image_key`
+
+FIRST_SLOT = 2**32  # token ids are below
+_SLOT_BIT = 2**63  # set in every slot
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Inputs [start, start + count) of a sequence are the slots of one image.
+
+    `grid`: patches of the image in time, height and width, before a model merges them. `group`: the
+    inputs attend both ways, so the span is computed in one pass and no cached prefix ends in it.
+    """
+
+    start: int
+    count: int
+    image: ImageKey
+    grid: tuple[int, int, int]
+    group: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+Spans = Sequence[MediaSpan]  # in order, without overlap
+
+
+def slot_item(image: ImageKey, index: int) -> int:
+    """Returns the input that is slot `index` of an image."""
+    digest = hashlib.sha256(image + index.to_bytes(4, "little")).digest()
+    return int.from_bytes(digest[:8], "little") | _SLOT_BIT
+
+
+def slot_items(image: ImageKey, count: int) -> tuple[int, ...]:
+    """Returns the inputs of an image with `count` slots."""
+    return tuple(slot_item(image, index) for index in range(count))
+
+
+def is_slot(item: int) -> bool:
+    """Whether an input is a slot of an image; otherwise it is a token id."""
+    return item >= FIRST_SLOT
+
+
+def overlapping(spans: Spans, start: int, end: int) -> Iterator[MediaSpan]:
+    """Yields the spans that have inputs in [start, end)."""
+    return (span for span in spans if span.start < end and start < span.end)
+
+
+def span_around(spans: Spans, place: int) -> MediaSpan | None:
+    """Returns the span that a cut before input `place` would divide; None if there is none."""
+    return next((span for span in spans if span.start < place < span.end), None)
+
+
+def prefix_end(spans: Spans, place: int) -> int:
+    """Returns the last place up to `place` where a prefix may end: never inside a group."""
+    span = span_around(spans, place)
+    return span.start if span is not None and span.group else place
+
+
+def chunk_end(spans: Spans, start: int, end: int) -> int:
+    """Returns where a chunk ends that begins at `start` and is to end at `end`.
+
+    A group that `end` would divide is left to the next chunk. If the chunk would be empty without
+    it, the chunk takes all of it and ends later than `end`.
+    """
+    span = span_around(spans, end)
+    if span is None or not span.group:
+        return end
+    return span.start if span.start > start else span.end
+
+
+def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey]) -> int:
+    """Returns `chunk_end`, or the begin of the first image in the chunk that is not encoded.
+
+    It is `start` where the chunk would begin inside such an image.
+    """
+    end = chunk_end(spans, start, end)
+    missing = (span for span in overlapping(spans, start, end) if span.image not in encoded)
+    first = next(missing, None)
+    return end if first is None else max(first.start, start)
+
+
+def kept_end(spans: Spans, place: int) -> int:
+    """Returns the last place up to `place` that divides no image: what stands before is kept."""
+    span = span_around(spans, place)
+    return place if span is None else span.start
+
+
+def cut_end(spans: Spans, place: int) -> int:
+    """Returns the first place from `place` on that divides no image: what stands before goes."""
+    span = span_around(spans, place)
+    return place if span is None else span.end
+
+
+def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
+    """Returns the spans after the `removed` inputs behind the first `keep` are gone.
+
+    Both ends of the cut are places that divide no image.
+    """
+    behind = keep + removed
+    return tuple(
+        span if span.end <= keep else replace(span, start=span.start - removed)
+        for span in spans
+        if span.end <= keep or span.start >= behind
+    )
+
+
+def check_spans(spans: Iterable[MediaSpan], inputs: int) -> None:
+    """Raises ValueError unless spans have inputs, are in order, do not overlap and end in time."""
+    last = 0
+    for number, span in enumerate(spans):
+        if span.count < 1 or span.start < last or span.end > inputs:
+            raise ValueError(
+                f"media span {number} is [{span.start}, {span.end}): it must have inputs, begin at"
+                f" {last} or later and end at {inputs} or before"
+            )
+        last = span.end

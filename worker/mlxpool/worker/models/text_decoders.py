@@ -1,0 +1,145 @@
+"""Decoders that embed or rate whole texts: Qwen3, and Gemma 3 with attention both ways.
+
+Released embedding models are stored without the output head and the prefix of its names. A Qwen3
+that rates answers a question: the score is the logit of `yes` less that of `no`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.config_fields import flag, integer
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors
+from mlxpool.worker.layers.encoder_plan import EncoderPlan, label_count
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder
+from mlxpool.worker.layers.model_plan import Model, ModelPlan
+from mlxpool.worker.models import gemma3, qwen3
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+BODY = ("embed_tokens.", "layers.", "norm.")  # names of models that are stored without a head
+PREFIX = "model."
+BIDIRECTIONAL = "use_bidirectional_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The token ids of the two answers whose logits are compared."""
+
+    yes: int
+    no: int
+
+
+def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> EncoderPlan:
+    """The plan of a decoder as an encoder model; `answers`: it rates as a language model.
+
+    Raises ModelLoadFailed naming the key that cannot be used.
+    """
+    labels = label_count(config)
+    if answers is None:
+        config = {**config, "tie_word_embeddings": True}  # the output head is not used
+    gemma = config.get("model_type") == "gemma3_text"
+    plan = _gemma(config) if gemma else qwen3.plan(config)
+    causal = not (gemma and flag(config, BIDIRECTIONAL))
+    hidden = integer(config, "hidden_size")
+    plan = replace(plan, derived=_PrefixedTensors(plan))
+    if answers is not None:
+        build = plan.build
+        plan = replace(plan, build=lambda builder: _AnsweringModel(build(builder), answers))
+        return EncoderPlan(plan, hidden, causal, labels=1, pooling="lasttoken")
+    if labels:
+        plan = _with_score(plan, labels, hidden)
+    return EncoderPlan(plan, hidden, causal, labels, "lasttoken")
+
+
+def _gemma(config: Mapping[str, Any]) -> ModelPlan:
+    """A window of tokens both ways is stored as the tokens of both sides together."""
+    if not flag(config, BIDIRECTIONAL):
+        return gemma3.plan(config)
+    window = integer(config, "sliding_window", 4096) // 2 + 1
+    return gemma3.plan({**config, BIDIRECTIONAL: False, "sliding_window": window})
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefixedTensors:
+    """A `derived` that adds the prefix to names without it, then makes what the plan's makes."""
+
+    plan: ModelPlan
+
+    def __call__(self, found: StoredTensors) -> Iterator[DerivedWeights]:
+        stored = {PREFIX + name if name.startswith(BODY) else name: name for name in found}
+        renamed = {name: found[original] for name, original in stored.items()}
+        done: set[str] = set()
+        for one in self.plan.derived(renamed):
+            done.update(one.sources)
+            yield replace(one, sources=tuple(stored.get(name, name) for name in one.sources))
+        for name, original in stored.items():
+            if name != original and name not in done:
+                yield DerivedWeights((original,), {name: renamed[name]}, tuple)
+
+
+def _with_score(plan: ModelPlan, labels: int, hidden: int) -> ModelPlan:
+    build = plan.build
+    return replace(
+        plan,
+        shapes={**plan.shapes, "score.weight": (labels, hidden)},
+        build=lambda builder: _ScoredModel(build(builder), builder),
+    )
+
+
+class _States:
+    """A Model whose states are those of a decoder."""
+
+    def __init__(self, decoder: Model) -> None:
+        self.decoder = decoder
+
+    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.logits_of(batch.logit_rows(self.hidden_states(tokens, batch)))
+
+    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.decoder.hidden_states(tokens, batch)
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """See EncoderPlan."""
+        raise NotImplementedError
+
+
+class _ScoredModel(_States):
+    """A decoder with a linear layer over the state of the last token."""
+
+    def __init__(self, decoder: Model, builder: LayerBuilder) -> None:
+        super().__init__(decoder)
+        self.score = builder.linear("score")
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """See EncoderPlan."""
+        return self.score(hidden)
+
+
+class _AnsweringModel(_States):
+    """A decoder whose next token answers a question."""
+
+    def __init__(self, decoder: Model, answers: Answers) -> None:
+        super().__init__(decoder)
+        self.answers = answers
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """See EncoderPlan."""
+        logits = self.decoder.logits_of(hidden)
+        return (logits[:, self.answers.yes] - logits[:, self.answers.no])[:, None]
+
+
+def require_answers(yes: int | None, no: int | None) -> Answers:
+    """The answers' ids; raises ModelLoadFailed where the tokenizer has no such tokens."""
+    if yes is None or no is None:
+        raise ModelLoadFailed(
+            'tokenizer.json has no tokens "yes" and "no", whose logits a language model that rates'
+            " is asked for: take task out, or name another model"
+        )
+    return Answers(yes, no)
