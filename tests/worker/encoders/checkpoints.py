@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ SIZES = {
 ROWS = 64  # positions
 PLAIN = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
 QUERY = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None}
+SEARCH = {"prompts": {"query": "search | query: ", "document": "title: none | text: "}}
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,22 @@ CASES: Mapping[str, Case] = {
     "bert, 16 dimensions": Case(BERT, "wordpiece", ("cls",), dimensions=16),
     "bert, all poolings": Case(BERT, "wordpiece", ALL_POOLINGS),
     "bert without modules": Case(BERT, "wordpiece"),
-    "roberta": Case({**XLM, "model_type": "roberta", "architectures": ["RobertaModel"]}, "bpe"),
-    "xlm-roberta": Case(XLM, "unigram", ("cls",), True),
+    "roberta": Case(
+        {**XLM, "model_type": "roberta", "architectures": ["RobertaModel"]}, "bpe of roberta"
+    ),
+    "xlm-roberta": Case(XLM, "unigram of roberta", ("cls",), True),
     "nomic_bert": Case(NOMIC, "wordpiece", ("mean",), True),
     "modernbert": Case(MODERN, "bpe", ("mean",)),
     "qwen3": Case(QWEN, "bpe, an end", ("lasttoken",), True, prompts=QUERY, prompt_name="query"),
-    "embeddinggemma": Case(GEMMA, "unigram", ("mean",), True, dense=(64, 32)),
+    "embeddinggemma": Case(
+        GEMMA,
+        "unigram",
+        ("mean",),
+        True,
+        dense=(64, 32),
+        prompts=SEARCH,
+        prompt_name="document",
+    ),
     "bert, rerank": Case({**BERT_HEAD, **_labels(1)}, "wordpiece", prefix="bert."),
     "bert, rerank without activation": Case(
         {
@@ -164,7 +176,12 @@ CASES: Mapping[str, Case] = {
         "wordpiece",
         prefix="bert.",
     ),
-    "xlm-roberta, rerank": Case({**XLM_HEAD, **_labels(1)}, "unigram", prefix="roberta."),
+    "bert, rerank without types": Case(
+        {**BERT_HEAD, **_labels(1)}, "wordpiece without types", prefix="bert."
+    ),
+    "xlm-roberta, rerank": Case(
+        {**XLM_HEAD, **_labels(1)}, "unigram of roberta", prefix="roberta."
+    ),
     "modernbert, rerank": Case(
         {**MODERN_HEAD, **_labels(1), "classifier_pooling": "mean"}, "bpe", prefix="model."
     ),
@@ -197,10 +214,16 @@ def write(folder: Path, case: Case) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     _json(folder / "config.json", config)
     bound = config["max_position_embeddings"] if case.answers else MAX_TOKENS
-    special = dict(zip(("pad_token", "cls_token", "sep_token"), SPECIAL, strict=False))
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    names = ["input_ids", "attention_mask", *["token_type_ids"] * (case.tokenizer == "wordpiece")]
     _json(
         folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": bound, **special},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": bound,
+            "model_input_names": names,
+            **special,
+        },
     )
     _save(folder / "model.safetensors", _weights(config, case))
     if case.poolings:
@@ -287,13 +310,15 @@ def _json(file: Path, value: Any) -> None:
 # ---- tokenizers --------------------------------------------------------------------------------
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+ROBERTA_SPECIAL = ("[CLS]", "[PAD]", "[SEP]", "[UNK]")  # positions begin behind the padding's id
 LETTERS = [chr(code) for code in range(33, 127)]
 
 
-def _template(pair: str, single: str = "[CLS] $A [SEP]") -> processors.TemplateProcessing:
-    return processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
+def _template(
+    pair: str, single: str = "[CLS] $A [SEP]", special: Sequence[str] = SPECIAL
+) -> processors.TemplateProcessing:
+    ids = [(one, special.index(one)) for one in ("[CLS]", "[SEP]")]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def _wordpiece() -> Tokenizer:
@@ -309,32 +334,32 @@ def _wordpiece() -> Tokenizer:
     return tokenizer
 
 
-def _unigram() -> Tokenizer:
-    pieces = [(one, 0.0) for one in SPECIAL]
+def _unigram(special: Sequence[str] = SPECIAL) -> Tokenizer:
+    pieces = [(one, 0.0) for one in special]
     pieces += [("▁" + word, -4.0 - index / 10) for index, word in enumerate(WORDS)]
     pieces += [(one, -9.0 - index / 100) for index, one in enumerate(["▁", *LETTERS])]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=3))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    tokenizer.post_processor = _template("[CLS] $A [SEP] [SEP] $B [SEP]")
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = _template("[CLS] $A [SEP] [SEP] $B [SEP]", special=special)
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
-def _bpe() -> Tokenizer:
+def _bpe(special: Sequence[str] = SPECIAL) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges, words = [], []
     for word in ("yes", "no", "Ġthe", "Ġdog"):
         for end in range(1, len(word)):
             merges.append((word[:end], word[end]))
             words.append(word[: end + 1])
-    vocab = {one: index for index, one in enumerate([*SPECIAL, *letters, *dict.fromkeys(words)])}
+    vocab = {one: index for index, one in enumerate([*special, *letters, *dict.fromkeys(words)])}
     tokenizer = Tokenizer(models.BPE(vocab, list(dict.fromkeys(merges))))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _template("[CLS] $A [SEP] $B [SEP]")
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = _template("[CLS] $A [SEP] $B [SEP]", special=special)
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
@@ -344,9 +369,12 @@ def _bpe_end() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {
+TOKENIZERS: Mapping[str, Callable[[], Tokenizer]] = {
     "wordpiece": _wordpiece,
+    "wordpiece without types": _wordpiece,
     "unigram": _unigram,
+    "unigram of roberta": partial(_unigram, ROBERTA_SPECIAL),
     "bpe": _bpe,
+    "bpe of roberta": partial(_bpe, ROBERTA_SPECIAL),
     "bpe, an end": _bpe_end,
 }

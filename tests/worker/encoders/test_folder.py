@@ -9,6 +9,7 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
+from mlxpool.worker.encoders.text import EncoderText
 from mlxpool.worker.weights.files import folder_files
 from worker.encoders.checkpoints import CASES, write
 
@@ -76,3 +77,48 @@ def test_a_task_without_a_head_is_refused(task: str, tmp_path: Path) -> None:
     files = folder_files(write(tmp_path / "model", CASES["bert"]))
     with pytest.raises(ModelLoadFailed, match=f"task is '{task}', but config.json has no head"):
         inspect_encoder(files, task)
+
+
+def write_json(file: Path, value: object) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(value))
+
+
+def test_a_logit_score_makes_a_model_that_rates(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", CASES["qwen3, asked"])
+    kinds = [("Transformer", ""), ("LogitScore", "1_LogitScore")]
+    steps = [{"type": f"modules.{kind}", "path": path} for kind, path in kinds]
+    write_json(folder / "modules.json", steps)
+    write_json(folder / "1_LogitScore" / "config.json", {"true_token_id": 7, "false_token_id": 9})
+    prompts = {"prompts": {"search": "Rate it"}, "default_prompt_name": "search"}
+    write_json(folder / "config_sentence_transformers.json", prompts)
+    encoder = inspect_encoder(folder_files(folder))
+    assert encoder.task == "rerank" and encoder.source.asks
+    text = EncoderText(encoder.source)
+    assert text.encode_pairs([("a", "b")]) == text.encode_pairs([("a", "b")], prompt="Rate it")
+    assert text.encode_pairs([("a", "b")]) != text.encode_pairs([("a", "b")], prompt="Rank it")
+    write_json(folder / "1_LogitScore" / "config.json", {"true_token_id": 7})
+    with pytest.raises(ModelLoadFailed, match="has no false_token_id, must name two tokens"):
+        inspect_encoder(folder_files(folder))
+
+
+def test_a_score_of_one_label_is_not_asked_for(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", CASES["qwen3, one label"])
+    assert not inspect_encoder(folder_files(folder), "rerank").source.asks
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("linear.Identity", ""), ("activation.Sigmoid", "sigmoid")]
+)
+def test_an_activation_beside_the_model_counts(name: str, activation: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", CASES["bert, rerank without activation"])
+    settings = {"activation_fn": f"torch.nn.modules.{name}"}
+    write_json(folder / "config_sentence_transformers.json", settings)
+    assert inspect_encoder(folder_files(folder)).activation == activation
+
+
+def test_segments_are_those_that_the_tokenizer_gives_the_model(tmp_path: Path) -> None:
+    for name, given in (("bert, rerank", True), ("bert, rerank without types", False)):
+        encoder = inspect_encoder(folder_files(write(tmp_path / name, CASES[name])))
+        (pair,) = EncoderText(encoder.source).encode_pairs([("a", "b")])
+        assert bool(pair.types) == given

@@ -15,13 +15,17 @@ from mlxpool.worker.encoders import sentence_transformers as settings_files
 from mlxpool.worker.encoders.inputs import Task
 from mlxpool.worker.encoders.sentence_transformers import (
     VectorSettings,
+    answer_ids,
+    asks_a_question,
     has_modules,
+    pair_activation,
+    pair_settings,
     vector_settings,
 )
 from mlxpool.worker.encoders.text import EncoderTextSource
 from mlxpool.worker.layers.encoder_plan import EncoderPlan, label_count
 from mlxpool.worker.models.encoders import DECODERS, ENCODERS, encoder_plan
-from mlxpool.worker.models.text_decoders import require_answers
+from mlxpool.worker.models.text_decoders import Answers, require_answers
 from mlxpool.worker.prompt.tokenizer import read_tokenizer
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect, require_tokenizer
@@ -78,13 +82,12 @@ def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> Enco
     require_tokenizer(files.where, files)
     tokenizer, data = read_tokenizer(files / "tokenizer.json")
     found = _task(files, config, task)
-    answers = None
-    if found == "rerank" and config.get("model_type") in DECODERS and not label_count(config):
-        answers = require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
-        plan = encoder_plan(config, answers=answers)
+    asks = found == "rerank" and not label_count(config)
+    if asks:
+        plan = encoder_plan(config, answers=_answers(files, tokenizer))
     else:
         plan = encoder_plan(config)
-    vectors = vector_settings(files) if found == "embed" else VectorSettings()
+    vectors = _settings(files, found)
     if found == "embed" and not has_modules(files):
         log.warning(
             "no modules.json: states are averaged, as sentence-transformers does then",
@@ -104,7 +107,8 @@ def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> Enco
         default_prompt=vectors.default_prompt,
         lower=vectors.lower,
         keeps_end=config_of_text.get("truncation_side") == "left",
-        asks=task == "rerank" and config.get("model_type") in DECODERS,
+        asks=asks,
+        types="token_type_ids" in config_of_text.get("model_input_names", ["token_type_ids"]),
     )
     vectors.dimensions(plan.hidden)
     return EncoderFolder(
@@ -113,7 +117,7 @@ def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> Enco
         vectors=vectors,
         task=found,
         labels=_labels(config, plan.labels) if found == "classify" else (),
-        activation=_activation(config, found, plan.labels),
+        activation=_activation(files, config, found),
         source=source,
         digest=_digest(files, folder.digest, vectors, found),
     )
@@ -130,7 +134,8 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
                 f" {found!r}: leave task out"
             )
         return found
-    if wanted == "rerank" and config.get("model_type") == "qwen3":
+    asks = wanted == "rerank" or (not wanted and asks_a_question(files))
+    if asks and config.get("model_type") == "qwen3":
         return "rerank"
     if wanted in ("rerank", "classify"):
         raise ModelLoadFailed(
@@ -145,22 +150,39 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
     return "embed"
 
 
+def _answers(files: ModelFiles, tokenizer: Tokenizer) -> Answers:
+    """The answers that are compared: those that the files name, or "yes" and "no"."""
+    if asks_a_question(files):
+        return Answers(*answer_ids(files))
+    return require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
+
+
+def _settings(files: ModelFiles, task: Task) -> VectorSettings:
+    if task == "embed":
+        return vector_settings(files)
+    return pair_settings(files) if task == "rerank" else VectorSettings()
+
+
 def _labels(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     """The names in id2label; LABEL_0 and so on where there are none."""
     listed = config.get("id2label") or {}
     return tuple(str(listed.get(str(index), f"LABEL_{index}")) for index in range(count))
 
 
-def _activation(config: Mapping[str, Any], task: Task, labels: int) -> Activation:
-    """That of the head: what a cross-encoder's config.json names, or what its problem_type asks."""
+def _activation(files: ModelFiles, config: Mapping[str, Any], task: Task) -> Activation:
+    """That of the head: what a cross-encoder's files name, or what its problem_type asks."""
     if task == "rerank":
         saved = config.get("sentence_transformers")
-        name = saved.get("activation_fn") if isinstance(saved, Mapping) else None
-        name = name or config.get("sbert_ce_default_activation_function")
-        kind = str(name or "Sigmoid").rpartition(".")[2]
+        names = (
+            pair_activation(files),
+            saved.get("activation_fn") if isinstance(saved, Mapping) else None,
+            config.get("sbert_ce_default_activation_function"),
+        )
+        name = next((one for one in names if one), "Sigmoid")
+        kind = str(name).rpartition(".")[2]
         if kind not in ACTIVATIONS:
             raise ModelLoadFailed(
-                f"config.json has the activation {name!r}, must be Sigmoid or Identity of torch"
+                f"{files.where} has the activation {name!r}, must be Sigmoid or Identity of torch"
             )
         return ACTIVATIONS[kind]
     problem = config.get("problem_type") or "single_label_classification"

@@ -30,6 +30,7 @@ OLD_POOLINGS: Mapping[str, Pooling] = {  # keys of older files, in the order of 
     "pooling_mode_lasttoken": "lasttoken",
 }
 DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+LOGIT_SCORE = "LogitScore"  # the step of a language model that rates by its answer to a question
 NO_STEP = ("Dropout",)  # modules that do nothing when a text is embedded
 assert all(name in {"", "tanh", *FUNCTIONS} for name in DENSE_ACTIVATIONS.values())
 
@@ -81,6 +82,35 @@ def has_modules(files: ModelFiles) -> bool:
     return (files / MODULES).is_file()
 
 
+def asks_a_question(files: ModelFiles) -> bool:
+    """Whether the folder is that of a language model that rates pairs by one of two tokens."""
+    return has_modules(files) and any(kind == LOGIT_SCORE for kind, _ in _listed(files))
+
+
+def answer_ids(files: ModelFiles) -> tuple[int, int]:
+    """The ids of the tokens whose logits are compared: of a pair that fits, and of one that not.
+
+    Raises ModelLoadFailed where it compares no two tokens.
+    """
+    (path,) = (path for kind, path in _listed(files) if kind == LOGIT_SCORE)
+    config = read_json(files / f"{path}/config.json")
+    if config.get("false_token_id") is None:
+        raise ModelLoadFailed(
+            f"{files / path}/config.json has no false_token_id, must name two tokens to compare"
+        )
+    return integer(config, "true_token_id"), integer(config, "false_token_id")
+
+
+def pair_settings(files: ModelFiles) -> VectorSettings:
+    """The settings of a model that rates pairs: only its prompts."""
+    return VectorSettings(**_prompts(optional_json(files / PROMPTS)))
+
+
+def pair_activation(files: ModelFiles) -> str:
+    """The activation that newer files name beside a model that rates pairs; "": none is named."""
+    return str(optional_json(files / PROMPTS).get("activation_fn") or "")
+
+
 def vector_settings(files: ModelFiles) -> VectorSettings:
     """The settings of a folder; those of sentence-transformers itself where it has no modules.json.
 
@@ -110,12 +140,18 @@ def vector_settings(files: ModelFiles) -> VectorSettings:
     )
 
 
+def _listed(files: ModelFiles) -> list[tuple[str, str]]:
+    """The kind and folder of each step, whether it is supported or not."""
+    return [
+        (str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", "")))
+        for entry in read_json_list(files / MODULES)
+    ]
+
+
 def _modules(files: ModelFiles) -> list[tuple[str, str]]:
-    """The kind and folder of each step, the model itself first."""
+    """The kind and folder of each step of an embedding model, the model itself first."""
     found = []
-    for entry in read_json_list(files / MODULES):
-        kind = str(entry.get("type", "")).rpartition(".")[2]
-        path = str(entry.get("path", ""))
+    for kind, path in _listed(files):
         if kind == "Transformer":
             if path:
                 raise ModelLoadFailed(

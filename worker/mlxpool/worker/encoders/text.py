@@ -32,6 +32,7 @@ class EncoderTextSource:
     name that are put in front of an input; `default_prompt`: the name of the one that is used where
     a request names none, "": none. `lower`: texts are lower-cased. `keeps_end`: a text that is
     truncated loses its begin. `asks`: a pair becomes the question that Qwen3 rerankers are asked.
+    `types`: the second text of a pair is another segment, where the tokenizer says so.
     """
 
     tokenizer: str
@@ -43,6 +44,7 @@ class EncoderTextSource:
     lower: bool = False
     keeps_end: bool = False
     asks: bool = False
+    types: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +98,16 @@ class EncoderText:
     ) -> list[EncoderInput]:
         """The input of each pair, of a query and a document; raises as `encode_texts`.
 
-        `prompt` is put in front of the first text; a model that is asked about pairs takes it as
-        its instruction.
+        `prompt`, or else the model's default prompt, is put in front of the first text; a model
+        that is asked about pairs takes it as its instruction.
         """
+        before = self._prompt("") if prompt is None else prompt
         if self.source.asks:
-            asked = INSTRUCTION if prompt is None else prompt
+            asked = INSTRUCTION if prompt is None and not before else before
             return [
                 self._question(index, asked, query, document, truncate)
                 for index, (query, document) in enumerate(pairs)
             ]
-        before = prompt or ""
         return [
             self._input(index, self._words(before + first), self._words(second), truncate)
             for index, (first, second) in enumerate(pairs)
@@ -138,7 +140,7 @@ class EncoderText:
                 " shorten it, or set truncate",
                 details={"index": index, "prompt_tokens": len(found.ids), "context": context},
             )
-        types = tuple(found.type_ids)
+        types = tuple(found.type_ids) if self.source.types else ()
         return EncoderInput(tuple(found.ids), types if any(types) else ())
 
     def _question(

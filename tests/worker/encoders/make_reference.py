@@ -1,0 +1,143 @@
+"""Writes reference.json: what sentence-transformers and transformers compute for CASES.
+
+    python -m venv reference && reference/bin/pip install torch sentence-transformers
+    PYTHONPATH=common:worker:tests reference/bin/python tests/worker/encoders/make_reference.py
+
+The checkpoints of checkpoints.py are the same wherever they are written, so the file keeps only the
+rows that are expected, a digest of each checkpoint, and the versions. Texts are embedded and pairs
+rated by sentence-transformers itself (its `encode` with the prompt, truncate_dim and
+normalize_embeddings of a case, its CrossEncoder's `predict`), all texts in one batch; texts are
+classified by transformers' text-classification. All models, nomic-bert too, are those of
+transformers, so no code comes with a checkpoint. A Qwen3 that is asked gets the question as a chat
+template, as sentence-transformers has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from mlxpool.worker.encoders import text as questions
+from worker.encoders.checkpoints import CASES, PAIRS, TEXTS, Case, write
+
+REFERENCE = Path(__file__).with_name("reference.json")
+PACKAGES = ("sentence-transformers", "transformers", "tokenizers", "torch", "numpy")
+DIGITS = 7  # decimals that are kept
+SEQUENCES = "ForSequenceClassification"
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """The hash of a checkpoint's settings and of its tensors, however their files are laid out."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.*")):
+        place = file.relative_to(folder)
+        if file.suffix == ".safetensors":
+            for name, array in sorted(load_file(str(file)).items()):
+                digest.update(f"{place} {name} {array.shape}".encode())
+                digest.update(array.tobytes())
+        elif file.name != "tokenizer.json":  # its text is another with other tokenizers
+            digest.update(f"{place} {file.read_text()}".encode())
+    return digest.hexdigest()
+
+
+def asked(case: Case) -> str:
+    """What the model is for: embed, rerank or classify."""
+    labels = len(case.config.get("id2label", ()))
+    if case.answers or (labels == 1 and case.config["architectures"][0].endswith(SEQUENCES)):
+        return "rerank"
+    return "classify" if labels else "embed"
+
+
+def rows(folder: Path, case: Case) -> Any:
+    """The rows of a case: of TEXTS, or of PAIRS for a model that rates."""
+    kind = asked(case)
+    return {"embed": _vectors, "rerank": _scores, "classify": _probabilities}[kind](folder, case)
+
+
+def _vectors(folder: Path, case: Case) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu").encode(
+        list(TEXTS),
+        prompt_name=case.prompt_name or None,
+        truncate_dim=case.dimensions or None,
+        normalize_embeddings=case.normalises or bool(case.dimensions),
+    )
+
+
+def _scores(folder: Path, case: Case) -> Any:
+    from sentence_transformers import CrossEncoder
+
+    options = {"processor_kwargs": {"chat_template": _chat_template()}} if case.answers else {}
+    return CrossEncoder(str(folder), device="cpu", **options).predict(list(PAIRS))[:, None]
+
+
+def _chat_template() -> str:
+    """The question of a Qwen3 reranker as a template of messages from a query and a document."""
+    turns = {
+        role: f"{{{{ (messages | selectattr('role', 'eq', '{role}') | first).content }}}}"
+        for role in ("query", "document")
+    }
+    pair = questions.QUESTION.format(instruction=questions.INSTRUCTION, **turns)
+    # A template's last newline is dropped, and what is between quotation marks stays as it is.
+    begin, end = (
+        f"{{{{ {one!r} }}}}" for one in (questions.QUESTION_BEGIN, questions.QUESTION_END)
+    )
+    return begin + pair + end
+
+
+def _probabilities(folder: Path, case: Case) -> Any:
+    from transformers import pipeline
+
+    names = list(case.config["id2label"].values())
+    classify = pipeline("text-classification", str(folder), top_k=None, device="cpu")
+    found: Any = classify(list(TEXTS), truncation=True, batch_size=len(TEXTS))
+    by_name: list[dict[str, float]] = [
+        {one["label"]: one["score"] for one in answer} for answer in found
+    ]
+    return [[answer[name] for name in names] for answer in by_name]
+
+
+def reference(folder: Path) -> Mapping[str, Any]:
+    """The whole file; checkpoints are written below `folder`."""
+    found = {}
+    for index, (name, case) in enumerate(CASES.items()):
+        checkpoint = write(folder / str(index), case)
+        values = [[round(float(x), DIGITS) for x in row] for row in rows(checkpoint, case)]
+        found[name] = {"checkpoint": checkpoint_digest(checkpoint), "rows": values}
+        print(name, len(values), "rows of", len(values[0]))
+    versions = {"python": platform.python_version(), **{one: version(one) for one in PACKAGES}}
+    return {"versions": versions, "cases": found}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps(reference(Path(folder)), indent=1)
+    REFERENCE.write_text(_short(text) + "\n", encoding="utf-8")
+
+
+def _short(text: str) -> str:
+    """JSON with a line for each row of numbers."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        number = line.strip().rstrip(",").lstrip("-")
+        last = lines[-1] if lines else ""
+        if number[:1].isdigit() or (number == "]" and last and last[-1].isdigit()):
+            lines[-1] += line.strip()
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
