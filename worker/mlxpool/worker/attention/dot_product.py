@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.specs import LatentSpec
@@ -42,6 +45,45 @@ def causal_attention(
             some, *_ = mx.depends([some], [parts[-1]])
         visible = keys[:, :, :end], values[:, :, :end]
         parts.append(_attend_part(some, *visible, scores, window))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def group_mask(count: int, length: int, window: int, groups: Sequence[tuple[int, int]]) -> mx.array:
+    """Returns which keys [count, length] the last `count` of `length` tokens see.
+
+    They see themselves and those before; the tokens of a group [begin, end) also see those of it
+    that follow. With a window they see no earlier ones than the window has.
+    """
+    ends = np.arange(length - count, length)[:, None]
+    places = np.arange(length)[None]
+    seen = places <= ends
+    for begin, end in groups:
+        seen |= (ends >= begin) & (ends < end) & (places >= begin) & (places < end)
+    if window:
+        seen &= places > ends - window
+    return mx.array(seen)
+
+
+def masked_attention(
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, visible: mx.array
+) -> mx.array:
+    """Attends to the keys where `visible` [n, L] is true; shapes as `causal_attention`."""
+    length, count = keys.shape[2], q.shape[0]
+    fused = _fused(q, values, scores)
+    most = count if fused else _queries_per_part(length, q.shape[1])
+    parts: list[mx.array] = []
+    for start in range(0, count, most):
+        some = heads_first(q[start : start + most])
+        if parts:
+            some, *_ = mx.depends([some], [parts[-1]])
+        mask = visible[start : start + most]
+        if scores.softcap or not on_gpu():
+            out = unfused_attention(some, keys, values, scores, mask)
+        else:
+            out = mx.fast.scaled_dot_product_attention(
+                some, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
+            )
+        parts.append(out.squeeze(0).transpose(1, 0, 2))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 

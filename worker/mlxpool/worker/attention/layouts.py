@@ -308,13 +308,13 @@ class PagedLayout(Layout):
         wanted: Sequence[int],
     ) -> PassOutput:
         """See Layout."""
-        if self.ragged is None:
+        if self.ragged is None or any(span.images for span in spans):
             return super().step(spans, ids, drawn, wanted)
         return self.ragged.step(spans, ids, drawn, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         """See Layout."""
-        if self._deterministic:
+        if self._deterministic or any(span.images for span in spans):
             return super().forward(spans, ids, wanted)
         found: dict[int, mx.array] = {}  # logits or hidden states
         without: list[mx.array] = []  # of passes that give nothing

@@ -44,6 +44,10 @@ class RaggedBatch:
         self._last = len(pool.arrays) - 1
         self._rotation = RotaryEmbedding(arrays.positions)
 
+    def with_images(self, x: mx.array) -> mx.array:
+        """See ForwardBatch. Passes with images are not compiled."""
+        return x
+
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
         wanted = self._arrays.wanted
@@ -120,6 +124,10 @@ class AttentionProbe:
         self.chunk_shapes: set[TileShape] = set()  # of those where there are none
         self.supported = True
         self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
+
+    def with_images(self, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return x
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""

@@ -112,6 +112,10 @@ def _frequencies(rope: Rope) -> npt.NDArray[np.float32]:
 class RotateThenAttend:
     """Base of the ForwardBatch classes that rotate first and attend afterwards."""
 
+    def with_images(self, x: mx.array) -> mx.array:
+        """See ForwardBatch. A batch has no images, unless it says so."""
+        return x
+
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch."""
         raise NotImplementedError

@@ -14,7 +14,12 @@ from typing import NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.dot_product import causal_attention, heads_first
+from mlxpool.worker.attention.dot_product import (
+    causal_attention,
+    group_mask,
+    heads_first,
+    masked_attention,
+)
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_cache import Arrays, RowCache
 from mlxpool.worker.attention.slabs import SlabRow
@@ -26,18 +31,32 @@ CacheRow = RowCache | SlabRow
 RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
 
 
+@dataclass(frozen=True, slots=True)
+class ImageLines:
+    """The tokens [begin, end) of a span that are inputs of one image, and their features [n, d].
+
+    `group`: they attend both ways.
+    """
+
+    begin: int
+    end: int
+    features: mx.array
+    group: bool
+
+
 @dataclass(slots=True)  # not frozen, as scheduling.Span
 class RowSpan:
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
 
     A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
-    hidden states.
+    hidden states. `images`: those that the tokens are inputs of, in order.
     """
 
     row: CacheRow
     count: int
     lines: int = 1
     hidden: bool = False
+    images: tuple[ImageLines, ...] = ()
 
     @property
     def wide(self) -> bool:
@@ -95,6 +114,8 @@ class RowBatch(RotateThenAttend):
             self._wanted = [Queries(at, ends[at] - spans[at].lines, ends[at]) for at in chosen]
             self._lines = [line for one in self._wanted for line in range(one.first, one.end)]
         self._select = line_selector(self._lines, tokens)
+        self._sees_images = any(span.images for span in spans)
+        self._visible: dict[tuple[Queries, int, int], mx.array] = {}
         starts = [span.row.offset for span in spans]
         every = [
             at
@@ -114,6 +135,17 @@ class RowBatch(RotateThenAttend):
         """See ForwardBatch.lines_after."""
         return self._select(x) if layer == self._last_layer else x
 
+    def with_images(self, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        if not self._sees_images:
+            return x
+        parts, begin = [], 0
+        for span, queries in zip(self.spans, self._queries, strict=True):
+            for image in span.images:
+                parts += [x[begin : queries.first + image.begin], image.features.astype(x.dtype)]
+                begin = queries.first + image.end
+        return mx.concatenate([*parts, x[begin:]])
+
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """Returns x [T, H, D] rotated by the position of each token."""
         return self._rotation(x, rope)
@@ -126,10 +158,27 @@ class RowBatch(RotateThenAttend):
         window = self._shape.window(layer)
         return _joined(
             [
-                self._attention(q[one.first : one.end], *_pair(seen[one.span]), scores, window)
+                self._attend(one, q[one.first : one.end], seen[one.span], scores, window)
                 for one in self._asked(layer)
             ]
         )
+
+    def _attend(
+        self, one: Queries, q: mx.array, seen: Arrays, scores: ScoreParams, window: int
+    ) -> mx.array:
+        """Attends with the queries of one span to its keys and values."""
+        keys, values = seen
+        span = self.spans[one.span]
+        groups = [(image.begin, image.end) for image in span.images if image.group]
+        if not groups:
+            return self._attention(q, keys, values, scores, window)
+        length = keys.shape[2]
+        place = one, length, window
+        if place not in self._visible:
+            before = length - span.count
+            moved = [(before + begin, before + end) for begin, end in groups]
+            self._visible[place] = group_mask(q.shape[0], length, window, moved)
+        return masked_attention(q, keys, values, scores, self._visible[place])
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
@@ -254,8 +303,3 @@ def singles_first(
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=0)
-
-
-def _pair(arrays: Arrays) -> tuple[mx.array, mx.array]:
-    keys, values = arrays
-    return keys, values

@@ -277,8 +277,8 @@ class SlabRowBatch(RowBatch):
         parts = [self._reader.read(layer, q[: self._together], scores)]
         for one in self._asked(layer):
             if one.span >= self._together:
-                keys, values = seen[one.span]
-                parts.append(causal_attention(q[one.first : one.end], keys, values, scores))
+                asked = q[one.first : one.end]
+                parts.append(self._attend(one, asked, seen[one.span], scores, 0))
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         ordered = self._order if layer == self._last_layer else None
         return out if ordered is None else ordered(out)

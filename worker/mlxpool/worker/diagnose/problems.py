@@ -23,7 +23,13 @@ from mlxpool.worker.weights.files import (
     merge_tensors,
     require_model_folder,
 )
-from mlxpool.worker.weights.inspect import ModelFolder, inspect, quant_config_of, require_tokenizer
+from mlxpool.worker.weights.inspect import (
+    ModelFolder,
+    find_vision,
+    inspect,
+    quant_config_of,
+    require_tokenizer,
+)
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.safetensors_header import read_header
 from mlxpool.worker.weights.special_tokens import SpecialTokens
@@ -147,7 +153,8 @@ def _check_weights(
     if plan is None or not found or known is None:
         return
     complete = len(problems.found) == before and not any("shard" in one for one in problems.found)
-    messages = match.mismatches(plan, found, known)
+    vision = problems.attempt(find_vision, files, plan, found)
+    messages = match.mismatches(plan if vision is None else vision.plan.whole, found, known)
     problems.add(messages if complete else _without_missing(messages))
 
 

@@ -191,6 +191,10 @@ class CountingText:
     """The tokenizer of the counting model: an id is a byte. It has no chat template."""
 
     max_bytes_per_token: int | None = None  # its prompts are cheap to encode
+    images = None
+
+    def read_image(self, data: bytes, index: int) -> PreparedImage:
+        raise NotImplementedError("the counting model reads no images")
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogatepass"))

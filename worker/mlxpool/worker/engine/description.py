@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.protocol.images import VISION
 from mlxpool.worker import versions
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.engine.counting_engine import CountingEngine
@@ -55,9 +56,11 @@ def _parameters(folder: ModelFolder) -> int:
 
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
-    """Which of batching, prefix tree, resume and `deterministic` the model supports."""
+    """Which of batching, prefix tree, resume, `deterministic` and images the model supports."""
     if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
+    if folder.vision is not None:
+        return (*FEATURES, VISION)
     plain = all(isinstance(one, KeyValueSpec) and not one.window for one in folder.plan.caches)
     return (*FEATURES, "deterministic") if plain else FEATURES
 
@@ -71,6 +74,8 @@ def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
     why = "which is computed by mlx-lm's code"
     if not folder.uses_mlx_lm:
         why = "whose layers keep windows or states"
+        if folder.vision is not None:
+            why = "which reads images"
     raise ModelLoadFailed(
         f"deterministic = true is not built for model_type {folder.model_type!r}, {why};"
         " leave it out"

@@ -9,7 +9,7 @@ waits for nothing, so no pass is submitted ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,14 +21,17 @@ import mlx.core as mx
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, ImageLines, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
+from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey, is_slot, overlapping
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -49,6 +52,7 @@ CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
+NO_TOKEN = 0  # in place of an input of an image, whose features replace its embedding
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
@@ -123,6 +127,7 @@ class ModelEngine(RowEngine[CacheRow]):
         if step_target:
             self._target = StepTarget(step_target, step_target)
         self._step_seconds = self._target.most
+        self._image_encoder = None if folder.vision is None else ImageEncoder(loaded)
         self._draws = TokenDraws(self.vocab_size, self._upload)
         self._steps = 0
 
@@ -209,6 +214,9 @@ class ModelEngine(RowEngine[CacheRow]):
                 self._uploads.begin()
             rows = [RowSpan(self._require_row(span), span.count) for span in spans]
             wants.widen(rows)
+            for row, span in zip(rows, spans, strict=True):
+                if span.sequence.media:
+                    row.images = self._images_of(span)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
@@ -287,7 +295,10 @@ class ModelEngine(RowEngine[CacheRow]):
             elif span.end == seq.length and span.count == 1:
                 ids.append(last_token(seq))
             else:
-                ids += seq.token_range(span.start, span.end)
+                inputs = seq.token_range(span.start, span.end)
+                ids += (
+                    [NO_TOKEN if is_slot(one) else one for one in inputs] if seq.media else inputs
+                )
                 ids += span.drafts
         drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
         return ids, drawn
@@ -318,6 +329,24 @@ class ModelEngine(RowEngine[CacheRow]):
     def _bytes_left(self) -> int:
         return self._layout.left(self._rows.values(), self.blocks.capacity * self._block_bytes)
 
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        """See Engine.encode."""
+        if self._image_encoder is None:
+            return super().encode(image, pinned)
+        features = self._image_encoder(image)
+        mx.eval(features)
+        self.encoded.put(image.key, features, pinned)
+
+    def _images_of(self, span: Span) -> tuple[ImageLines, ...]:
+        """Returns the images that have inputs in a span, with their features."""
+        found = []
+        for one in overlapping(span.sequence.media, span.start, span.end):
+            begin, end = max(one.start, span.start), min(one.end, span.end)
+            features = self.encoded.get(one.image)[begin - one.start : end - one.start]
+            lines = begin - span.start, end - span.start
+            found.append(ImageLines(*lines, features, one.group))
+        return tuple(found)
+
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
         sizes = [
@@ -333,6 +362,10 @@ class ModelEngine(RowEngine[CacheRow]):
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         self._activation_bytes = (1 + self._lookahead) * one_pass
+        if self._image_encoder is not None:  # it may run beside a pass in flight
+            beside = self._lookahead * one_pass + self._image_encoder.measure()
+            self._activation_bytes = max(self._activation_bytes, beside)
+            on_progress()
         if pooled:
             self._remake_layout()
             self._require_min_blocks()

@@ -124,7 +124,7 @@ class DecoderModel:
         """Returns what the layers make of tokens [T], not normed yet."""
         embedded = self.embed(tokens)
         scale = self.spec.embed_scale
-        x: Residual = embedded if scale == 1.0 else embedded * scale
+        x: Residual = batch.with_images(embedded if scale == 1.0 else embedded * scale)
         for layer in self.layers:
             x = layer(x, batch)
         return x

@@ -84,6 +84,9 @@ class ForwardBatch(Protocol):
         of what it adds to or multiplies with that. Without logits one token is left.
         """
 
+    def with_images(self, x: mx.array) -> mx.array:
+        """x [T, d] with the features of images in the lines that are inputs of images."""
+
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """x [T, H, D], each token rotated by its position."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.derived_weights import (
@@ -13,6 +13,7 @@ from mlxpool.worker.layers.derived_weights import (
     no_derived_weights,
 )
 from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Shape
+from mlxpool.worker.media.settings import ImagePlaces, ImageSettings
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -34,6 +35,19 @@ class Model(Protocol):
         """Returns logits [E, vocabulary] of hidden states [E, d]."""
 
 
+class SeeingModel(Model, Protocol):
+    """A built model that reads images."""
+
+    def encode_image(
+        self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch, /
+    ) -> mx.array:
+        """Returns the features [count, d] of an image, see ForwardBatch.with_images.
+
+        `pixels` [height, width, 3] are normalised. `batch` has the image's patches as tokens of one
+        text that attends both ways.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
     """A checked config: which tensors the weights must have, and how to build the model of them.
@@ -51,3 +65,20 @@ class ModelPlan:
     build: Callable[[LayerBuilder], Model]
     derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights
     float32: Callable[[str], bool] = lambda name: False  # tensors that stay float32 in any model
+    vision: VisionPlan | None = None  # of the whole model, where this is its text part
+
+
+@dataclass(frozen=True, slots=True)
+class VisionPlan:
+    """The image encoder of a model, which a checkpoint may have or lack.
+
+    `whole` is the plan of the model with it. `settings` reads preprocessor_config.json and raises
+    ModelLoadFailed. `tokens`: ids of the tokens that name images, whose texts `places` is given.
+    """
+
+    whole: ModelPlan
+    layers: int  # of the encoder
+    is_part: Callable[[str], bool]  # whether a stored tensor is of the encoder
+    settings: Callable[[Mapping[str, Any]], ImageSettings]
+    tokens: tuple[int, ...]
+    places: Callable[[Mapping[int, str]], ImagePlaces]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,26 +14,23 @@ from mlxpool.worker.media.spans import ImageKey
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
-    """The pixels of one image as the encoder takes them; their shape is the model's affair.
+    """An image in the size that the encoder takes.
 
-    `grid`: patches in time, height and width. `count`: the inputs that stand for the image.
+    `pixels` [height, width, 3] are RGB from 0 to 255; the encoder scales them. `grid`: patches in
+    time, height and width. `count`: the inputs that stand for the image.
     """
 
     key: ImageKey
-    pixels: npt.NDArray[np.float32]
+    pixels: npt.NDArray[Any]
     grid: tuple[int, int, int]
     count: int
 
     @classmethod
     def of(
-        cls,
-        pixels: npt.NDArray[np.float32],
-        grid: tuple[int, int, int],
-        count: int,
-        version: bytes,
+        cls, pixels: npt.NDArray[Any], grid: tuple[int, int, int], count: int, version: bytes
     ) -> Self:
         """Makes the key; `version` names the model's preprocessing and changes with its results."""
-        plain = np.ascontiguousarray(pixels, dtype=np.float32)
+        plain = np.ascontiguousarray(pixels)
         return cls(image_key(plain, grid, version), plain, grid, count)
 
     @property
@@ -42,9 +39,7 @@ class PreparedImage:
         return self.pixels.nbytes
 
 
-def image_key(
-    pixels: npt.NDArray[np.float32], grid: tuple[int, int, int], version: bytes
-) -> ImageKey:
+def image_key(pixels: npt.NDArray[Any], grid: tuple[int, int, int], version: bytes) -> ImageKey:
     """Returns SHA-256 of preprocessed pixels, their shape and grid, and the preprocessing."""
     head = repr((version, pixels.shape, grid)).encode()
     digest = hashlib.sha256(len(head).to_bytes(8, "little") + head)

@@ -1,7 +1,7 @@
-"""Gemma 3, its text part: sliding windows in most layers, norms before and after each sublayer.
+"""Gemma 3: sliding windows in most layers, norms before and after each sublayer.
 
 Checkpoints store norm weights minus one; one is added during loading. A multimodal checkpoint has
-the text part under other names; its vision part is not used.
+the text part under other names; its images are in gemma3_images.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.caches.specs import CacheSpec
@@ -47,6 +47,7 @@ from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Rope
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
+from mlxpool.worker.models import gemma3_images
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -69,7 +70,6 @@ PREFIXES = {  # of a multimodal checkpoint -> of a text model
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-VISION = ("vision_tower.", "multi_modal_projector.")
 FLOAT16_MAX = 65504.0
 
 
@@ -88,7 +88,11 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         embed_scale=_bfloat16(math.sqrt(integer(text, "hidden_size"))),
         softcap=_softcap(text, "final_logit_softcapping"),
     )
-    return model.plan(_ignored, _derived)
+    found = model.plan(gemma3_images.is_part, _derived)
+    if config.get("vision_config") is None:
+        return found
+    vision = gemma3_images.vision_plan(config, found, integer(text, "hidden_size"))
+    return replace(found, vision=vision)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,14 +149,10 @@ def _bfloat16(value: float) -> float:
     return float(struct.unpack("<f", struct.pack("<I", rounded))[0])
 
 
-def _ignored(name: str) -> bool:
-    return name.removeprefix("model.").startswith(VISION)
-
-
 def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
     for stored, spec in found.items():
         name = without_prefix(stored, PREFIXES)
-        if name.endswith("norm.weight") and not _ignored(stored):
+        if name.endswith("norm.weight") and not gemma3_images.is_part(stored):
             yield DerivedWeights(
                 (stored,),
                 {name: TensorSpec("F32", spec.shape)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from mlxpool.common.errors import BadRequest, DeadlineExceeded, Internal, OutOfMemory, PoolError
-from mlxpool.worker.preparation.limits import ENCODE_MEMORY, Limits
+from mlxpool.worker.preparation.limits import ENCODE_MEMORY, IMAGE_SECONDS, Limits
 
 CANCELLED = Internal("the request was cancelled")
 
@@ -36,6 +36,11 @@ def error_of_exit(code: int, size: int, limits: Limits) -> PoolError | None:
         return BadRequest(
             f"the tokenizer was not done with {size} bytes after {limits.encoding(size):g} s of"
             " processor time (prepare_limit): it was stopped"
+        )
+    if code == -signal.SIGVTALRM:
+        return BadRequest(
+            f"an image was not decoded after {IMAGE_SECONDS:g} s of processor time: it was stopped;"
+            " make it smaller"
         )
     if code == -signal.SIGABRT:
         return BadRequest(

@@ -46,7 +46,9 @@ def main() -> int:
         if first is None:
             return 0
         limits = Limits(**first.pop("limits"))
-        text = ChatTokenizer.from_source(TextSource(**first))
+        text = ChatTokenizer.from_source(TextSource.from_map(first))
+        if text.images is not None:
+            import mlxpool.worker.media.decode  # noqa: F401  # lanes share its memory
         worker.sendall(REPLY.pack(os.getpid()))
         killed: set[int] = set()  # lanes to reap: one of the lowest priority takes long to end
         while True:

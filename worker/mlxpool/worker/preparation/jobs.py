@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge, from_body
 from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
+from mlxpool.common.protocol.images import images_of_messages
 from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.places import check_slots, expanded_chat, expanded_text
 from mlxpool.worker.preparation.limits import SHORT_TEXT
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
@@ -22,13 +26,14 @@ from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
 READ_BYTES = 2**20  # of one system call
+NO_IMAGES = "this model does not support image input: it takes text only"
 
 
 @dataclass(frozen=True, slots=True)
 class Render:
     """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
 
-    `context`: see Encode.
+    `context`, `images`: see Encode.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -36,19 +41,23 @@ class Render:
     think: bool | str | None
     now: float
     context: int
+    images: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
     """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: those of an answer.
 
-    `messages_end`, `thinks`: see RenderedChat.
+    `messages_end`, `thinks`: see RenderedChat. `images`: files that the text names, by [img-n] or,
+    with `named`, by the markers of a chat template, which stand for these images in this order.
     """
 
     text: str | bytes
     context: int = 0
     messages_end: int = 0
     thinks: bool = False
+    images: Sequence[bytes] = ()
+    named: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +72,16 @@ class Decode:
 class Encoded:
     """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
     later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
+
+    `images`: those of the request, see `image_fields`. `named`: which of them stand in place of the
+    slot tokens among the ids, in order.
     """
 
     packed: bytes
     restore_at: int = 0
     thinks: bool = False
+    images: Sequence[ImageFields] = field(default_factory=list)
+    named: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +89,7 @@ class Decoded:
     text: str
 
 
+ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
 Job = Render | Encode | Decode
 Result = Encoded | RenderedChat | Decoded | PoolError
 
@@ -108,13 +123,21 @@ def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
         raise BadRequest(f"the chat has {len(chat.text)} characters, at most {MAX_BLOB} are taken")
     if len(chat.text) > SHORT_TEXT:
         return chat
-    return _encode(text, Encode(chat.text, job.context, chat.messages_end, chat.thinks))
+    return _encode(text, encode_of(job, chat))
+
+
+def encode_of(job: Render, chat: RenderedChat) -> Encode:
+    """The job that encodes a chat which `job` has rendered."""
+    named = images_of_messages(job.messages) if job.images else ()
+    return Encode(chat.text, job.context, chat.messages_end, chat.thinks, job.images, named)
 
 
 def _encode(text: TextModel, job: Encode) -> Encoded:
     words = job.text if isinstance(job.text, str) else _decoded(job.text)
     if job.context:
         check_bytes(len(words), text.max_bytes_per_token, job.context)
+    if job.images:
+        return _encode_with_images(text, job, words)
     ids = text.encode(words)
     if job.context:
         check_tokens(len(ids), job.context)
@@ -122,6 +145,39 @@ def _encode(text: TextModel, job: Encode) -> Encoded:
         raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
     restore_at = text.restore_at(words, job.messages_end, ids) if job.messages_end else 0
     return Encoded(pack_ids(ids), restore_at, job.thinks)
+
+
+def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
+    if text.images is None:
+        raise BadRequest(NO_IMAGES)
+    places, named, end = text.images.places, job.named, job.messages_end
+    if named:
+        words, front = (
+            expanded_chat(words, places, len(named)),
+            words[:end].replace(places.marker, places.expansion),
+        )
+        end = len(front)
+    else:
+        words, named = expanded_text(words, places)
+    ids = text.encode(words)
+    check_slots(ids, places, len(named))
+    images = [text.read_image(data, index) for index, data in enumerate(job.images)]
+    check_tokens(len(ids) + sum(images[one].count - 1 for one in named), job.context)
+    restore_at = text.restore_at(words, end, ids) if end else 0
+    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, images)], named)
+
+
+def image_fields(image: PreparedImage) -> ImageFields:
+    """An image as plain values, of which `image_of` makes it again."""
+    high, wide, _ = image.pixels.shape
+    return [image.key, image.pixels.tobytes(), high, wide, list(image.grid), image.count]
+
+
+def image_of(fields: ImageFields) -> PreparedImage:
+    """The image that `image_fields` gave the values of."""
+    key, data, high, wide, (times, rows, columns), count = fields
+    pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
+    return PreparedImage(key, pixels, (times, rows, columns), count)
 
 
 def _decoded(blob: bytes) -> str:

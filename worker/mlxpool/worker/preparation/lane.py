@@ -2,7 +2,8 @@
 
 The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
 also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
-tokenizer. A template that takes too much memory gets an exception, a tokenizer ends by SIGABRT.
+tokenizer, SIGVTALRM (processor time) for an image. A template or an image that takes too much
+memory gets an exception, a tokenizer ends by SIGABRT.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.preparation.jobs import pack, perform, receive, unpack
-from mlxpool.worker.preparation.limits import ENCODE_MEMORY, SHORT_TEXT, SHORT_TIME, Limits
+from mlxpool.worker.preparation.limits import (
+    ENCODE_MEMORY,
+    IMAGE_MEMORY,
+    IMAGE_SECONDS,
+    SHORT_TEXT,
+    SHORT_TIME,
+    Limits,
+)
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 from mlxpool.worker.system.idle_class import become_idle_class
@@ -50,6 +59,7 @@ class BoundedText:
         self._base = _address_space()
         self.worn = False
         self.max_bytes_per_token = text.max_bytes_per_token
+        self.images = text.images
         signal.signal(signal.SIGPROF, self._lower_priority)
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
@@ -79,6 +89,15 @@ class BoundedText:
         """See TextModel."""
         with self._native(len(text)):
             return self._text.encode(text)
+
+    def read_image(self, data: bytes, index: int) -> PreparedImage:
+        """See TextModel. What it takes is bounded for each image."""
+        with (
+            _memory_limit(self._base + IMAGE_MEMORY),
+            _timer(signal.ITIMER_VIRTUAL, IMAGE_SECONDS),
+            _timer(signal.ITIMER_PROF, SHORT_TIME),
+        ):
+            return self._text.read_image(data, index)
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
         """See TextModel."""

@@ -45,7 +45,7 @@ class ForkServer:
 
     def __init__(self, source: TextSource, limits: Limits) -> None:
         self.limits = limits
-        self._first = pack_map({**asdict(source), "limits": asdict(limits)})
+        self._first = pack_map({**source.as_map(), "limits": asdict(limits)})
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:

@@ -10,6 +10,8 @@ SHORT_TIME = 0.05  # seconds after which a preparation counts as long, whatever 
 MAX_LANES = 6  # with a job: one with a short one, the others with long ones; another may be idle
 MAX_LANES_OF_OWNER = 3  # with a job of this owner, whose next short one waits for them
 ENCODE_MEMORY = 3 * 2**29  # bytes of address space that the tokenizer may take
+IMAGE_MEMORY = 2**30  # bytes of address space that decoding an image may take
+IMAGE_SECONDS = 20.0  # of processor time for one image: the largest takes two
 BYTES_PER_SECOND = 100_000  # of text; every tokenizer is faster
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from mlxpool.worker.preparation.jobs import Encode, Render, Result, perform
+from mlxpool.worker.preparation.jobs import Render, Result, encode_of, perform
 from mlxpool.worker.preparation.limits import SHORT_TEXT
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
@@ -86,5 +86,5 @@ class InlineService(threading.Thread):
 def encoding_of(waiting: Waiting, chat: RenderedChat) -> Waiting:
     """The job that encodes a rendered chat, in place of the one that rendered it."""
     assert isinstance(waiting.job, Render)
-    job = Encode(chat.text, waiting.job.context, chat.messages_end, chat.thinks)
+    job = encode_of(waiting.job, chat)
     return replace(waiting, size=max(len(chat.text), SHORT_TEXT + 1), job=job)

@@ -15,13 +15,25 @@ from time import monotonic
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt
+from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt, image_bytes
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_broker import TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
-from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of, unpack_ids
+from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
-from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Render, Result
+from mlxpool.worker.media.places import Inputs, with_images
+from mlxpool.worker.media.spans import without
+from mlxpool.worker.preparation.jobs import (
+    NO_IMAGES,
+    Decode,
+    Decoded,
+    Encode,
+    Encoded,
+    Job,
+    Render,
+    Result,
+    image_of,
+)
 from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
 from mlxpool.worker.preparation.limits import Limits
@@ -127,7 +139,8 @@ class Preparer:
         if isinstance(job, Encoded):
             self._service.submit_result(key, job)
         else:
-            waiting = Waiting(key, work.owner, work.prompt.size, job, received + left)
+            size = work.prompt.size + image_bytes(work.prompt)
+            waiting = Waiting(key, work.owner, size, job, received + left)
             self._service.submit(waiting)
 
     def answer(
@@ -171,16 +184,18 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     bound = NO_BOUND if work.options.truncate else context
     _check_biases(opened, work.options)
     prompt = work.prompt
-    if prompt.images:
-        raise BadRequest("this model does not support image input: it takes text only")
+    if prompt.images and opened.images is None:
+        raise BadRequest(NO_IMAGES)
     if isinstance(prompt, ChatPrompt):
         messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
-        return Render(messages, tools, check_think(prompt.think), now, bound)
+        think = check_think(prompt.think)
+        return Render(messages, tools, think, now, bound, prompt.images)
     if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
         check_tokens(count_of(prompt.blob), bound)
         return Encoded(prompt.blob)
     check_bytes(prompt.size, opened.text.max_bytes_per_token, bound)
-    return Encode(prompt.text if isinstance(prompt, TextPrompt) else prompt.blob, bound)
+    text = prompt.text if isinstance(prompt, TextPrompt) else prompt.blob
+    return Encode(text, bound, images=prompt.images)
 
 
 def admit_of(
@@ -199,40 +214,54 @@ def admit_of(
     """
     known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
     options, context = work.options, _context(opened, known, work.options)
-    count = count_of(prompt.packed)
-    keep = context_policy.kept_tokens(options.num_keep, count, context)
-    removed = context_policy.truncated_tokens(count, context, keep) if options.truncate else 0
-    prompt_ids = unpack_ids(_without(prompt.packed, keep, removed))
+    whole = _inputs(opened, prompt)
+    count, media = len(whole.items), whole.media
+    keep = context_policy.kept_tokens(options.num_keep, count, context, media)
+    removed = 0
+    if options.truncate:
+        removed = context_policy.truncated_tokens(count, context, keep, media)
+    prompt_ids = whole.items[:keep] + whole.items[keep + removed :]
+    media = without(media, keep, removed)
     check_tokens(len(prompt_ids), context)
-    check_ids(prompt_ids, opened.vocab_size, "prompt")
     check_ids(ids, opened.vocab_size, "resume")
     _compare(known, Facts(opened.digest, prompt_tokens=len(prompt_ids), truncated=removed))
     max_tokens = _max_tokens(known, len(prompt_ids), context, options)
-    shift = ContextShift(context, keep) if options.shift else None
+    shift = ContextShift(context, keep, media) if options.shift else None
     if len(ids) > max_tokens:
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
+    discarded = 0 if shift is None else shift.discarded(len(prompt_ids) + len(ids))
+    inside = without(media, keep, discarded)
     detokenizer = Detokenizer(opened.text.piece, work.options.stop)
     detokenizer.replay(ids)
     sequence = Sequence(
         id=key[0],
         run_number=key[1],
-        prompt=tuple(prompt_ids),
+        prompt=prompt_ids,
         options=options,
         seed=work.seed,
         max_tokens=max_tokens,
         ids=ids,
         read_alone=work.suspect,
-        restore_at=_restore_at(prompt.restore_at, keep, removed),
+        restore_at=_restore_at(whole.moved(prompt.restore_at), keep, removed),
         shift=shift,
-        discarded=0 if shift is None else shift.discarded(len(prompt_ids) + len(ids)),
+        discarded=discarded,
+        media=inside,
+        images={span.image: whole.images[span.image] for span in inside},
     )
     facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks, removed)
     return Admit(sequence, facts, detokenizer, received, deadline)
 
 
-def _without(packed: bytes, keep: int, removed: int) -> bytes:
-    """Packed ids without the `removed` ones after the first `keep`."""
-    return packed[: ID_WIDTH * keep] + packed[ID_WIDTH * (keep + removed) :]
+def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
+    """The inputs of a prompt, with its images. Raises BadRequest for an id without a row."""
+    ids = unpack_ids(prompt.packed)
+    if not prompt.named:
+        check_ids(ids, opened.vocab_size, "prompt")
+        return Inputs(tuple(ids), (), {}, ())
+    assert opened.images is not None
+    places = opened.images.places
+    check_ids([one for one in ids if one != places.slot_id], opened.vocab_size, "prompt")
+    return with_images(ids, places, prompt.named, [*map(image_of, prompt.images)])
 
 
 def _restore_at(place: int, keep: int, removed: int) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.settings import ImageInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,13 @@ class TextModel(Protocol):
     """
 
     max_bytes_per_token: int | None  # of text; None: not known, see size_bound
+
+    @property
+    def images(self) -> ImageInput | None:
+        """How the model reads images; None: it takes text only."""
+
+    def read_image(self, data: bytes, index: int) -> PreparedImage:
+        """Decodes the file of image `index` of a request. Raises BadRequest naming it."""
 
     def piece(self, token: int) -> bytes: ...
 
@@ -65,7 +75,8 @@ class TextSource:
     """What another process needs to prepare requests of a model, see ChatTokenizer.from_source.
 
     `sha256`: of the file `tokenizer`. `templates`: sources of chat templates by name; `tokens`:
-    special tokens by the name that templates use. `max_bytes_per_token`: see size_bound.
+    special tokens by the name that templates use. `max_bytes_per_token`: see size_bound. `images`:
+    how the model reads images; None: it takes text only.
     """
 
     tokenizer: str
@@ -74,6 +85,18 @@ class TextSource:
     templates: Mapping[str, str]
     tokens: Mapping[str, str]
     max_bytes_per_token: int | None
+    images: ImageInput | None = None
+
+    def as_map(self) -> dict[str, Any]:
+        """Plain values for another process, of which `from_map` makes it again."""
+        return asdict(self)
+
+    @classmethod
+    def from_map(cls, fields: Mapping[str, Any]) -> Self:
+        """The source of which `as_map` gave the values."""
+        images = fields.get("images")
+        found = None if images is None else ImageInput.from_map(images)
+        return cls(**{**fields, "images": found})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +111,8 @@ class Opened:
     vocab_size: int
     text: TextModel | TokenTable
     source: TextSource | None = None
+
+    @property
+    def images(self) -> ImageInput | None:
+        """How the model reads images; None: it takes text only."""
+        return None if self.source is None else self.source.images

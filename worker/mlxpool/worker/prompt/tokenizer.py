@@ -12,6 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.settings import ImageInput
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
@@ -37,6 +39,7 @@ class ChatTokenizer:
         self.source = source
         self.prefix = tuple(source.prefix)
         self.max_bytes_per_token = source.max_bytes_per_token
+        self.images = source.images
         self._chat = chat
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
@@ -56,6 +59,7 @@ class ChatTokenizer:
             {name: template.source for name, template in chat.templates.items()},
             chat.tokens,
             max_bytes_per_token(json.loads(data)),
+            image_input(folder, tokenizer),
         )
         return cls(tokenizer, chat, source)
 
@@ -84,6 +88,13 @@ class ChatTokenizer:
         """The bytes of the tokens with ids below `vocab_size`, without this tokenizer's memory."""
         pieces = tuple(map(self.piece, range(vocab_size)))
         return TokenTable(pieces, self.max_bytes_per_token)
+
+    def read_image(self, data: bytes, index: int) -> PreparedImage:
+        """See TextModel. It may take any time and memory: call it in a process that has bounds."""
+        from mlxpool.worker.media.decode import prepared_image  # the worker itself needs no Pillow
+
+        assert self.images is not None
+        return prepared_image(data, index, self.images.settings)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
@@ -143,6 +154,26 @@ class ChatTokenizer:
         size = len(self.prefix)
         begin = self._ids(text[:_PREFIX_PROBE])[:size] if size else []
         return () if tuple(begin) == self.prefix else self.prefix
+
+
+def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:
+    """How the model reads images; None: it takes text only.
+
+    Raises ModelLoadFailed where the tokenizer lacks a token that stands for images.
+    """
+    vision = folder.vision
+    if vision is None:
+        return None
+    texts: dict[int, str] = {}
+    for token in vision.plan.tokens:
+        text = tokenizer.id_to_token(token)
+        if text is None:
+            raise ModelLoadFailed(
+                f"tokenizer.json has no token with the id {token}, by which config.json names"
+                " images: the tokenizer is of another model"
+            )
+        texts[token] = text
+    return ImageInput(vision.settings, vision.plan.places(texts))
 
 
 def is_panic(error: BaseException) -> bool:

@@ -13,11 +13,18 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers import quantisation
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
-from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.model_plan import ModelPlan, VisionPlan
 from mlxpool.worker.layers.quantisation import QuantConfig
+from mlxpool.worker.media.settings import ImageSettings
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.files import ModelFiles, ShardContent, folder_files, merge_tensors
-from mlxpool.worker.weights.json_files import FileLookup, read_file, read_json, require_size
+from mlxpool.worker.weights.json_files import (
+    FileLookup,
+    optional_json,
+    read_file,
+    read_json,
+    require_size,
+)
 from mlxpool.worker.weights.match import WeightMatch, match_weights
 from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
@@ -25,6 +32,7 @@ from mlxpool.worker.weights.special_tokens import SpecialTokens
 _SAMPLE_BYTES = 2**20  # at each end of a shard, which the digest covers
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PACKED_BYTES = {"U32": 4, "U8": 1}
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 _TEMPLATES = "additional_chat_templates"
 _DIGESTED = (
     "config.json",
@@ -34,7 +42,17 @@ _DIGESTED = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    PREPROCESSOR,
+    PROCESSOR,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """How a checked model reads images."""
+
+    plan: VisionPlan
+    settings: ImageSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,7 @@ class ModelFolder:
     add_bos: bool | None  # None: tokenizer_config.json does not say
     digest: str  # hex; of all that decides the text: config, tokenizer, template, weights
     uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
+    vision: Vision | None = None  # None: it takes text only
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -82,6 +101,9 @@ def inspect(
     special = SpecialTokens.read(files, config)
     contents = files.contents()
     tensors = merge_tensors(contents)
+    vision = find_vision(files, plan, tensors)
+    if vision is not None:
+        plan = vision.plan.whole
     if uses_mlx_lm:
         matched = mlx_lm_models.match_all(files, tensors)
     else:
@@ -100,7 +122,28 @@ def inspect(
         add_bos=special.add_bos,
         digest=_digest(files, contents, forced=uses_mlx_lm and supported),
         uses_mlx_lm=uses_mlx_lm,
+        vision=vision,
     )
+
+
+def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> Vision | None:
+    """How the model reads images; None where the checkpoint lacks the encoder or its settings.
+
+    Conversions of text parts leave both out. Raises ModelLoadFailed for settings that cannot be
+    used.
+    """
+    if plan.vision is None or not any(map(plan.vision.is_part, tensors)):
+        return None
+    settings = _preprocessor(files)
+    return None if settings is None else Vision(plan.vision, plan.vision.settings(settings))
+
+
+def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
+    """The settings of images; newer folders keep them inside processor_config.json."""
+    if (files / PREPROCESSOR).is_file():
+        return read_json(files / PREPROCESSOR)
+    inner = optional_json(files / PROCESSOR).get("image_processor")
+    return inner if isinstance(inner, Mapping) else None
 
 
 def require_tokenizer(where: Path, files: FileLookup) -> None:

@@ -1,0 +1,210 @@
+"""Small random models that read images, and images for them: from seeds, by NumPy alone.
+
+What an independent implementation answers to them is stored in tests/worker/models/expected/ by
+seeing_reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer
+
+from support.worker_checkpoints import BOS, EOS, write_json, write_tokenizer, write_weights
+
+EXPECTED = Path(__file__).parents[1] / "worker" / "models" / "expected"
+STEPS = 24  # tokens that each prompt is continued by
+BEGIN, SLOT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
+FIRST_ID = 260  # of these three
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,  # whose root is a bfloat16, by which transformers multiplies, too
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 264,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 9,  # less than the inputs of an image
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 12,
+    "rope_theta": 50000.0,
+    "rope_local_base_freq": 700.0,
+}
+VISION: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": TEXT,
+    "vision_config": VISION,
+    "tie_word_embeddings": False,
+    "mm_tokens_per_image": 16,
+    "boi_token_index": FIRST_ID,
+    "image_token_index": FIRST_ID + 1,
+    "eoi_token_index": FIRST_ID + 2,
+    "eos_token_id": [EOS],
+}
+PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": None,
+    "do_pan_and_scan": None,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.4, 0.6],
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 32, "width": 32},
+}
+# Prompts as parts: a text, or the number of an image.
+PROMPTS: Sequence[Sequence[str | int]] = (
+    ("What is this? ", 0, " Say it."),
+    (0, "and", 1, "differ in", 0, "what?"),
+)
+PICTURES = ((50, 70), (90, 33))  # height and width
+
+
+def picture(number: int) -> Image.Image:
+    """Image `number`: smooth colours with some noise."""
+    height, width = PICTURES[number]
+    rows, columns = np.mgrid[0:height, 0:width] / 20
+    waves = [np.sin(rows * (1 + number) + channel + columns * channel) for channel in range(3)]
+    noise = np.random.default_rng(number).standard_normal((height, width, 3)) * 12
+    pixels = np.clip(np.stack(waves, axis=-1) * 100 + 128 + noise, 0, 255)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """An image as a file."""
+    out = BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+class Weights(dict[str, np.ndarray]):
+    """Random weights by name, drawn in the order in which they are added."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+
+    def add(self, name: str, *shape: int, scale: float = 0.0) -> None:
+        """Numbers around 0; a `scale` of 0 fits a matrix with columns of that length."""
+        scale = scale or 1.4 * shape[-1] ** -0.5
+        self[name] = self._draw.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+
+    def linear(self, name: str, outputs: int, inputs: int) -> None:
+        """A matrix and a bias."""
+        self.add(f"{name}.weight", outputs, inputs)
+        self.add(f"{name}.bias", outputs, scale=0.2)
+
+    def norm(self, name: str, size: int) -> None:
+        """A layer norm."""
+        self[f"{name}.weight"] = 1 + self._draw.standard_normal(size, dtype=np.float32) / 10
+        self.add(f"{name}.bias", size, scale=0.1)
+
+
+def gemma_weights(seed: int = 3) -> dict[str, np.ndarray]:
+    """Weights by the names that released files of Gemma 3 have."""
+    weights = Weights(seed)
+    _add_text(weights)
+    _add_tower(weights)
+    size, hidden = int(VISION["hidden_size"]), int(TEXT["hidden_size"])
+    weights.add("multi_modal_projector.mm_soft_emb_norm.weight", size, scale=0.2)
+    weights.add("multi_modal_projector.mm_input_projection_weight", size, hidden, scale=0.1)
+    return dict(weights)
+
+
+def _add_text(weights: Weights) -> None:
+    text, add = TEXT, weights.add
+    hidden, width, dim = int(text["hidden_size"]), int(text["intermediate_size"]), 8
+    add("language_model.model.embed_tokens.weight", 264, hidden, scale=0.05)
+    for layer in range(int(text["num_hidden_layers"])):
+        name = f"language_model.model.layers.{layer}"
+        for one in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            add(f"{name}.{one}_layernorm.weight", hidden, scale=0.2)
+        for one, heads in (("q", 4), ("k", 2), ("v", 2)):
+            add(f"{name}.self_attn.{one}_proj.weight", heads * dim, hidden)
+        add(f"{name}.self_attn.o_proj.weight", hidden, 4 * dim)
+        for one in "qk":
+            add(f"{name}.self_attn.{one}_norm.weight", dim, scale=0.2)
+        for one in ("gate", "up"):
+            add(f"{name}.mlp.{one}_proj.weight", width, hidden)
+        add(f"{name}.mlp.down_proj.weight", hidden, width)
+    add("language_model.model.norm.weight", hidden, scale=0.2)
+    add("language_model.lm_head.weight", 264, hidden, scale=0.4)
+
+
+def _add_tower(weights: Weights) -> None:
+    vision, add = VISION, weights.add
+    size, wide, patch = (
+        int(vision[key]) for key in ("hidden_size", "intermediate_size", "patch_size")
+    )
+    name = "vision_tower.vision_model"
+    add(f"{name}.embeddings.patch_embedding.weight", size, 3, patch, patch, scale=0.2)
+    add(f"{name}.embeddings.patch_embedding.bias", size, scale=0.2)
+    add(f"{name}.embeddings.position_embedding.weight", 64, size, scale=0.5)
+    for layer in range(int(vision["num_hidden_layers"])):
+        inner = f"{name}.encoder.layers.{layer}"
+        weights.norm(f"{inner}.layer_norm1", size)
+        weights.norm(f"{inner}.layer_norm2", size)
+        for one in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            weights.linear(f"{inner}.self_attn.{one}", size, size)
+        weights.linear(f"{inner}.mlp.fc1", wide, size)
+        weights.linear(f"{inner}.mlp.fc2", size, wide)
+    weights.norm(f"{name}.post_layernorm", size)
+
+
+def write_gemma(
+    path: Path,
+    weights: Mapping[str, np.ndarray] | None = None,
+    preprocessor: Mapping[str, Any] | None = PREPROCESSOR,
+    **changes: Any,
+) -> Path:
+    """Writes the folder of a Gemma 3 that reads images; `changes` are keys of config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "config.json", {**GEMMA, **changes})
+    write_json(path / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    if preprocessor is not None:
+        write_json(path / "preprocessor_config.json", preprocessor)
+    add_tokens(path, (BEGIN, SLOT, END), GEMMA_TEMPLATE)
+    write_weights(path, dict(weights or gemma_weights()))
+    return path
+
+
+def add_tokens(path: Path, texts: Sequence[str], template: str) -> None:
+    """Writes a tokenizer with further special tokens, and a chat template."""
+    write_tokenizer(path, {"chat_template": template})
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in texts])
+    tokenizer.save(str(path / "tokenizer.json"))
+
+
+def parts_of(prompt: Sequence[str | int]) -> list[dict[str, Any]]:
+    """A prompt as the parts of a message."""
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "blob": part}
+        for part in prompt
+    ]

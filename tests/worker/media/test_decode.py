@@ -1,0 +1,185 @@
+"""Image files: what they are by content, bounds before decoding, damage, orientation and alpha."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.worker.media.decode import MAX_PIXELS, decode, prepared_image
+from mlxpool.worker.media.settings import ImageSettings
+
+SETTINGS = ImageSettings(4, 2, 2, 1 / 255, (0.5,) * 3, (0.5,) * 3, height=32, width=32)
+FREE = ImageSettings(4, 2, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3, min_pixels=256, max_pixels=4096)
+RED, BLUE = (250, 10, 20), (10, 20, 250)
+
+
+def halves(width: int = 40, height: int = 20, mode: str = "RGB") -> Image.Image:
+    """Red on the left, blue on the right."""
+    image = Image.new("RGB", (width, height), RED)
+    image.paste(BLUE, (width // 2, 0, width, height))
+    return image.convert(mode)
+
+
+def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def near(pixel: Any, colour: tuple[int, int, int]) -> bool:
+    return all(abs(int(a) - b) < 12 for a, b in zip(pixel, colour, strict=True))
+
+
+def error(data: bytes, index: int = 3, settings: ImageSettings = SETTINGS) -> str:
+    with pytest.raises(BadRequest) as caught:
+        prepared_image(data, index, settings)
+    assert caught.value.message.startswith(f"images[{index}] ")
+    return caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_formats(kind: str) -> None:
+    image = decode(file_of(halves(), kind))
+    assert image.mode == "RGB" and image.size == (40, 20)
+    assert near(image.getpixel((5, 10)), RED) and near(image.getpixel((35, 10)), BLUE)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "RGBA", "LA", "I;16"])
+def test_modes_become_rgb(mode: str) -> None:
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    if mode == "I;16":
+        image = Image.fromarray(np.full((20, 40), 51_400, np.uint16))
+    else:
+        image = halves(mode=mode)
+    found = decode(file_of(image, kind))
+    assert found.mode == "RGB" and found.size == (40, 20)
+    if mode == "I;16":
+        assert found.getpixel((3, 3)) == (200, 200, 200)
+
+
+def test_transparent_parts_are_white() -> None:
+    image = halves().convert("RGBA")
+    image.putalpha(Image.new("L", image.size, 0))
+    image.paste((*RED, 255), (0, 0, 20, 20))
+    found = decode(file_of(image, "PNG"))
+    assert found.getpixel((5, 5)) == RED and found.getpixel((35, 5)) == (255, 255, 255)
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([0, 0, 0, 9, 9, 9])
+    assert decode(file_of(palette, "GIF", transparency=0)).getpixel((1, 1)) == (255, 255, 255)
+
+
+def test_an_image_is_turned_as_its_camera_says() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    found = decode(file_of(halves(), "JPEG", exif=exif))
+    assert found.size == (20, 40)
+    assert near(found.getpixel((10, 5)), RED) and near(found.getpixel((10, 35)), BLUE)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_the_first_frame_counts(kind: str) -> None:
+    first, second = Image.new("RGB", (8, 8), RED), Image.new("RGB", (8, 8), BLUE)
+    found = decode(file_of(first, kind, save_all=True, append_images=[second], duration=50))
+    assert near(found.getpixel((4, 4)), RED)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"%PDF-1.7 and more", "is a pdf; png, jpeg, webp and gif are taken"),
+        (b"BM" + bytes(60), "is a bmp;"),
+        (b"II*\0" + bytes(60), "is a tiff;"),
+        (b"<svg xmlns='x'></svg>", "is a svg;"),
+        (b"\0\0\0\x20ftypheic" + bytes(20), "is a heic file"),
+        (b"RIFF\0\0\0\0WAVE" + bytes(20), "begins with b'RIFF"),
+        (b"hello, I am a text", "is no image that is known: it begins with b'hello, I'"),
+        (b"\x89PNG\r\n\x1a\n", "is a png of 8 bytes that is cut off or damaged"),
+        (b"\xff\xd8\xff\xe0", "is a jpeg of 4 bytes that is cut off or damaged"),
+        (b"GIF89a", "is a gif of 6 bytes that is cut off or damaged"),
+    ],
+)
+def test_other_files_are_named(data: bytes, what: str) -> None:
+    assert what in error(data)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_files_that_are_cut_off(kind: str, share: float) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    data = file_of(Image.fromarray(noise), kind)
+    assert "that is cut off or damaged" in error(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_damaged_files_give_an_error_or_an_image(kind: str) -> None:
+    data = bytearray(file_of(halves(), kind))
+    draw = np.random.default_rng(1)
+    for _ in range(150):
+        broken = bytearray(data)
+        for place in draw.integers(0, len(data), 4):
+            broken[place] = draw.integers(0, 256)
+        try:
+            assert prepared_image(bytes(broken), 0, SETTINGS).pixels.shape == (32, 32, 3)
+        except BadRequest as refused:
+            assert refused.message.startswith("images[0] is ")
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A png of few bytes that says it has so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack("!I", len(data)) + kind + data + struct.pack("!I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack("!IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(10_000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(("width", "height"), [(50_000, 50_000), (MAX_PIXELS + 1, 1), (0, 5)])
+def test_pixels_are_bounded_before_they_are_decoded(width: int, height: int) -> None:
+    message = error(bomb(width, height))
+    if width:
+        assert f"is a png of {width} x {height} pixels, must have from 1 to {MAX_PIXELS}" in message
+
+
+def test_an_image_gets_the_size_of_the_model() -> None:
+    image = prepared_image(file_of(halves(), "PNG"), 0, SETTINGS)
+    assert image.pixels.shape == (32, 32, 3) and image.pixels.dtype == np.uint8
+    assert image.grid == (1, 8, 8) and image.count == 16
+    expected = np.asarray(halves().resize((32, 32), Image.Resampling.BILINEAR))
+    assert (image.pixels == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size"),
+    [(40, 21, (24, 40)), (400, 200, (40, 88)), (5, 5, (16, 16)), (8, 100, (96, 8))],
+)
+def test_an_image_keeps_its_proportions(width: int, height: int, size: tuple[int, int]) -> None:
+    image = prepared_image(file_of(halves(width, height), "PNG"), 0, FREE)
+    assert image.pixels.shape == (*size, 3)
+    assert image.grid == (1, size[0] // 4, size[1] // 4)
+    assert image.count == size[0] * size[1] // 64
+
+
+def test_a_stripe_is_refused_where_proportions_stay() -> None:
+    assert "is 1000 x 4 pixels: one side may be at most 200 times" in error(
+        file_of(halves(1000, 4), "PNG"), settings=FREE
+    )
+
+
+def test_keys_differ_by_content_and_preprocessing() -> None:
+    other = Image.new("RGB", (40, 20), RED)
+    files = [file_of(halves(), "PNG"), file_of(other, "PNG")]
+    keys = {prepared_image(data, 0, one).key for data in files for one in (SETTINGS, FREE)}
+    assert len(keys) == 4
+    as_webp = prepared_image(file_of(halves(), "WEBP", lossless=True), 5, SETTINGS)
+    assert as_webp.key == prepared_image(files[0], 0, SETTINGS).key, "the same pixels"

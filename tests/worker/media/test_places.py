@@ -1,0 +1,72 @@
+"""Places of images in texts and among token ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.worker.media import places
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.settings import ImageInput, ImagePlaces, ImageSettings
+from mlxpool.worker.media.spans import slot_items
+
+PLACES = ImagePlaces("<img>", "\n<img><slot></img>\n", "\n<img><slot></img>\n", "<slot>", 9, True)
+A, B = (
+    PreparedImage.of(np.full((2, 2, 3), value, np.uint8), (1, 2, 2), count, b"")
+    for value, count in ((1, 4), (2, 2))
+)
+
+
+def test_markers_of_a_chat_are_expanded() -> None:
+    assert places.expanded_chat("a<img>b<img>", PLACES, 2) == (
+        "a\n<img><slot></img>\nb\n<img><slot></img>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a<img>b<img>c<img>", "has 2 images, but its text has 3 times '<img>', which stands for"),
+        ("a<img>", "has 2 images, but its text has 1 times '<img>'.*template leaves some out"),
+    ],
+)
+def test_another_number_of_markers_is_refused(text: str, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        places.expanded_chat(text, PLACES, 2)
+
+
+def test_tags_of_a_text_are_expanded() -> None:
+    text, named = places.expanded_text("[img-1] and [img-0], [img-1]", PLACES)
+    one = "\n<img><slot></img>\n"
+    assert (text, named) == (f"{one} and {one}, {one}", [1, 0, 1])
+
+
+def test_a_slot_token_in_a_text_is_refused() -> None:
+    places.check_slots([1, 9, 2], PLACES, 1)
+    with pytest.raises(BadRequest, match="1 places for images and 2 times '<slot>'"):
+        places.check_slots([1, 9, 9], PLACES, 1)
+
+
+def test_images_stand_in_place_of_slots() -> None:
+    found = places.with_images([1, 9, 2, 9, 3, 9], PLACES, [1, 0, 1], [A, B])
+    a, b = slot_items(A.key, 4), slot_items(B.key, 2)
+    assert found.items == (1, *b, 2, *a, 3, *b)
+    assert [(one.start, one.count, one.image) for one in found.media] == [
+        (1, 2, B.key),
+        (4, 4, A.key),
+        (9, 2, B.key),
+    ]
+    assert found.images == {A.key: A, B.key: B}
+    assert [found.moved(place) for place in (0, 1, 2, 3, 4, 6)] == [0, 1, 3, 4, 8, 11]
+
+
+def test_settings_survive_the_way_to_another_process() -> None:
+    settings = ImageSettings(4, 2, 2, 0.1, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0), 8, 8)
+    given = ImageInput(settings, PLACES)
+    fields = given.as_map()
+    fields["settings"] = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in fields["settings"].items()
+    }
+    assert ImageInput.from_map(fields) == given

@@ -1,0 +1,134 @@
+"""Images in lanes: what becomes of them, and that a bad one harms nothing."""
+
+from __future__ import annotations
+
+import queue
+import signal
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.protocol.token_ids import unpack_ids
+from mlxpool.worker.preparation.errors import error_of_exit
+from mlxpool.worker.preparation.jobs import Encode, Encoded, Job, Render, Result, image_of, perform
+from mlxpool.worker.preparation.lane_service import LaneService
+from mlxpool.worker.preparation.lanes import ForkServer
+from mlxpool.worker.preparation.limits import SHORT_TEXT, Limits
+from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.prompt.text_model import TextSource
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.system.cpu_threads import CpuThreads
+from mlxpool.worker.weights.inspect import inspect
+from support import seeing_models as seeing
+from support.pool import PATIENCE
+
+CONTEXT = 500
+SLOT = seeing.FIRST_ID + 1
+FILES = [seeing.file_of(seeing.picture(number)) for number in range(2)]
+
+
+class Lanes:
+    """A service for a model that reads images."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source: TextSource = ChatTokenizer.from_folder(inspect(folder)).source
+        self.results: queue.SimpleQueue[tuple[Hashable, Result]] = queue.SimpleQueue()
+        server = ForkServer(self.source, Limits(render=PATIENCE, tokenize=PATIENCE))
+        self.service = LaneService(
+            server, lambda key, result: self.results.put((key, result)), CpuThreads(None, 1)
+        )
+        self.service.start()
+        self._key = 0
+
+    def do(self, job: Job, size: int = 1) -> Result:
+        self._key += 1
+        self.service.submit(Waiting(self._key, "", size, job))
+        key, result = self.results.get(timeout=PATIENCE)
+        assert key == self._key
+        return result
+
+    def encoded(self, job: Job, size: int = 1) -> Encoded:
+        result = self.do(job, size)
+        assert isinstance(result, Encoded), result
+        return result
+
+    def error(self, job: Job) -> str:
+        result = self.do(job)
+        assert isinstance(result, PoolError), result
+        assert isinstance(result, BadRequest) or result.code == "context_exceeded"
+        return result.message
+
+
+@pytest.fixture(scope="module")
+def lanes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
+    made = Lanes(seeing.write_gemma(tmp_path_factory.mktemp("gemma")))
+    yield made
+    made.service.close()
+
+
+def chat(*prompt: str | int, files: list[bytes] = FILES, context: int = CONTEXT) -> Render:
+    messages = [{"role": "user", "content": seeing.parts_of(prompt)}]
+    return Render(messages, (), None, 0.0, context, files)
+
+
+def test_a_chat_has_a_slot_for_each_place_and_each_image_once(lanes: Lanes) -> None:
+    found = lanes.encoded(chat(0, "and", 1, "or", 0))
+    ids = unpack_ids(found.packed)
+    assert ids.count(SLOT) == 3 and list(found.named) == [0, 1, 0]
+    images = [image_of(fields) for fields in found.images]
+    assert [(one.pixels.shape, one.grid, one.count) for one in images] == [
+        ((32, 32, 3), (1, 8, 8), 16)
+    ] * 2
+    assert images[0].key != images[1].key
+    assert ids[found.restore_at] == 259, "the generation prompt follows"
+
+
+def test_a_text_names_images_by_tags(lanes: Lanes) -> None:
+    found = lanes.encoded(Encode("[img-1] is not [img-0]", CONTEXT, images=FILES))
+    assert list(found.named) == [1, 0] and unpack_ids(found.packed).count(SLOT) == 2
+
+
+def test_a_long_chat_keeps_its_images(lanes: Lanes) -> None:
+    """It is rendered in one job and encoded in the next."""
+    job = chat(0, "x" * (SHORT_TEXT + 1), 1, context=10**6)
+    found = lanes.encoded(job)
+    assert list(found.named) == [0, 1] and len(found.images) == 2
+    assert unpack_ids(found.packed).count(SLOT) == 2
+
+
+def test_the_inputs_of_images_count_in_the_context(lanes: Lanes) -> None:
+    text = "[img-0]" * 20
+    count = len(unpack_ids(lanes.encoded(Encode(text, CONTEXT, images=FILES[:1])).packed))
+    whole = count + 20 * 15
+    assert f"has {whole} tokens" in lanes.error(Encode(text, whole, images=FILES[:1]))
+    assert lanes.encoded(Encode(text, whole + 1, images=FILES[:1]))
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (chat(0, 1, files=[FILES[0], FILES[1][:200]]), "images[1] is a png of 200 bytes that is"),
+        (chat(0, files=[b"%PDF-1.4"]), "images[0] is a pdf; png, jpeg, webp and gif are taken"),
+        (chat(0, "<start_of_image>", files=FILES[:1]), "2 times '<start_of_image>'"),
+        (chat(0, "<image_soft_token>", files=FILES[:1]), "2 times '<image_soft_token>'"),
+        (Encode("[img-0]<image_soft_token>", 99, images=FILES[:1]), "1 places for images and 2"),
+    ],
+)
+def test_what_is_wrong_with_an_image_is_named(lanes: Lanes, job: Job, why: str) -> None:
+    assert why in lanes.error(job)
+    assert lanes.encoded(chat(0, files=FILES[:1])), "the next request is served"
+
+
+def test_an_image_that_takes_too_long_ends_its_lane_with_a_reason() -> None:
+    error = error_of_exit(-signal.SIGVTALRM, 100, Limits())
+    assert isinstance(error, BadRequest)
+    assert error.message.startswith("an image was not decoded after 20 s of processor time")
+
+
+def test_a_model_without_images_refuses_them(tmp_path: Path) -> None:
+    text = ChatTokenizer.from_folder(inspect(seeing.write_gemma(tmp_path, preprocessor=None)))
+    result = perform(text, chat(0, files=FILES[:1]))
+    assert isinstance(result, BadRequest)
+    assert result.message.startswith("this model does not support image input")

@@ -1,0 +1,49 @@
+"""Runs a model's image encoder: one image at a time, outside of any pass."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.attention.packed_batch import PackedBatch
+from mlxpool.worker.layers.model_plan import SeeingModel
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.weights.load import LoadedModel
+
+MEASURED_PIXELS = 2**20  # of the image that is measured, where images have sizes of their own
+
+
+class ImageEncoder:
+    """image -> features [count, d], not computed yet."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        vision = loaded.folder.vision
+        assert vision is not None
+        self._settings, self._windows = vision.settings, [0] * vision.plan.layers
+        self._model = cast(SeeingModel, loaded.model)
+        self._dtype = loaded.dtype
+
+    def __call__(self, image: PreparedImage) -> mx.array:
+        settings = self._settings
+        patches = math.prod(image.grid)
+        batch = PackedBatch([patches], [0] * patches, self._windows)
+        pixels = mx.array(image.pixels).astype(mx.float32) * settings.scale
+        normed = (pixels - mx.array(settings.mean)) / mx.array(settings.std)
+        return self._model.encode_image(normed.astype(self._dtype), image.grid, batch)
+
+    def measure(self) -> int:
+        """Encodes an image twice, so that it is compiled; returns the bytes that it takes."""
+        side = math.isqrt(min(self._settings.max_pixels, MEASURED_PIXELS))
+        size = self._settings.size_of(side, side)
+        grid = self._settings.grid_of(*size)
+        count = self._settings.count_of(grid)
+        image = PreparedImage(b"", np.zeros((*size, 3), np.uint8), grid, count)
+        mx.eval(self(image))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(self(image))
+        return int(mx.get_peak_memory()) - before

@@ -1,0 +1,123 @@
+"""Decodes image files with Pillow, in the processes that prepare requests.
+
+What a file is follows from its content. Its number of pixels is known and bounded before any is
+decoded. Errors say what the image is; `prepared_image` adds its index in the request.
+"""
+
+from __future__ import annotations
+
+import warnings
+from io import BytesIO
+
+import numpy as np
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    WebPImagePlugin,
+)
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.settings import ImageSettings
+
+MAX_PIXELS = 2**26  # of an image as it is stored: a sheet of 8192 x 8192
+WHITE = (255, 255, 255, 255)
+TAKEN = "png, jpeg, webp and gif are taken"
+# Formats by the begin of a file; those without a class are named in the error.
+READERS: dict[str, type[ImageFile.ImageFile]] = {
+    "png": PngImagePlugin.PngImageFile,
+    "jpeg": JpegImagePlugin.JpegImageFile,
+    "webp": WebPImagePlugin.WebPImageFile,
+    "gif": GifImagePlugin.GifImageFile,
+}
+SIGNATURES = (
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"GIF87a", "gif"),
+    (b"GIF89a", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\0", "tiff"),
+    (b"MM\0*", "tiff"),
+    (b"%PDF", "pdf"),
+    (b"<svg", "svg"),
+    (b"<?xml", "xml or svg"),
+    (b"\0\0\1\0", "ico"),
+    (b"8BPS", "psd"),
+    (b"PK\x03\x04", "zip archive"),
+)
+_SHOWN = 8  # bytes of an unknown file
+
+
+def prepared_image(data: bytes, index: int, settings: ImageSettings) -> PreparedImage:
+    """Returns image number `index` of a request in the size that the model takes.
+
+    Raises BadRequest naming the image, what it is, and the bound.
+    """
+    try:
+        image = decode(data)
+        height, width = settings.size_of(image.height, image.width)
+        resized = image.resize((width, height), Image.Resampling(settings.resample))
+    except BadRequest as error:
+        raise BadRequest(f"images[{index}] {error.message}") from None
+    grid = settings.grid_of(height, width)
+    return PreparedImage.of(np.asarray(resized), grid, settings.count_of(grid), settings.version)
+
+
+def decode(data: bytes) -> Image.Image:
+    """Returns the image in a file as RGB: the first frame, upright, transparent parts on white.
+
+    Raises BadRequest for another format, too many pixels, and a file that is cut off or damaged.
+    """
+    kind = format_of(data)
+    try:
+        with warnings.catch_warnings():  # Pillow warns of many pixels, which are bounded here
+            warnings.simplefilter("ignore")
+            image: Image.Image = READERS[kind](BytesIO(data))
+            check_pixels(kind, *image.size)
+            image.load()
+            return as_rgb(ImageOps.exif_transpose(image))
+    except BadRequest:
+        raise
+    except MemoryError:
+        raise BadRequest(f"is a {kind} that needs too much memory to be decoded") from None
+    except Exception as error:  # each of Pillow's readers raises exceptions of its own
+        raise BadRequest(
+            f"is a {kind} of {len(data)} bytes that is cut off or damaged: {error}"
+        ) from None
+
+
+def format_of(data: bytes) -> str:
+    """Returns png, jpeg, webp or gif, by the begin of a file; raises BadRequest for others."""
+    found = next((name for begin, name in SIGNATURES if data.startswith(begin)), "")
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        found = "webp"
+    elif data[4:8] == b"ftyp":
+        found = f"{data[8:12].decode('ascii', 'replace').strip()} file (heif, avif or a video)"
+    if found in READERS:
+        return found
+    what = f"a {found}" if found else f"no image that is known: it begins with {data[:_SHOWN]!r}"
+    raise BadRequest(f"is {what}; {TAKEN}")
+
+
+def check_pixels(kind: str, width: int, height: int) -> None:
+    """Raises BadRequest for an image without pixels or with too many."""
+    if not 0 < width * height <= MAX_PIXELS:
+        raise BadRequest(
+            f"is a {kind} of {width} x {height} pixels, must have from 1 to {MAX_PIXELS};"
+            " make it smaller"
+        )
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Returns an image as RGB: deep grey scaled to 8 bits, transparent parts on white."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        sheet = Image.new("RGBA", layer.size, WHITE)
+        return Image.alpha_composite(sheet, layer).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,81 @@
+"""Puts the places of images into texts, and the inputs of images into token ids. Pure.
+
+A text has one slot token for each place, which the tokenizer keeps as one id; `with_images` puts
+the inputs of the image there. So a user who writes the slot token or the marker of a chat template
+into a text gets an error, and no image can stand where the request does not name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.images import TAG, images_of_text
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.settings import ImagePlaces
+from mlxpool.worker.media.spans import ImageKey, MediaSpan, slot_items
+
+
+def expanded_chat(text: str, places: ImagePlaces, count: int) -> str:
+    """Returns a rendered chat as the model reads it.
+
+    Raises BadRequest unless the text has a marker for each of `count` images.
+    """
+    found = text.count(places.marker)
+    if found != count:
+        why = "leave it out of texts" if found > count else "the chat template leaves some out"
+        raise BadRequest(
+            f"the chat has {count} images, but its text has {found} times {places.marker!r}, which"
+            f" stands for one: {why}"
+        )
+    return text.replace(places.marker, places.expansion)
+
+
+def expanded_text(text: str, places: ImagePlaces) -> tuple[str, list[int]]:
+    """Returns a text with places for its [img-n], and the numbers of these images in order."""
+    return TAG.sub(lambda found: places.whole, text), images_of_text(text)
+
+
+def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:
+    """Raises BadRequest unless there is one slot token for each of `count` places."""
+    found = sum(token == places.slot_id for token in ids)
+    if found != count:
+        raise BadRequest(
+            f"the prompt has {count} places for images and {found} times {places.slot!r}, which"
+            " stands for an image: leave it out of texts"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs of a prompt with images; `moved` gives places among the ids their new number."""
+
+    items: tuple[int, ...]
+    media: tuple[MediaSpan, ...]
+    images: Mapping[ImageKey, PreparedImage]
+    slots: tuple[int, ...]  # where slot tokens stood among the ids
+
+    def moved(self, place: int) -> int:
+        """Returns the place among the inputs of the one before id `place`."""
+        before = [span for slot, span in zip(self.slots, self.media, strict=True) if slot < place]
+        return place + sum(span.count - 1 for span in before)
+
+
+def with_images(
+    ids: Sequence[int], places: ImagePlaces, named: Sequence[int], images: Sequence[PreparedImage]
+) -> Inputs:
+    """Returns ids with the inputs of images in place of slot tokens; `named`: which, in order."""
+    items: list[int] = []
+    media: list[MediaSpan] = []
+    slots = tuple(place for place, token in enumerate(ids) if token == places.slot_id)
+    begin = 0
+    for place, number in zip(slots, named, strict=True):
+        image = images[number]
+        items += ids[begin:place]
+        media.append(MediaSpan(len(items), image.count, image.key, image.grid, places.group))
+        items += slot_items(image.key, image.count)
+        begin = place + 1
+    items += ids[begin:]
+    used = {images[number].key: images[number] for number in named}
+    return Inputs(tuple(items), tuple(media), used, slots)

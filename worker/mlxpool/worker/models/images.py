@@ -1,0 +1,66 @@
+"""Reads how a model's images become pixels from its preprocessor_config.json. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.config_fields import MAX_INTEGER
+from mlxpool.worker.media.settings import ImageSettings
+
+FILTERS = (0, 1, 2, 3, 4, 5)  # Pillow's numbers: nearest, lanczos, bilinear, bicubic, box, hamming
+BILINEAR, BICUBIC = 2, 3
+CHANNELS = 3  # red, green and blue
+_WHERE = "preprocessor_config.json"
+
+
+def fixed_size(
+    config: Mapping[str, Any], side: int, patch: int, merge: int, resample: int = BILINEAR
+) -> ImageSettings:
+    """The settings of a model whose images all have `side` * `side` pixels.
+
+    Raises ModelLoadFailed naming the key that cannot be used.
+    """
+    size = config.get("size")
+    found = (size.get("height"), size.get("width")) if isinstance(size, Mapping) else size
+    if found not in ((side, side), None):
+        raise ModelLoadFailed(
+            f"{_WHERE} has size {size!r:.80}, the model takes images of {side} x {side} pixels"
+        )
+    return ImageSettings(patch, merge, height=side, width=side, **_common(config, resample))
+
+
+def _common(config: Mapping[str, Any], resample: int) -> dict[str, Any]:
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if config.get(key) not in (None, True):
+            raise ModelLoadFailed(f"{_WHERE} has {key} {config[key]!r:.40}, must be true")
+    if config.get("do_pan_and_scan"):
+        raise ModelLoadFailed(f"{_WHERE} has do_pan_and_scan, which is not supported: take it out")
+    kind = config.get("resample")
+    kind = resample if kind is None else kind
+    if kind not in FILTERS or isinstance(kind, bool):
+        raise ModelLoadFailed(f"{_WHERE} has resample {kind!r:.40}, must be one of {FILTERS}")
+    scale = config.get("rescale_factor", 1 / 255)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= 1:
+        raise ModelLoadFailed(
+            f"{_WHERE} has rescale_factor {scale!r:.40}, must be above 0 and at most 1"
+        )
+    return {
+        "resample": kind,
+        "scale": float(scale),
+        "mean": _triple(config, "image_mean"),
+        "std": _triple(config, "image_std"),
+    }
+
+
+def _triple(config: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    """Three numbers; of deviations none is 0."""
+    value = config.get(key)
+    numbers = value if isinstance(value, list) else []
+    sound = all(type(one) in (int, float) and abs(one) < MAX_INTEGER for one in numbers)
+    if len(numbers) == CHANNELS and sound:
+        red, green, blue = map(float, numbers)
+        if key == "image_mean" or min(red, green, blue) > 0:
+            return red, green, blue
+    raise ModelLoadFailed(f"{_WHERE} has {key} {value!r:.80}, must be {CHANNELS} numbers")
