@@ -122,4 +122,5 @@ class ComputeLoop:
                 "misses": counters.misses,
                 "tokens": counters.tokens,
                 "evictions": counters.evictions,
+                "images": self._engine.encoded.encoded,
             }

@@ -1,0 +1,163 @@
+"""Images from a request to its answer: real processes, a small model that reads images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlxpool.client import Client, Result
+from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError, TooLarge
+from support import seeing_models as seeing
+from support.pool import Pool, until
+from support.worker_checkpoints import write_checkpoint
+
+pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+FILES = [seeing.file_of(seeing.picture(number)) for number in range(2)]
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": seeing.STEPS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    root = tmp_path_factory.mktemp("models")
+    folders = {"eyes": seeing.write_gemma(root / "eyes"), "blind": write_checkpoint(root / "blind")}
+    tables = [f'[models.{name}]\npath = "{path}"' for name, path in folders.items()]
+    with Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(pool: Pool) -> Iterator[Client]:
+    with pool.client() as connected:
+        yield connected
+
+
+def message(prompt: Sequence[str | int], files: Sequence[bytes] = FILES) -> dict[str, Any]:
+    """A message with its images in its parts."""
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": files[part]}
+        for part in prompt
+    ]
+    return {"role": "user", "content": parts}
+
+
+def counters(pool: Pool) -> dict[str, int]:
+    """The counters of the prefix cache and of encoded images."""
+    return dict(pool.worker("eyes/0")["prefix"])
+
+
+def test_answers_are_those_of_transformers(client: Client) -> None:
+    expected = np.load(seeing.EXPECTED / "gemma3_images.npz")
+    for number, prompt in enumerate(seeing.PROMPTS):
+        result = client.generate("eyes", messages=[message(prompt)], **OPTIONS)
+        assert list(result.ids) == expected[f"ids_{number}"].tolist()
+        assert result.usage["prompt_tokens"] == len(expected[f"prompt_{number}"])
+
+
+def test_a_text_names_images_by_tags(client: Client) -> None:
+    one = client.generate("eyes", "See [img-0]: ", images=FILES[:1], **OPTIONS)
+    other = client.generate("eyes", "See [img-0]: ", images=FILES[1:], **OPTIONS)
+    both = client.generate("eyes", "See [img-1]: [img-0]", images=FILES, **OPTIONS)
+    assert len({tuple(result.ids) for result in (one, other, both)}) == 3
+    assert one.usage["prompt_tokens"] == len("See : ") + 16 + 2 + 4  # marks and line ends
+
+
+def test_the_same_image_in_two_conversations_is_encoded_once(pool: Pool, client: Client) -> None:
+    fresh = [seeing.file_of(seeing.picture(0).rotate(90))]
+    client.generate("eyes", "warm", **OPTIONS)
+    before = counters(pool)["images"]
+    question = message(("Hi ", 0, " a"), fresh)
+    first = client.generate("eyes", messages=[question], **OPTIONS)
+    more = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+    again = client.generate("eyes", messages=[question, *more], **OPTIONS)
+    third = client.generate("eyes", messages=[message(("And ", 0, " a"), fresh)], **OPTIONS)
+    assert again.usage["cached_tokens"] >= 16, "the prefix was found behind the image"
+    assert third.usage["cached_tokens"] < 16 and first.ids != third.ids
+    until(lambda: counters(pool)["images"] >= before + 1, "the beat has the counter")
+    assert counters(pool)["images"] == before + 1
+
+
+def test_another_image_in_the_same_place_is_never_taken_for_it(client: Client) -> None:
+    def ask(file: bytes, **options: Any) -> Result:
+        return client.generate("eyes", messages=[message(("Same ", 0), [file])], **OPTIONS)
+
+    answers = [ask(file).ids for file in FILES]
+    assert answers[0] != answers[1]
+    assert [ask(file).ids for file in FILES] == answers
+    almost = np.asarray(seeing.picture(0)).copy()
+    almost[3:9, 3:9] ^= 255  # a few pixels
+    found = ask(seeing.file_of(Image.fromarray(almost)))
+    assert found.usage["cached_tokens"] < 16
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "JPEG"])
+def test_formats(client: Client, kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    file = seeing.file_of(seeing.picture(0), kind, **options)
+    result = client.generate("eyes", messages=[message((0, "?"), [file])], **OPTIONS)
+    assert len(result.ids) == seeing.STEPS
+
+
+def refusal(client: Client, *files: bytes, kind: type[PoolError] = BadRequest, **asked: Any) -> str:
+    given = asked or {"messages": [message([*range(len(files))], files)]}
+    with pytest.raises(kind) as caught:
+        client.generate("eyes", **given, **OPTIONS)
+    return caught.value.message
+
+
+def test_what_is_wrong_with_images_is_named_and_nothing_is_lost(pool: Pool, client: Client) -> None:
+    pid = pool.in_state("eyes/0", state="ready")["pid"]
+    cut = FILES[1][: len(FILES[1]) // 2]
+    assert "images[1] is a png of" in refusal(client, FILES[0], cut)
+    assert "that is cut off or damaged" in refusal(client, FILES[0], cut)
+    assert "images[0] is a pdf" in refusal(client, b"%PDF-1.7")
+    assert "images[0] is no image that is known" in refusal(client, b"just a text")
+    huge = seeing.file_of(Image.new("1", (20_000, 20_000)))
+    assert "20000 x 20000 pixels, must have from 1 to 67108864" in refusal(client, huge)
+    assert "has 17 images, at most 16" in refusal(client, *FILES[:1] * 17, kind=TooLarge)
+    assert "has 100 images, at most 16" in refusal(client, *FILES[:1] * 100, kind=TooLarge)
+    assert "is empty" in refusal(client, b"")
+    large = b"\x89PNG\r\n\x1a\n" + bytes(8 * 2**20)
+    assert "bytes, at most" in refusal(client, large, kind=TooLarge)
+    assert "invalid image index: 1" in refusal(client, prompt="[img-1]", images=FILES[:1])
+    assert "images[1] is named nowhere" in refusal(client, prompt="[img-0]", images=FILES)
+    long = "[img-0]" * 40
+    assert "tokens, the context is" in refusal(
+        client, prompt=long, images=FILES[:1], kind=ContextExceeded
+    )
+    result = client.generate("eyes", messages=[message((0,))], **OPTIONS)
+    assert len(result.ids) == seeing.STEPS
+    assert pool.worker("eyes/0")["pid"] == pid, "the worker lives"
+
+
+def test_one_image_sixteen_times_is_encoded_once(pool: Pool, client: Client) -> None:
+    fresh = [seeing.file_of(seeing.picture(1).rotate(180))]
+    client.generate("eyes", "warm", **OPTIONS)
+    before = counters(pool)["images"]
+    client.generate("eyes", messages=[message([0] * 16, fresh)], **OPTIONS)
+    until(lambda: counters(pool)["images"] > before, "the beat has the counter")
+    assert counters(pool)["images"] == before + 1
+
+
+def test_a_text_model_refuses_and_models_say_who_takes_images(client: Client) -> None:
+    with pytest.raises(BadRequest, match="this model does not support image input"):
+        client.generate("blind", messages=[message((0,))], **OPTIONS)
+    features = {one["name"]: one["features"] for one in client.models()}
+    assert "vision" in features["eyes"] and "vision" not in features["blind"]
+
+
+def test_images_go_with_shifts_and_truncation(client: Client) -> None:
+    asked = {**OPTIONS, "max_tokens": 120, "num_ctx": 64, "shift": True, "num_keep": 2}
+    first = client.generate("eyes", messages=[message((0, "x" * 10))], **asked)
+    again = client.generate("eyes", messages=[message((0, "x" * 10))], **asked)
+    assert len(first.ids) == 120 and first.ids == again.ids
+    cut = client.generate(
+        "eyes", messages=[message((0, "y" * 80, 1))], **{**OPTIONS, "num_ctx": 60, "truncate": True}
+    )
+    assert cut.usage["prompt_tokens"] < 60
