@@ -61,7 +61,8 @@ from mlxpool.worker.engine.engine import Engine, MemoryUse, StepResult
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.process.edge import Edge, Mailbox
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.prepare import Preparer, service_of
+from mlxpool.worker.process.preparations import service_of
+from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.runs import Runs
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
 from mlxpool.worker.scheduling.block_manager import BlockManager
@@ -293,6 +294,7 @@ def parts(rows: int, count: int) -> dict[str, float]:
         poller = zmq.Poller()
         poller.register(edge.link.socket, zmq.POLLIN)
         loop = compute._load()
+        assert isinstance(loop, ComputeLoop)
         while compute.inbox.qsize() < rows:
             edge._turn(poller)
             poller.poll(1)

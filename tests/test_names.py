@@ -13,6 +13,7 @@ import pytest
 import mlxpool.client
 
 ROOT = Path(__file__).parents[1]
+CALLS = "cancel classify close detokenize embed generate models rerank stream tokenize"
 ROOMS = ("broker", "client", "common", "gateway", "worker")
 
 
@@ -28,8 +29,10 @@ def test_the_public_names_of_the_client() -> None:
         "Delta",
         "Pace",
         "PoolError",
+        "Ranked",
         "Result",
         "Stream",
+        "Vectors",
     ]
     for name in mlxpool.client.__all__:
         assert getattr(mlxpool.client, name).__name__ == name
@@ -40,8 +43,11 @@ def test_the_public_names_of_the_client() -> None:
 @pytest.mark.parametrize(
     ("of", "names"),
     [
-        ("Client", "cancel close detokenize generate models stream tokenize"),
-        ("AsyncClient", "cancel close detokenize generate models stream tokenize"),
+        ("Client", "cancel classify close detokenize embed generate models rerank stream tokenize"),
+        (
+            "AsyncClient",
+            "cancel classify close detokenize embed generate models rerank stream tokenize",
+        ),
         ("Stream", "close facts id read result"),
         ("AsyncStream", "close facts id read ready result"),
     ],

@@ -16,7 +16,7 @@ import pytest
 
 from mlxpool.client import AsyncClient, Client, Stream
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, QueueFull, TooLarge
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import resume
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.trace import VARIABLE
@@ -245,7 +245,7 @@ def test_a_resume_that_is_too_large_ends_the_stream(
     broker.tokens(request, 0, 20)
     iterator = iter(stream)
     next(iterator)
-    monkeypatch.setattr(frames, "MAX_BLOB", 79)
+    monkeypatch.setattr(resume, "MAX_BLOB", 79)
     broker.number += 1
     broker.receive(kinds.PING)
     with pytest.raises(TooLarge, match="80 bytes, at most 79"):

@@ -14,6 +14,7 @@ import pytest
 from mlxpool.cli.main import parser
 from support.json_shapes import faults
 from support.pool import Pool
+from worker.encoders.checkpoints import CASES, write
 
 pytestmark = pytest.mark.timeout(600)  # a fixture runs every command
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
@@ -77,6 +78,9 @@ NO_JSON = {*SERVING, *(n for n in COMMANDS if " bench " in n)}
 # The order matters, as a command changes what later ones print. ID is that of a live request.
 TRIED: tuple[tuple[str, ...], ...] = (
     ("load", "counting", "--wait"),
+    ("embed", "embed", "a dog"),
+    ("rerank", "rerank", "a dog", "a fox"),
+    ("classify", "classify", "a dog"),
     ("run", "counting", "hello", "--max-tokens", "3", "--logprobs"),
     ("run", "counting", "hello", "--max-tokens", "3"),
     ("chat", "counting", "--max-tokens", "3"),
@@ -105,12 +109,22 @@ TRIED: tuple[tuple[str, ...], ...] = (
 )
 
 
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sections of three small models of texts."""
+    root = tmp_path_factory.mktemp("models")
+    cases = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
+    return "".join(
+        f'[models.{name}]\npath = "{write(root / name, CASES[case])}"\n'
+        for name, case in cases.items()
+    )
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
     """What each command printed, by its name."""
     found: dict[str, list[Any]] = {}
     with (
-        Pool(tmp_path_factory.mktemp("pool"), CONFIG) as pool,
+        Pool(tmp_path_factory.mktemp("pool"), CONFIG + encoders(tmp_path_factory)) as pool,
         pool.client() as client,
         client.stream("slow", "x") as stream,
     ):

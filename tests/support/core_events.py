@@ -52,8 +52,12 @@ def credit(epoch: int, body: Body) -> ev.WorkerCredit:
     return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
 
 
-def tokens(epoch: int, ident: bytes, body: Body, blobs: Sequence[bytes] = ()) -> ev.WorkerTokens:
-    return ev.WorkerTokens(epoch, ident, to_broker.TokenizerAnswer(body, tuple(blobs)))
+def tokens(epoch: int, ident: bytes, body: Body, blobs: Sequence[bytes] = ()) -> ev.WorkerAnswer:
+    return ev.WorkerAnswer(epoch, ident, to_broker.CallAnswer(body, tuple(blobs)))
+
+
+def vectors(epoch: int, ident: bytes) -> ev.WorkerAnswer:
+    return ev.WorkerAnswer(epoch, ident, to_broker.CallAnswer({"rows": 1}, (b"1234",), "vectors"))
 
 
 def handed_back(epoch: int, runs: Any) -> ev.WorkerYield:

@@ -5,9 +5,10 @@ from __future__ import annotations
 # front: client -> broker
 GENERATE, CANCEL, ACK, PING = "generate", "cancel", "ack", "ping"
 MODELS, TOKENIZE, DETOKENIZE = "models", "tokenize", "detokenize"
+EMBED, RERANK, CLASSIFY = "embed", "rerank", "classify"
 # front: broker -> client
 ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "error"
-FATE, PONG, TOKENS = "fate", "pong", "tokens"
+FATE, PONG, TOKENS, VECTORS = "fate", "pong", "tokens", "vectors"
 # back: worker -> broker
 HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
 PROMPTS = "prompts"

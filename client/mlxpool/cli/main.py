@@ -28,6 +28,9 @@ COMMAND_MODULES = {
     "worker": "mlxpool.cli.commands.worker",
     "run": "mlxpool.cli.commands.run",
     "chat": "mlxpool.cli.commands.chat",
+    "embed": "mlxpool.cli.commands.embed",
+    "rerank": "mlxpool.cli.commands.embed",
+    "classify": "mlxpool.cli.commands.embed",
     "check": "mlxpool.cli.commands.check",
     "ps": "mlxpool.cli.commands.pool",
     "top": "mlxpool.cli.commands.top",
@@ -51,7 +54,7 @@ COMMAND_MODULES = {
 
 # The modules whose commands take --endpoint, --server-key and --key.
 REMOTE_MODULES = frozenset(
-    COMMAND_MODULES[name] for name in ("run", "chat", "ps", "top", "gateway", "revoke")
+    COMMAND_MODULES[name] for name in ("run", "chat", "embed", "ps", "top", "gateway", "revoke")
 )
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."

@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         else:
             parser.add_argument(flag, action="append", metavar="TEXT", help=text)
     parser.add_argument(
-        "--deadline", type=_seconds, metavar="SECONDS", help="give up after this time"
+        "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"
     )
     parser.add_argument(
         "--raw",
@@ -39,7 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A time of a flag. Raises ArgumentTypeError outside its bounds."""
     value = float(text)
     if not 0 < value <= MAX_DEADLINE_MS / 1000:
         most = MAX_DEADLINE_MS // 1000

@@ -9,12 +9,24 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.sync import Client, Stream
+from mlxpool.client.vectors import Ranked, Vectors
 from mlxpool.common.errors import PoolError
 
 if TYPE_CHECKING:
     from mlxpool.client.aio import AsyncClient, AsyncStream
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Delta", "Pace", "PoolError", "Result", "Stream"]
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Delta",
+    "Pace",
+    "PoolError",
+    "Ranked",
+    "Result",
+    "Stream",
+    "Vectors",
+]
 
 
 def __getattr__(name: str) -> Any:

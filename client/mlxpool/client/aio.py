@@ -9,11 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
+from mlxpool.client import vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
+from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranked, Vectors, joined, ranked
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.to_broker import GenerateDraft
@@ -180,6 +182,67 @@ class AsyncClient:
         """The text of token ids. Raises what `tokenize` does."""
         return await self._call(detokenize(model, ids))
 
+    async def embed(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        truncate: bool | None = None,
+        dimensions: int | None = None,
+        normalise: bool | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        deadline_ms: int | None = None,
+    ) -> Vectors:
+        """A vector for each input; takes the arguments of `Client.embed`, and raises what it does.
+
+        Cancelling the task cancels the calls.
+        """
+        return await self._vectors(
+            vectors.embed(
+                model,
+                inputs,
+                truncate=truncate,
+                dimensions=dimensions,
+                normalise=normalise,
+                prompt_name=prompt_name,
+                prompt=prompt,
+                deadline_ms=deadline_ms,
+            )
+        )
+
+    async def rerank(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top: int | None = None,
+        truncate: bool | None = None,
+        prompt: str | None = None,
+        deadline_ms: int | None = None,
+    ) -> list[Ranked]:
+        """The documents as (index, score), best first; see `Client.rerank`."""
+        questions = vectors.rerank(
+            model, query, documents, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms
+        )
+        return ranked(await self._vectors(questions), top)
+
+    async def classify(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        truncate: bool | None = None,
+        deadline_ms: int | None = None,
+    ) -> Vectors:
+        """The probability of each label for each input; see `Client.classify`."""
+        return await self._vectors(
+            vectors.embed(
+                model, inputs, task="classify", truncate=truncate, deadline_ms=deadline_ms
+            )
+        )
+
     async def cancel(self, request_id: bytes) -> dict[str, Any]:
         """Cancel any request of this owner by its id, 16 bytes.
 
@@ -205,6 +268,21 @@ class AsyncClient:
         except asyncio.CancelledError:
             self._connection.forget(question)
             raise
+
+    async def _vectors(self, questions: Sequence[Question[Vectors]]) -> Vectors:
+        """The joined answers to questions, of which MAX_IN_FLIGHT are open at a time."""
+        places = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+        async def ask(question: Question[Vectors]) -> Vectors:
+            async with places:
+                return await self._call(question)
+
+        tasks = [asyncio.ensure_future(ask(question)) for question in questions]
+        try:
+            return joined(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def close(self) -> None:
         """Close the connection; open streams are cancelled and end with BrokerLost."""

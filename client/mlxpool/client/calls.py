@@ -13,7 +13,7 @@ from mlxpool.common.protocol.frames import Message
 
 # The others may wait for a model.
 ANSWERED_AT_ONCE = frozenset({to_broker.ListModels.kind, to_broker.Cancel.kind})
-CANCELLABLE = frozenset({to_broker.TOKENIZE, to_broker.DETOKENIZE})
+CANCELLABLE = to_broker.CALLS
 
 OnReply = Callable[[Message | PoolError], None]
 Send = Callable[[Sequence[bytes]], None]

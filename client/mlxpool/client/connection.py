@@ -366,9 +366,9 @@ class Connection:
 
     def _send_again(self, stream: OpenStream, left: float | None) -> None:
         state, why = stream.state, stream.retry.why
-        draft = resumed(stream.draft, state, left)
-        stream.retry.sent_again(self.timer.now)
         try:
+            draft = resumed(stream.draft, state, left)
+            stream.retry.sent_again(self.timer.now)
             parts = encoded(draft, state.id, attempt=state.attempt)
         except PoolError as error:  # prompt and ids together became too large for a message
             state.error = error

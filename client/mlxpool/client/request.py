@@ -16,8 +16,8 @@ from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol import to_broker
 from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Content, Message
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
-from mlxpool.common.protocol.resume import Resume
-from mlxpool.common.protocol.to_broker import Cancel, GenerateDraft, ListModels, TokenizerCall
+from mlxpool.common.protocol.resume import Resume, check_size
+from mlxpool.common.protocol.to_broker import Cancel, GenerateDraft, ListModels, ModelCall
 from mlxpool.common.protocol.to_client import ModelList
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
@@ -103,14 +103,17 @@ def _utf8(text: object) -> bytes:
 def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> GenerateDraft:
     """The same request from the ids received so far; `left`: seconds to the user's deadline.
 
-    A request that was never accepted has no seed to go on with: it is sent as it was.
+    A request that was never accepted has no seed to go on with: it is sent as it was. Raises
+    TooLarge for more ids than a message holds.
     """
     settings = {key: value for key, value in draft.settings.items() if key not in FIRST_ONLY}
     if left is not None:
         settings["deadline_ms"] = max(1, math.ceil(left * 1000))
     if not state.boot:
         return replace(draft, settings=settings)
-    resume = Resume(pack_ids(state.ids), state.facts, state.seed, state.barren_boots)
+    ids = pack_ids(state.ids)
+    check_size(ids)
+    resume = Resume(ids, state.facts, state.seed, state.barren_boots)
     return replace(draft, settings=settings, resume=resume)
 
 
@@ -150,9 +153,9 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
     """Ask for the ids of a text. Raises BadRequest for a value that is no str."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
-        content = TokenizerCall(to_broker.TOKENIZE, model, {"text": True}, (data,))
+        content = ModelCall(to_broker.TOKENIZE, model, {"text": True}, (data,))
     else:
-        content = TokenizerCall(to_broker.TOKENIZE, model, {"text": text})
+        content = ModelCall(to_broker.TOKENIZE, model, {"text": text})
     return Question(
         os.urandom(ID_BYTES),
         content,
@@ -162,7 +165,7 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
     """Ask for the text of ids. Raises BadRequest for an invalid token id."""
-    content = TokenizerCall(to_broker.DETOKENIZE, model, packed=(pack_ids(ids),))
+    content = ModelCall(to_broker.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 

@@ -6,14 +6,17 @@ import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
+from mlxpool.client import vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
+from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranked, Vectors, joined, ranked
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
@@ -160,6 +163,79 @@ class Client(Closing):
         """The text of token ids. Raises what `tokenize` does."""
         return self._call(detokenize(model, ids))
 
+    def embed(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        truncate: bool | None = None,
+        dimensions: int | None = None,
+        normalise: bool | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        deadline_ms: int | None = None,
+    ) -> Vectors:
+        """A vector for each input: texts, or lists of token ids with the special ones.
+
+        `dimensions` keeps the first numbers of each vector, for models that were trained for it;
+        `normalise` makes their length 1 (default: as the model has it). `prompt_name` puts one of
+        the model's prompts, such as "query", in front of each text, `prompt` any text. A text that
+        is too long raises ContextExceeded, with `truncate` it loses its end. Any number of inputs
+        is sent, several calls at a time. Raises BadRequest, and DeadlineExceeded after
+        `deadline_ms`.
+        """
+        return self._vectors(
+            vectors.embed(
+                model,
+                inputs,
+                truncate=truncate,
+                dimensions=dimensions,
+                normalise=normalise,
+                prompt_name=prompt_name,
+                prompt=prompt,
+                deadline_ms=deadline_ms,
+            )
+        )
+
+    def rerank(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top: int | None = None,
+        truncate: bool | None = None,
+        prompt: str | None = None,
+        deadline_ms: int | None = None,
+    ) -> list[Ranked]:
+        """The documents as (index, score), those that fit the query best first.
+
+        `top` keeps so many; `prompt` is the instruction of a model that takes one; the other
+        arguments and the errors are those of `embed`.
+        """
+        questions = vectors.rerank(
+            model, query, documents, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms
+        )
+        return ranked(self._vectors(questions), top)
+
+    def classify(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        truncate: bool | None = None,
+        deadline_ms: int | None = None,
+    ) -> Vectors:
+        """The probability of each label for each input, a text or a pair of texts.
+
+        `labels` of the result name the columns. The arguments and the errors are those of `embed`.
+        """
+        return self._vectors(
+            vectors.embed(
+                model, inputs, task="classify", truncate=truncate, deadline_ms=deadline_ms
+            )
+        )
+
     def cancel(self, request_id: bytes) -> dict[str, Any]:
         """Cancel any request of this owner by its id, 16 bytes.
 
@@ -183,6 +259,34 @@ class Client(Closing):
             raise answer
         return answer
 
+    def _vectors(self, questions: Sequence[Question[Vectors]]) -> Vectors:
+        """The joined answers to questions, of which MAX_IN_FLIGHT are open at a time."""
+        answers: queue.SimpleQueue[tuple[int, Vectors | PoolError]] = queue.SimpleQueue()
+        found: dict[int, Vectors] = {}
+        sent = 0
+        try:
+            while len(found) < len(questions):
+                while sent < len(questions) and sent - len(found) < MAX_IN_FLIGHT:
+                    self._connection.ask(questions[sent], partial(_put, answers, sent))
+                    sent += 1
+                place, answer = answers.get()
+                if isinstance(answer, PoolError):
+                    raise answer
+                found[place] = answer
+        finally:
+            for place in range(sent):
+                if place not in found:
+                    self._connection.forget(questions[place])
+        return joined([found[place] for place in range(len(questions))])
+
     def close(self) -> None:
         """Close the connection; open streams are cancelled and end with BrokerLost."""
         self._connection.close()
+
+
+def _put(
+    answers: queue.SimpleQueue[tuple[int, Vectors | PoolError]],
+    place: int,
+    answer: Vectors | PoolError,
+) -> None:
+    answers.put((place, answer))

@@ -140,8 +140,8 @@ MUTANTS = (
     _broker(
         "kills from outside are charged",
         "core/failover",
-        "        shares = blame.shares(lost, prefill) if own and lost else {}\n",
-        "        shares = blame.shares(lost, prefill) if lost else {}\n",
+        "        shares = self._shares(worker, prefill) if own else {}\n",
+        "        shares = self._shares(worker, prefill)\n",
     ),
     _broker(
         "losses without a token are never counted",

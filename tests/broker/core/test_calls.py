@@ -8,6 +8,7 @@ import pytest
 
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.calls import MAX_IN_WORKER
 from mlxpool.common.protocol.frames import Header
 from support import core_events as make
 from support import kinds
@@ -159,7 +160,7 @@ def test_a_call_of_another_owner_cannot_be_taken_over(story: Story) -> None:
 def test_a_silent_links_calls_are_cancelled_after_the_grace(story: Story) -> None:
     worker = story.ready_worker()
     in_work = story.ask(kinds.TOKENIZE, model="m", text="a")
-    waiting = story.ask(kinds.TOKENIZE, model="other", text="a")
+    story.ask(kinds.TOKENIZE, model="other", text="a")
     other = story.ask(kinds.TOKENIZE, 2, model="m", text="a")
     for _ in range(3):
         story.later(3)
@@ -169,7 +170,7 @@ def test_a_silent_links_calls_are_cancelled_after_the_grace(story: Story) -> Non
     assert story.to_client() == []
     assert worker.cancelled == [(in_work, 0)]
     assert list(story.core.state.calls) == [other]
-    assert waiting not in story.model("other").calls
+    assert not story.model("other").calls
 
 
 def test_a_call_sent_again_outlives_the_link_of_its_first_sending(story: Story) -> None:
@@ -326,7 +327,7 @@ def test_a_call_of_a_lost_worker_is_sent_to_one_more(story: Story) -> None:
     assert [asked.header.id for asked in again.asked] == [ident]
     again.die("killed by SIGSEGV")
     frame = story.assert_sent(1, "error", id=ident, code="worker_lost")
-    assert "two workers" in body_of(frame)["message"] and "SIGSEGV" in body_of(frame)["message"]
+    assert "2 workers" in body_of(frame)["message"] and "SIGSEGV" in body_of(frame)["message"]
     story.assert_idle()
 
 
@@ -373,3 +374,105 @@ def test_a_call_in_flight_is_answered_at_shutdown(story: Story) -> None:
     story.do(ev.Shutdown())
     story.assert_sent(1, "error", id=ident, code="draining")
     story.assert_idle()
+
+
+# ---- calls that a model computes ----------------------------------------------------------------
+
+
+def asked_of(worker: FakeWorker) -> list[bytes]:
+    return [asked.header.id for asked in worker.asked if asked.header.id is not None]
+
+
+def test_calls_go_to_the_worker_with_the_fewest() -> None:
+    story = Story(models={"m": model(replicas=2)})
+    story.ask(kinds.EMBED, model="m")
+    first, second = story.ready_worker(), story.ready_worker(replica=1)
+    for _ in range(3):
+        story.ask(kinds.EMBED, model="m")
+    assert (len(first.asked), len(second.asked)) == (2, 2)
+
+
+def test_a_worker_has_a_bounded_number_of_calls_and_owners_have_turns(story: Story) -> None:
+    worker = story.ready_worker()
+    asked = [story.ask(kinds.EMBED, model="m") for _ in range(MAX_IN_WORKER + 3)]
+    assert asked_of(worker) == asked[:MAX_IN_WORKER]
+    header = Header(kinds.EMBED, X, 0, 1)
+    story.do(make.client(2, BOB, header, {"model": "m"}))
+    for ident in asked[:2]:
+        story.do(make.vectors(worker.epoch, ident))
+    assert set(asked_of(worker)[MAX_IN_WORKER:]) == {asked[MAX_IN_WORKER], X}
+
+
+def test_a_call_is_late_at_its_deadline_wherever_it_is(story: Story) -> None:
+    ident = story.ask(kinds.EMBED, model="m", deadline_ms=2000)
+    story.later(1.5)
+    assert not story.to_client()
+    worker = story.ready_worker()
+    (asked,) = worker.asked
+    assert "deadline_ms" not in (asked.message.body() or {})
+    story.later(0.6)
+    frame = story.assert_sent(1, "error", id=ident, code="deadline_exceeded")
+    assert "a worker has it" in body_of(frame)["message"]
+    assert worker.cancelled == [(ident, 0)]
+    story.assert_idle()
+
+
+@pytest.mark.parametrize("deadline_ms", [0, -1, "soon", 1.5, True])
+def test_a_deadline_out_of_bounds_is_refused(story: Story, deadline_ms: object) -> None:
+    ident = story.ask(kinds.EMBED, model="m", deadline_ms=deadline_ms)
+    story.assert_sent(1, "error", id=ident, code="bad_request")
+
+
+def test_a_call_that_ends_two_workers_is_poison_and_the_others_are_answered(story: Story) -> None:
+    worker = story.ready_worker()
+    bad, good = (story.ask(kinds.EMBED, model="m") for _ in range(2))
+    worker.die("killed by SIGSEGV", own=True)
+    worker = story.ready_worker()
+    assert sorted(asked_of(worker)) == sorted([bad, good])
+    assert all((asked.message.body() or {})["alone"] for asked in worker.asked)
+    worker.die("killed by SIGSEGV", own=True, prefill=bad)
+    worker = story.ready_worker()
+    worker.die("killed by SIGSEGV", own=True, prefill=bad)
+    frame = story.assert_sent(1, "error", id=bad, code="poisoned")
+    assert "ended two workers" in body_of(frame)["message"]
+    worker = story.ready_worker()
+    assert asked_of(worker) == [good]
+    story.do(make.vectors(worker.epoch, good))
+    story.assert_sent(1, "vectors", id=good)
+
+
+def test_kills_from_outside_charge_no_call(story: Story) -> None:
+    ident = story.ask(kinds.EMBED, model="m")
+    for _ in range(6):
+        worker = story.ready_worker()
+        (asked,) = worker.asked
+        assert "alone" not in (asked.message.body() or {})
+        worker.die("killed by SIGKILL")
+    worker = story.ready_worker()
+    story.do(make.vectors(worker.epoch, ident))
+    story.assert_sent(1, "vectors", id=ident)
+
+
+@pytest.mark.parametrize(
+    ("features", "kind", "said"),
+    [
+        (["embed"], kinds.RERANK, "does not rerank: it is a model for embed"),
+        (["rerank"], kinds.EMBED, "does not embed: it is a model for rerank"),
+        (["batching", "tree"], kinds.EMBED, "does not embed: it generates text"),
+    ],
+)
+def test_what_a_model_is_not_for_is_refused_without_loading_it(
+    story: Story, features: list[str], kind: str, said: str
+) -> None:
+    story.do(ev.ModelDescribed("m", {"features": features, "problems": []}))
+    ident = story.ask(kind, model="m")
+    frame = story.assert_sent(1, "error", id=ident, code="bad_request")
+    assert said in body_of(frame)["message"]
+    assert not story.started()
+
+
+def test_a_model_that_embeds_refuses_to_generate(story: Story) -> None:
+    story.do(ev.ModelDescribed("m", {"features": ["embed"], "problems": []}))
+    story.generate(X)
+    frame = story.assert_sent(1, "error", id=X, code="bad_request")
+    assert "does not generate: it is a model for embed" in body_of(frame)["message"]

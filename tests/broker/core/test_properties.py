@@ -412,8 +412,9 @@ class Pool(RuleBasedStateMachine):
         for epoch, worker in state.workers.items():
             assert worker.epoch == epoch and state.registry.slots[worker.slot].worker is worker
         for call in state.calls.values():
-            holder = state.workers[call.epoch] if call.epoch else state.registry.models[call.model]
-            assert call.id in holder.calls and call.id in state.links[call.link].calls
+            queue = state.registry.models[call.model].calls
+            assert call.id in state.workers[call.epoch].calls if call.epoch else call in queue
+            assert call.id in state.links[call.link].calls
 
     def check_worker(self, worker: Worker) -> None:
         assert worker.credit() >= 0

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.broker.requests import blame
-from support.core_requests import new_request
 
 
 def test_the_shares_of_a_charge() -> None:
-    runs = [new_request(bytes([n]) * 16) for n in range(4)]
-    ids = [each.id for each in runs]
-    assert blame.shares(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
-    assert blame.shares(runs, None) == dict.fromkeys(ids, 0.25)
-    assert blame.shares(runs, b"gone") == dict.fromkeys(ids, 0.25)
+    ids = [bytes([n]) * 16 for n in range(4)]
+    assert blame.shares(ids, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
+    assert blame.shares(ids, None) == dict.fromkeys(ids, 0.25)
+    assert blame.shares(ids, b"gone") == dict.fromkeys(ids, 0.25)
 
 
 @pytest.mark.parametrize(

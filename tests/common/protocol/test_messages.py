@@ -136,10 +136,10 @@ def test_an_error_is_the_one_that_was_raised() -> None:
 @pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])
 def test_a_call_of_the_tokenizer_keeps_what_the_worker_reads(kind: str) -> None:
     body = {"model": "m", "text": True, "later": 1, "owner": "forged"}
-    call = to_broker.TokenizerCall.parse(kind, body, [b"long"], "me")
+    call = to_broker.ModelCall.parse(kind, body, [b"long"], "me")
     assert (call.body(), call.blobs(), call.kind) == ({**body, "owner": "me"}, (b"long",), kind)
     with pytest.raises(BadRequest, match=f"{kind}: model must be a name"):
-        to_broker.TokenizerCall.parse(kind, {"model": 1}, [], "me")
+        to_broker.ModelCall.parse(kind, {"model": 1}, [], "me")
 
 
 @pytest.mark.parametrize("module", [deltas, to_broker, to_worker, to_client])
@@ -154,7 +154,7 @@ def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     for each in contents:
         # A delta is filled step by step: a new object for each step would cost the hot path.
         assert vars(each)["__dataclass_params__"].frozen or each is to_client.StreamDelta, each
-        assert each is to_broker.TokenizerCall or each.kind in known
+        assert each in (to_broker.ModelCall, to_broker.CallAnswer) or each.kind in known
 
 
 @pytest.mark.parametrize(

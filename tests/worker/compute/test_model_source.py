@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.compute.model_source import MIN_MODEL_CONTEXT, open_source
+from mlxpool.worker.compute.model_source import MIN_MODEL_CONTEXT, open_generator
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -27,7 +27,7 @@ def tokenizers_in_memory() -> int:
 def test_no_tokenizer_is_kept_once_a_model_is_checked(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", vocab_size=300)
     before = tokenizers_in_memory()
-    source = open_source(ModelConfig(path=str(folder)))
+    source = open_generator(ModelConfig(path=str(folder)))
     assert tokenizers_in_memory() == before
     table = source.opened.text
     assert isinstance(table, TokenTable)
@@ -41,22 +41,23 @@ def test_no_tokenizer_is_kept_once_a_model_is_checked(tmp_path: Path) -> None:
 def test_batch_has_to_be_more_than_sequences() -> None:
     words = r"batch is 8 tokens, sequences is 8: .*; raise batch or lower sequences"
     with pytest.raises(ModelLoadFailed, match=words):
-        open_source(ModelConfig(path="builtin:counting", batch=8, sequences=8))
+        open_generator(ModelConfig(path="builtin:counting", batch=8, sequences=8))
 
 
 @pytest.mark.parametrize("path", ["builtin:counting", "builtin:demo"])
 def test_a_context_has_a_place_for_the_warm_up(path: str) -> None:
     for context in (1, 3):
         with pytest.raises(ModelLoadFailed, match=f"context is {context} tokens, must be at least"):
-            open_source(ModelConfig(path=path, context=context))
+            open_generator(ModelConfig(path=path, context=context))
     assert (
-        open_source(ModelConfig(path=path, context=MIN_MODEL_CONTEXT)).opened.context
+        open_generator(ModelConfig(path=path, context=MIN_MODEL_CONTEXT)).opened.context
         == MIN_MODEL_CONTEXT
     )
 
 
 def test_the_least_context_loads() -> None:
-    source = open_source(ModelConfig(path="builtin:demo", context=MIN_MODEL_CONTEXT, sequences=1))
+    config = ModelConfig(path="builtin:demo", context=MIN_MODEL_CONTEXT, sequences=1)
+    source = open_generator(config)
     engine = source.load(lambda tensors, size: None)
     engine.warm_up(lambda: None)
     engine.close()
@@ -64,7 +65,7 @@ def test_the_least_context_loads() -> None:
 
 def test_batch_bounds_the_steps_of_the_counting_model() -> None:
     def loaded(batch: int) -> Engine:
-        source = open_source(ModelConfig(path="builtin:counting", batch=batch))
+        source = open_generator(ModelConfig(path="builtin:counting", batch=batch))
         return source.load(lambda tensors, size: None)
 
     assert loaded(100).limits.lines == 100
@@ -74,6 +75,6 @@ def test_batch_bounds_the_steps_of_the_counting_model() -> None:
 def test_an_engine_that_cannot_compute_the_model_is_refused(tmp_path: Path) -> None:
     unknown = write_checkpoint(tmp_path / "unknown", weights={"w": np.zeros(1)}, model_type="none")
     with pytest.raises(ModelLoadFailed, match='engine = "mlx-lm", but mlx-lm has no model_type'):
-        open_source(ModelConfig(path=str(unknown), engine="mlx-lm"))
+        open_generator(ModelConfig(path=str(unknown), engine="mlx-lm"))
     with pytest.raises(ModelLoadFailed, match="model_type 'none', which is not supported"):
-        open_source(ModelConfig(path=str(unknown), engine="own"))
+        open_generator(ModelConfig(path=str(unknown), engine="own"))

@@ -339,7 +339,7 @@ def test_engine_forces_a_side(tmp_path: Path, checked: dict[str, Checked]) -> No
     """A model that both sides have gives the same tokens from both, under two digests."""
     both, seen = str(write_checkpoint(tmp_path / "both")), []
     for side in ("auto", "own", "mlx-lm"):
-        source = model_source.open_source(ModelConfig(path=both, engine=side))
+        source = model_source.open_generator(ModelConfig(path=both, engine=side))
         engine = source.load(lambda tensors, size: None)
         assert isinstance(engine, MlxLmEngine) == (side == "mlx-lm")
         seq = Sequence(b"", 0, tuple(prompt_of(20)), Options(temperature=0.0), 0, 9)
@@ -352,20 +352,20 @@ def test_engine_forces_a_side(tmp_path: Path, checked: dict[str, Checked]) -> No
     assert ids == own_ids == other_ids and len(ids) >= 8
     only = str(checked["phi3"].folder.path)
     with pytest.raises(ModelLoadFailed, match="model_type 'phi3', which is not supported"):
-        model_source.open_source(ModelConfig(path=only, engine="own"))
+        model_source.open_generator(ModelConfig(path=only, engine="own"))
 
 
 def test_open_source_loads_the_engine_and_keeps_process_limits(checked: dict[str, Checked]) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     path = str(checked["phi3"].folder.path)
-    source = model_source.open_source(ModelConfig(path=path, context=100))
+    source = model_source.open_generator(ModelConfig(path=path, context=100))
     seen: list[tuple[int, int]] = []
     engine = source.load(lambda tensors, size: seen.append((tensors, size)))
     assert isinstance(engine, MlxLmEngine) and engine.context == source.opened.context == 100
     assert seen[-1][1] == engine.memory().weights
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
     with pytest.raises(ModelLoadFailed, match=r"deterministic = true is not built for .*'phi3'"):
-        model_source.open_source(ModelConfig(path=path, deterministic=True))
+        model_source.open_generator(ModelConfig(path=path, deterministic=True))
 
 
 def test_importing_mlx_lm_lowers_no_limit() -> None:

@@ -16,16 +16,17 @@ from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import MAX_BACK_BODY, Content, Header, Message
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import Hello, TokenizerAnswer
+from mlxpool.common.protocol.to_broker import CallAnswer, Hello
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Welcome
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.__main__ import build
-from mlxpool.worker.compute.messages import Admit, DropAll, RunKey
+from mlxpool.worker.compute.messages import Admit, Answer, CallKey, DropAll, RunKey
 from mlxpool.worker.engine.counting_engine import piece
-from mlxpool.worker.process.calls import TokenizerCalls
+from mlxpool.worker.process.calls import ModelCalls
 from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
-from mlxpool.worker.process.prepare import Answer, CallKey, Prepared, Preparer
+from mlxpool.worker.process.preparations import Prepared
+from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.runs import LiveRun
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -290,9 +291,7 @@ class Preparations(Preparer):
         self.begun: list[CallKey] = []
         self.cancelled: list[RunKey | CallKey] = []
 
-    def answer(
-        self, key: CallKey, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0
-    ) -> None:
+    def answer(self, key: CallKey, id: bytes, call: Tokenize | Detokenize, fence: int = 0) -> None:
         self.begun.append(key)
 
     def cancel(self, key: RunKey | CallKey) -> None:
@@ -311,7 +310,7 @@ class Sent(Link):
 
 def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
     link, preparer = Sent(), Preparations()
-    calls = TokenizerCalls(link)
+    calls = ModelCalls(link, lambda message: None)
     calls.opened(preparer)
     message = Message(Header(kinds.TOKENIZE, id_of(1)), {"model": "m", "text": "a"})
     calls.begin(message, 0)
@@ -321,7 +320,7 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
     assert preparer.cancelled == preparer.begun
     calls.begin(message, 0)
     answers = [
-        Answer(key, id_of(1), TokenizerAnswer({"text": str(number)}))
+        Answer(key, id_of(1), CallAnswer({"text": str(number)}))
         for number, key in enumerate(preparer.begun)
     ]
     for answer in answers:
@@ -332,12 +331,12 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
 
 def test_calls_of_an_older_connection_are_forgotten() -> None:
     link, preparer = Sent(), Preparations()
-    calls = TokenizerCalls(link)
+    calls = ModelCalls(link, lambda message: None)
     calls.opened(preparer)
     calls.begin(Message(Header(kinds.TOKENIZE, id_of(1)), {"model": "m", "text": "a"}), 0)
     calls.drop_all()
     calls.cancel(id_of(1))
-    calls.answered(Answer(preparer.begun[0], id_of(1), TokenizerAnswer({})))
+    calls.answered(Answer(preparer.begun[0], id_of(1), CallAnswer({})))
     assert not preparer.cancelled and not link.answers
 
 

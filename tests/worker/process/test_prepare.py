@@ -10,20 +10,12 @@ import pytest
 from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
-from mlxpool.worker.compute.messages import Admit
+from mlxpool.worker.compute.messages import Admit, Answer, CallKey
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.preparation.jobs import Encoded, perform
 from mlxpool.worker.preparation.limits import Limits
-from mlxpool.worker.process.prepare import (
-    Answer,
-    CallKey,
-    Prepared,
-    Preparer,
-    admit_of,
-    began_at,
-    job_of,
-    service_of,
-)
+from mlxpool.worker.process.preparations import Prepared, Product, service_of
+from mlxpool.worker.process.prepare import Preparer, admit_of, began_at, job_of
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.context_policy import MAX_SHIFTED_IDS, ContextShift
 from support.context_window import window
@@ -301,7 +293,7 @@ def test_nil_means_absent() -> None:
 def test_the_preparer_answers_in_order_and_survives_errors() -> None:
     import queue
 
-    results: queue.SimpleQueue[Prepared | Answer] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Product] = queue.SimpleQueue()
     preparer = Preparer(OPENED, results.put, partial(service_of, limits=Limits()))
     preparer.start()
     preparer.prepare((ID, 1), Work.parse({"prompt": "abc"}, ()))

@@ -49,7 +49,8 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.worker.preparation.limits import Limits
     from mlxpool.worker.process.edge import Edge, Mailbox
     from mlxpool.worker.process.link import Link
-    from mlxpool.worker.process.prepare import Preparer, service_of
+    from mlxpool.worker.process.preparations import service_of
+    from mlxpool.worker.process.preparers import preparer_of
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
     from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
@@ -65,7 +66,7 @@ def build(config: WorkerConfig) -> Edge:
     if not faults.site:
         link = Link(config.endpoint, config.token, history, credentials)
         compute = Compute(config, progress, mailbox.post)
-        preparer = partial(Preparer, make_service=make_service)
+        preparer = partial(preparer_of, make_service=make_service)
         return Edge(config, history, mailbox, progress, link, compute, preparer)
     faulty_link = FaultyLink(config.endpoint, config.token, history, credentials, faults)
     compute = Compute(

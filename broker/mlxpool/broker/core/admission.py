@@ -106,6 +106,7 @@ class Admission:
         state = self._state
         model = state.registry.model(message.model)
         state.check_admits(model, message.model)
+        state.registry.check_task(message.model, message.kind)
         _check_images(state, model, message)
         _check_live_requests(state, event.owner, message)
         _check_waiting_tokens(state, event.owner, message)

@@ -1,8 +1,8 @@
-"""Answers `ping` and `models`, and has workers answer `tokenize` and `detokenize`."""
+"""Answers `ping` and `models`, and has workers answer what clients ask of models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.outbox import Outbox
@@ -10,19 +10,30 @@ from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.call import Call
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
-from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, WorkerLost
+from mlxpool.common.errors import (
+    DeadlineExceeded,
+    DuplicateId,
+    Poisoned,
+    PoolError,
+    QueueFull,
+    WorkerLost,
+)
 from mlxpool.common.protocol.frames import VERSION, Content
-from mlxpool.common.protocol.to_broker import Cancel, TokenizerCall
+from mlxpool.common.protocol.to_broker import Cancel, ModelCall
 from mlxpool.common.protocol.to_client import Failed, ModelList, Pong
 
-MAX_LOSSES = 2  # of workers that had a call
+MAX_LOSSES = 2  # of workers that had a call of the tokenizer
+# The same of one that a model computes: whoever kills workers ends many calls with each.
+MAX_LOSSES_COMPUTED = 20
+MAX_IN_WORKER = 64  # calls that one worker computes or has waiting; the others wait for any worker
 
 
 class Calls:
-    """A call is answered once, unless it is cancelled. A lost worker's is sent to one more."""
+    """A call is answered once, unless it is cancelled. A lost worker's calls are sent to others."""
 
     def __init__(self, state: State, outbox: Outbox, pool: WorkerPool) -> None:
         self._state = state
@@ -39,14 +50,14 @@ class Calls:
         rows = listing.brief(listing.rows(self._state.registry, now))
         self._outbox.send(event.link, ModelList(rows), event.id, event.attempt)
 
-    def on_call_tokenizer(self, event: ev.ClientTokenizerCall, now: float) -> None:
+    def on_call(self, event: ev.ClientModelCall, now: float) -> None:
         self._state.heard(event.link, now)
         try:
             self._queue(event, now)
         except PoolError as error:
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
-    def _queue(self, event: ev.ClientTokenizerCall, now: float) -> None:
+    def _queue(self, event: ev.ClientModelCall, now: float) -> None:
         """Queue a call. Raises PoolError if it is bad, or cannot be answered now."""
         if isinstance(event.message, PoolError):
             raise event.message
@@ -54,17 +65,20 @@ class Calls:
         model = registry.model(name)
         self._state.check_admits(model, name)
         registry.check_available(model, now, name)
+        registry.check_task(name, event.message.kind)
         if self._redirect(event, event.message):
             return
-        call = Call(event.id, model.name, event.link, event.attempt, event.message)
+        call = Call(event.id, model.name, event.link, event.attempt, event.message, now)
         self._check_bounds(model, call)
         self._state.add_call(call)
-        model.calls[call.id] = call
+        model.calls.add(call)
+        if event.message.deadline_ms is not None:
+            self._state.timers.set(("call", call.id), now + event.message.deadline_ms / 1000)
         self._pool.require(model, now)
         self.forward(model)
         self._pool.update_idle_timer(model, now)
 
-    def _redirect(self, event: ev.ClientTokenizerCall, message: TokenizerCall) -> bool:
+    def _redirect(self, event: ev.ClientModelCall, message: ModelCall) -> bool:
         """Whether a call was known before: then its answer goes to the link of this sending.
 
         Raises DuplicateId if its id is that of another call.
@@ -84,7 +98,7 @@ class Calls:
         config, calls = self._state.config, self._state.calls
         in_work = [calls[id] for worker in model.workers for id in worker.calls]
         count = len(model.calls) + len(in_work)
-        held = sum(each.size for each in (*model.calls.values(), *in_work))
+        held = model.calls.bytes + sum(each.size for each in in_work)
         if count >= config.queue_limit or held + call.size > config.queue_bytes:
             raise QueueFull(
                 f"{count} calls with {held} bytes are open for model {model.name!r} already,"
@@ -93,31 +107,42 @@ class Calls:
             )
 
     def forward(self, model: Model) -> None:
-        """Send the waiting calls to the first worker that serves the model, if one does."""
-        worker = next((w for w in model.workers if w.serves), None)
-        if worker is None:
-            return
-        for call in model.calls.values():
+        """Give waiting calls to the workers that have the fewest, as far as they take more."""
+        serving = [worker for worker in model.workers if worker.serves]
+        while model.calls and serving:
+            worker = min(serving, key=lambda one: len(one.calls))
+            if len(worker.calls) >= MAX_IN_WORKER:
+                return
+            call = model.calls.take()
             call.epoch = worker.epoch
             worker.calls.add(call.id)
-            self._outbox.tell(worker, call.message, id=call.id)
-        model.calls.clear()
+            self._outbox.tell(worker, call.for_worker(), id=call.id)
 
     # ---- ends --------------------------------------------------------------------------------
 
-    def on_tokens(self, event: ev.WorkerTokens, now: float) -> None:
+    def on_answer(self, event: ev.WorkerAnswer, now: float) -> None:
         """A worker has answered a call."""
         worker = self._state.workers.get(event.epoch)
         if worker is None or event.id not in worker.calls:
             self._state.counters.fenced += 1
             return
         worker.calls.discard(event.id)
-        answer = event.message
-        self._answer(
-            self._state.calls[event.id], Failed(answer.fields) if answer.failed else answer
-        )
+        call, answer = self._state.calls[event.id], event.message
+        if call.message.computes:
+            self._pool.served(worker, now)
+        self._answer(call, Failed(answer.fields) if answer.failed else answer)
         self._pool.stop_if_drained(worker)
-        self._pool.work_ended(self._state.model_of_worker(worker), now)
+        model = self._state.model_of_worker(worker)
+        self.forward(model)
+        self._pool.work_ended(model, now)
+
+    def on_timer(self, id: bytes, now: float) -> None:
+        """The deadline of a call has passed."""
+        call = self._state.calls.get(id)
+        if call is not None:
+            why = f"no answer to {call.message.kind} after {now - call.accepted_at:.3f} s"
+            where = "a worker has it" if call.epoch else "no worker has it"
+            self.cancel(call, now, DeadlineExceeded(f"{why} (deadline_ms), {where}"))
 
     def known(self, id: bytes, owner: str | None) -> Call | None:
         """The open call with this id, if this owner may know of it; `owner` None may know all."""
@@ -125,40 +150,62 @@ class Calls:
         return call if call is not None and owner in (None, call.message.owner) else None
 
     def cancel(self, call: Call, now: float, error: PoolError | None = None) -> None:
-        """End a call with an error, or without an answer; its worker no longer prepares it."""
+        """End a call with an error, or without an answer; its worker no longer works on it."""
         self._answer(call, None if error is None else Failed.of(error))
         worker = self._state.workers.get(call.epoch)
         if worker is None:
             model = self._state.registry.models[call.model]
-            del model.calls[call.id]
+            model.calls.remove(call)
         else:
             model = self._state.model_of_worker(worker)
             worker.calls.discard(call.id)
             self._outbox.tell(worker, Cancel(), id=call.id)
             self._pool.stop_if_drained(worker)
+            self.forward(model)
         self._pool.work_ended(model, now)
 
-    def worker_lost(self, worker: Worker, cause: str) -> None:
-        """Queue the calls of a lost worker again; those that lost too many fail."""
+    def computed_by(self, worker: Worker) -> list[Call]:
+        """The calls that the model of a worker computes, or has waiting."""
+        calls = [self._state.calls[id] for id in sorted(worker.calls)]
+        return [call for call in calls if call.message.computes]
+
+    def worker_lost(self, worker: Worker, cause: str, shares: Mapping[bytes, float]) -> None:
+        """Queue the calls of a lost worker again; those that are to blame, or lost many, fail.
+
+        `shares`: the charges of calls for its end, by id, see blame.
+        """
         model = self._state.model_of_worker(worker)
-        error = WorkerLost(f"two workers ended while they were asked: {cause}")
-        for call in [self._state.calls[id] for id in sorted(worker.calls)]:
+        lost = sorted((self._state.calls[id] for id in worker.calls), key=lambda c: c.accepted_at)
+        for call in reversed(lost):  # each is put before the newer ones
+            call.charge += shares.get(call.id, 0.0)
             call.losses += cause not in exit_causes.COMMANDED
-            if call.losses < MAX_LOSSES:
+            error = _reason_to_fail(call, exit_causes.ended(worker.slot, cause), cause)
+            if error is None:
                 call.epoch = 0
-                model.calls[call.id] = call
+                model.calls.add_first(call)
             else:
                 self._answer(call, Failed.of(error))
         worker.calls.clear()
 
     def give_up(self, model: Model, why: Callable[[str], PoolError]) -> None:
         """Fail the calls that wait for a model. `why` makes the error for a name of it."""
-        for call in model.calls.values():
+        for call in model.calls:
             self._answer(call, Failed.of(why(call.message.model)))
         model.calls.clear()
 
     def _answer(self, call: Call, answer: Content | None) -> None:
         """The one place where a call ends; None: nobody waits for an answer."""
         self._state.remove_call(call)
+        self._state.timers.clear(("call", call.id))
         if answer is not None:
             self._outbox.send(call.link, answer, call.id, call.attempt)
+
+
+def _reason_to_fail(call: Call, where: str, cause: str) -> PoolError | None:
+    """Why a call of a lost worker is not sent to another one; None: it is."""
+    if call.charge >= blame.POISON_CHARGE:
+        return Poisoned(f"{where}; this call ended two workers")
+    most = MAX_LOSSES_COMPUTED if call.message.computes else MAX_LOSSES
+    if call.losses < most:
+        return None
+    return WorkerLost(f"{call.losses} workers ended while they were asked: {cause}")

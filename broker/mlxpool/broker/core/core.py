@@ -57,7 +57,7 @@ class Core:
         self.pool = pool = WorkerPool(state, outbox)
         delivery = Delivery(state, outbox, pool, ended)
         dispatcher = Dispatcher(state, outbox, pool, delivery)
-        calls = Calls(state, outbox, pool)
+        self._calls = calls = Calls(state, outbox, pool)
         admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
         failover = Failover(state, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
@@ -71,7 +71,7 @@ class Core:
             ev.ClientAck: delivery.on_ack,
             ev.ClientPing: calls.on_ping,
             ev.ClientListModels: calls.on_list_models,
-            ev.ClientTokenizerCall: calls.on_call_tokenizer,
+            ev.ClientModelCall: calls.on_call,
             ev.ClientHeard: endings.on_heard,
             ev.LinkLost: endings.on_link_lost,
             ev.Revoked: endings.on_revoked,
@@ -83,7 +83,7 @@ class Core:
             ev.WorkerPrompts: ingest.on_prompts,
             ev.WorkerBeat: workers.on_beat,
             ev.WorkerCredit: workers.on_credit,
-            ev.WorkerTokens: calls.on_tokens,
+            ev.WorkerAnswer: calls.on_answer,
             ev.WorkerYield: failover.on_yield,
             ev.WorkerBye: workers.on_bye,
             ev.WorkerExited: workers.on_exited,
@@ -115,6 +115,8 @@ class Core:
     def _on_wake(self, event: ev.Wake, now: float) -> None:
         for key in self.state.timers.due(now):  # a request's id is a key, too
             match key:
+                case ("call", bytes(id)):
+                    self._calls.on_timer(id, now)
                 case bytes():
                     self._endings.on_request_timer(key, now)
                 case ("link", int(number)):

@@ -80,13 +80,13 @@ class ClientListModels(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ClientTokenizerCall(Event):
-    """`tokenize` or `detokenize` of a client, or the error that parsing it raised."""
+class ClientModelCall(Event):
+    """A call of a client, or the error that parsing it raised."""
 
     link: int
     id: bytes
     attempt: int
-    message: to_broker.TokenizerCall | PoolError
+    message: to_broker.ModelCall | PoolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +180,12 @@ class WorkerCredit(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTokens(Event):
-    """The answer to the `tokenize` or `detokenize` with this id."""
+class WorkerAnswer(Event):
+    """The answer to the call with this id."""
 
     epoch: int
     id: bytes
-    message: to_broker.TokenizerAnswer
+    message: to_broker.CallAnswer
 
 
 @dataclass(frozen=True, slots=True)

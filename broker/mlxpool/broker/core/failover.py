@@ -66,7 +66,7 @@ class Failover:
     ) -> None:
         """Queue again all that a fenced worker ran. `counts`: as a resume without progress."""
         lost = self.running(worker)
-        shares = blame.shares(lost, prefill) if own and lost else {}
+        shares = self._shares(worker, prefill) if own else {}
         worker.end_all_leases()
         for request in lost:
             run, share = request.run, shares.get(request.id, 0.0)
@@ -76,7 +76,13 @@ class Failover:
             cleared = bool(shares) and not share  # another request was named
             run.resumes_without_progress += int(counts and not cleared)
             self._resume(request, worker, cause, now)
-        self._calls.worker_lost(worker, cause)
+        self._calls.worker_lost(worker, cause, shares)
+
+    def _shares(self, worker: Worker, prefill: bytes | None) -> dict[bytes, float]:
+        """The charges for the end of a worker, by the id of a request or of a call; see blame."""
+        ids = [request.id for request in self.running(worker)]
+        ids += [call.id for call in self._calls.computed_by(worker)]
+        return blame.shares(ids, prefill)
 
     def running(self, worker: Worker) -> list[Request]:
         """The live requests that a worker runs, in the order of arrival."""
@@ -89,10 +95,11 @@ class Failover:
 
         Such an end says nothing about the model: a few of them would open its breaker.
         """
-        lost = self.running(worker)
-        shares = blame.shares(lost, prefill) if lost else {}
+        charges = {one.id: one.run.charge for one in self.running(worker)}
+        charges |= {one.id: one.charge for one in self._calls.computed_by(worker)}
+        shares = blame.shares([*charges], prefill)
         worker.ended_by_charged_request |= any(
-            request.run.charge >= blame.ALONE_CHARGE and shares[request.id] >= 1 for request in lost
+            charge >= blame.ALONE_CHARGE and shares[id] >= 1 for id, charge in charges.items()
         )
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:

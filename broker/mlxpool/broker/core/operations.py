@@ -77,7 +77,7 @@ class Operations:
             self._delivery.fail(request, error, now)
         for model in self._state.registry.models.values():
             for worker in model.workers:
-                self._calls.worker_lost(worker, BROKER_ENDS)
+                self._calls.worker_lost(worker, BROKER_ENDS, {})
             self._failover.give_up(model, lambda _: error, now)
             self._pool.unload(model, BROKER_ENDS)
 

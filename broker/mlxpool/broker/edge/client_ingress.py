@@ -143,10 +143,10 @@ def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]
         return ev.CancelRequest(link, owner, header.id)
     if kind == to_broker.ListModels.kind:
         return ev.ClientListModels(link, header.id, header.attempt)
-    if kind in (to_broker.TOKENIZE, to_broker.DETOKENIZE):
-        parse = to_broker.TokenizerCall.parse
+    if kind in to_broker.CALLS:
+        parse = to_broker.ModelCall.parse
         call = _parsed(parse, kind, message.body, message.blobs, owner)
-        return ev.ClientTokenizerCall(link, header.id, header.attempt, call)
+        return ev.ClientModelCall(link, header.id, header.attempt, call)
     if kind in HANDLERS:
         raise BadRequest(
             f"{kind!r} is an operator's command, and this endpoint is for clients: use the"

@@ -125,9 +125,9 @@ class WorkerIngress:
             return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
         if message.kind == to_broker.Credit.kind:
             return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
-        if message.kind == to_broker.TokenizerAnswer.kind:
-            answer = to_broker.TokenizerAnswer(body, message.blobs)
-            return ev.WorkerTokens(epoch, request_id, answer)
+        if message.kind in to_broker.ANSWERS:
+            answer = to_broker.CallAnswer(body, message.blobs, message.kind)
+            return ev.WorkerAnswer(epoch, request_id, answer)
         if message.kind == to_broker.Yield.kind:
             return ev.WorkerYield(epoch, to_broker.Yield.parse(body))
         if message.kind == to_broker.PromptSizes.kind:

@@ -17,6 +17,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "sequences",
     "batch",
     "engine",
+    "task",
     "prefix_cache",
     "prefix_bytes",
     "step_target",

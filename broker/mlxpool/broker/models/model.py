@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mlxpool.broker.models.model_states import ADMITTING, TRANSITIONS, ModelState, shown_state
-from mlxpool.broker.requests.call import Call
+from mlxpool.broker.requests.call import CallQueue
 from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.broker.workers.worker_states import COMING, SERVING, WorkerState
@@ -21,7 +21,7 @@ class Model:
     floor: int = 0  # bytes that one worker takes at least: its limit, or its files
     need: int = 0  # the floor, or the most that was seen of a worker
     queue: Queue = field(default_factory=Queue)
-    calls: dict[bytes, Call] = field(default_factory=dict)  # that wait for a worker, by id
+    calls: CallQueue = field(default_factory=CallQueue)  # that wait for a worker
     state: ModelState = ModelState.COLD
     failures: int = 0  # workers in a row that ended before they served
     retry_at: float = 0.0  # no worker is started before

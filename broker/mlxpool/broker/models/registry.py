@@ -11,8 +11,11 @@ from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.model_states import FAILING
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
+from mlxpool.common.errors import BadRequest, ModelUnavailable, PoolError, UnknownModel, from_body
+from mlxpool.common.protocol.encoder_calls import TASKS
+from mlxpool.common.protocol.to_broker import Generate
 
+GENERATE = Generate.kind
 MAX_NAMES_SHOWN = 20
 
 
@@ -178,6 +181,19 @@ class Registry:
         return self.models[model]
 
     # ---- availability ------------------------------------------------------------------------
+
+    def check_task(self, name: str, kind: str) -> None:
+        """Raises BadRequest for a `generate` or a call that the files of a model do not answer.
+
+        A model whose files were not read yet passes: its worker refuses.
+        """
+        features = self.names.known[name].about.get("features")
+        if not isinstance(features, list | tuple) or kind not in (GENERATE, *TASKS):
+            return
+        tasks = [one for one in TASKS if one in features]
+        if (kind not in tasks) if tasks else (kind != GENERATE):
+            purpose = f"it is a model for {' and '.join(tasks)}" if tasks else "it generates text"
+            raise BadRequest(f"model {name!r} does not {kind}: {purpose}")
 
     def check_available(self, model: Model, now: float, name: str) -> None:
         """Raises the reason for which the model, asked for as `name`, cannot be served now."""

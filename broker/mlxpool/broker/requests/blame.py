@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxpool.broker.requests.request import Request
-
 ALONE_CHARGE = 1.0  # from this charge on a request runs alone
 POISON_CHARGE = 2.0  # at this charge a request is refused
 MAX_RESUMES = 2  # in a row without a new token
 MAX_RESUMES_ALONE = 4  # the same of a request that runs alone: its worker's next end decides
 
 
-def shares(requests: Sequence[Request], in_prefill: bytes | None) -> dict[bytes, float]:
-    """The charge of each request that a worker ran when it ended by itself.
+def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]:
+    """The charge of each request or call that a worker ran when it ended by itself.
 
     The one in prefill is charged 1 and the others nothing; without one, each of n is charged 1/n.
     """
-    if any(request.id == in_prefill for request in requests):
-        return {request.id: float(request.id == in_prefill) for request in requests}
-    return {request.id: 1 / len(requests) for request in requests}
+    if in_prefill in ids:
+        return {id: float(id == in_prefill) for id in ids}
+    return {id: 1 / len(ids) for id in ids}
 
 
 def batch_bound(charge: float, group: int) -> int:

@@ -1,33 +1,90 @@
-"""A `tokenize` or `detokenize` of a client that a worker is to answer."""
+"""What clients ask of a model and a worker answers once, and the queue of such calls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from mlxpool.common.protocol.to_broker import TokenizerCall
+from mlxpool.common.protocol.to_broker import ModelCall
 
 
 @dataclass(eq=False, slots=True)
 class Call:
     """An open call. `epoch`: of the worker that has it, 0 while it waits in the model's record.
 
-    `losses` counts workers that had it and ended; its answer goes to `link` with `attempt`.
+    `losses` counts workers that had it and ended; `charge` is its share in the ends of workers,
+    see blame. Its answer goes to `link` with `attempt`. Times are those of the core.
     """
 
     id: bytes
     model: str
     link: int
     attempt: int
-    message: TokenizerCall
+    message: ModelCall
+    accepted_at: float = 0.0
     epoch: int = 0
     losses: int = 0
+    charge: float = 0.0
 
     @property
     def size(self) -> int:
         """Bytes of its blobs."""
         return sum(map(len, self.message.blobs()))
 
-    def same_as(self, message: TokenizerCall) -> bool:
-        """Whether a message with its id is the same call, sent again."""
-        mine = self.message
-        return (mine.kind, mine.model, mine.owner) == (message.kind, message.model, message.owner)
+    def same_as(self, message: ModelCall) -> bool:
+        """Whether a message with its id is the same call, sent again; its deadline may differ."""
+        return message == replace(self.message, deadline_ms=message.deadline_ms)
+
+    def for_worker(self) -> ModelCall:
+        """What the worker is told; one that may have ended a worker is computed alone."""
+        return replace(self.message, deadline_ms=None, alone=self.charge > 0)
+
+
+class CallQueue:
+    """The calls that wait for a worker of a model; the owners have turns."""
+
+    def __init__(self) -> None:
+        self._of_owner: OrderedDict[str, OrderedDict[bytes, Call]] = OrderedDict()
+        self._count = 0
+        self.bytes = 0  # of the blobs of all
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Call]:
+        return (call for own in list(self._of_owner.values()) for call in list(own.values()))
+
+    def add(self, call: Call) -> None:
+        self._of_owner.setdefault(call.message.owner, OrderedDict())[call.id] = call
+        self._count += 1
+        self.bytes += call.size
+
+    def add_first(self, call: Call) -> None:
+        """Add a call that waited before; it is the next one of its owner."""
+        self.add(call)
+        self._of_owner[call.message.owner].move_to_end(call.id, last=False)
+
+    def take(self) -> Call:
+        """Remove and return the oldest call of the owner whose turn it is. Not for an empty one."""
+        owner, own = self._of_owner.popitem(last=False)
+        _, call = own.popitem(last=False)
+        if own:
+            self._of_owner[owner] = own
+        self._left(call)
+        return call
+
+    def remove(self, call: Call) -> None:
+        own = self._of_owner[call.message.owner]
+        del own[call.id]
+        if not own:
+            del self._of_owner[call.message.owner]
+        self._left(call)
+
+    def clear(self) -> None:
+        self._of_owner.clear()
+        self._count = self.bytes = 0
+
+    def _left(self, call: Call) -> None:
+        self._count -= 1
+        self.bytes -= call.size

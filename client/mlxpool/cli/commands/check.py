@@ -124,6 +124,7 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{size(model['size'])}, {model['quantisation'] or 'none'}"),
         ("context", f"{model['context']:,} tokens"),
         ("tokenizer", f"{model['tokenizer']}; the model has rows for {model['vocabulary']:,} ids"),
+        *_encoder_rows(model),
         ("chat templates", ", ".join(model["templates"]) or _without_template(model)),
         ("end of text", ", ".join(map(str, model["eos_ids"])) or "none"),
         ("supports", ", ".join(model["features"])),
@@ -131,7 +132,18 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _encoder_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What only a model that embeds, rates or classifies has."""
+    rows = [("dimensions", f"{model['dimensions']:,}")] if model.get("dimensions") else []
+    for key in ("prompts", "labels"):
+        if model.get(key):
+            rows.append((key, ", ".join(model[key])))
+    return rows
+
+
 def _without_template(model: Mapping[str, Any]) -> str:
+    if "dimensions" in model:
+        return "none: it generates no text"
     if model["type"] == "counting":
         return "none: of messages it makes a line each, `ROLE: CONTENT`"
     return "none: it takes no messages, only a prompt"

@@ -88,6 +88,8 @@ class ModelConfig:
     batch: Annotated[int, Within(0, 2**20)] = 0
     # Whose code computes it; "auto": ours where it has the model_type, else mlx-lm's.
     engine: Annotated[str, OneOf(("auto", "own", "mlx-lm"))] = "auto"
+    # What a model of texts is for; "": what its files say.
+    task: Annotated[str, OneOf(("", "embed", "rerank", "classify"))] = ""
     # Idle time before the worker is ended; below 0: never.
     keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = 300.0
     # Whether its workers start with the pool and stay; sets keep_alive to -1.

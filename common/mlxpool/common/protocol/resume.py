@@ -135,8 +135,7 @@ class Resume:
         resumes = integer(raw, "resumes", 0, MAX_COUNT) or 0
         facts = None if raw.get("facts") is None else Facts.from_client(raw["facts"])
         ids = blobs[0] if blobs else b""
-        if len(ids) > MAX_BLOB:
-            raise TooLarge(f"the blob of resume has {len(ids)} bytes, at most {MAX_BLOB}")
+        check_size(ids)
         if len(blobs) > 1 or len(ids) != ID_WIDTH * count:
             raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
         if facts is not None and not facts.raw:
@@ -179,3 +178,9 @@ def _time(value: object) -> float | None:
     if not math.isfinite(value) or not 0 <= value <= MAX_TIME:
         raise BadRequest(f"resume.facts.now is {value}, must be from 0 to {MAX_TIME}")
     return float(value)
+
+
+def check_size(ids: bytes) -> None:
+    """Raises TooLarge for packed ids over the bound of a blob."""
+    if len(ids) > MAX_BLOB:
+        raise TooLarge(f"the blob of resume has {len(ids)} bytes, at most {MAX_BLOB}")

@@ -12,6 +12,7 @@ import msgpack
 from mlxpool.common.checks import flag, integer, is_number, mapping, natural, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
+from mlxpool.common.protocol.encoder_calls import TASKS, VECTORS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
     Prompt,
@@ -22,7 +23,11 @@ from mlxpool.common.protocol.prompts import (
 from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.unread_keys import check_keys
 
-TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # the kinds of a `TokenizerCall`
+TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
+TOKENS = "tokens"  # the kind of their answer
+CALLS = frozenset({TOKENIZE, DETOKENIZE, *TASKS})  # the kinds of a `ModelCall`
+ANSWERS = frozenset({TOKENS, VECTORS})  # the kinds of a `CallAnswer`
+_OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that are not fields
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
 MAX_PRIORITY = 2
@@ -186,22 +191,36 @@ class ListModels(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerCall(Content):
-    """`tokenize` or `detokenize`: what a client asks of a model's tokenizer.
+class ModelCall(Content):
+    """What a client asks of a model and gets one answer to: `tokenize`, `embed` and the like.
 
-    The broker checks the model's name alone; the other keys and the blobs are the worker's.
-    `owner`: who asks, as the broker tells the worker.
+    The broker checks the model's name and the deadline; the other keys and the blobs are the
+    worker's. `owner`: who asks, as the broker tells the worker. `deadline_ms` is not passed on.
+    `alone`: the worker computes it without others, see encoder_calls.
     """
 
-    kind: str  # type: ignore[misc]  # one dataclass for two kinds
+    kind: str  # type: ignore[misc]  # one dataclass for several kinds
     model: str
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the body without the model
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the body without what is below
     packed: tuple[bytes, ...] = ()
     owner: str = ""
+    deadline_ms: int | None = None
+    alone: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model computes its answer; the others need the tokenizer alone."""
+        return self.kind in TASKS
 
     def body(self) -> dict[str, Any]:
         body = {"model": self.model, **self.fields}
-        return {**body, "owner": self.owner} if self.owner else body
+        if self.owner:
+            body["owner"] = self.owner
+        if self.deadline_ms is not None:
+            body["deadline_ms"] = self.deadline_ms
+        if self.alone:
+            body["alone"] = True
+        return body
 
     def blobs(self) -> tuple[bytes, ...]:
         return self.packed
@@ -209,13 +228,14 @@ class TokenizerCall(Content):
     @classmethod
     def parse(
         cls, kind: str, body: Mapping[str, Any], blobs: Sequence[bytes], owner: str
-    ) -> TokenizerCall:
-        """Raises BadRequest unless `model` is text."""
+    ) -> ModelCall:
+        """Raises BadRequest unless `model` is text and `deadline_ms` is in its bounds."""
         model = body.get("model")
         if not isinstance(model, str):
             raise BadRequest(f"{kind}: model must be a name")
-        fields = {key: value for key, value in body.items() if key not in ("model", "owner")}
-        return cls(kind, model, fields, tuple(blobs), owner)
+        deadline_ms = integer(body, "deadline_ms", 1, MAX_DEADLINE_MS)
+        fields = {key: value for key, value in body.items() if key not in _OF_CALLS}
+        return cls(kind, model, fields, tuple(blobs), owner, deadline_ms)
 
 
 # ---- workers ---------------------------------------------------------------------------------
@@ -362,12 +382,15 @@ class Beat(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerAnswer(Content):
-    """The answer to `tokenize` or `detokenize`; the body of an error if it has a `code`."""
+class CallAnswer(Content):
+    """The answer to a call; the body of an error if it has a `code`.
 
-    kind: ClassVar[str] = "tokens"
+    Its kind is `tokens` for those of the tokenizer, `vectors` for those that a model computed.
+    """
+
     fields: Mapping[str, Any]
     packed: tuple[bytes, ...] = ()
+    kind: str = TOKENS  # type: ignore[misc]  # one dataclass for two kinds
 
     @property
     def failed(self) -> bool:

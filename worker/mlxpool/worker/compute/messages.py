@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.to_broker import CallAnswer
 from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.encoders.inputs import EncoderInput
+from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -19,6 +22,13 @@ from mlxpool.worker.scheduling.sequence import Sequence
 MAX_UNTAKEN_STEPS = 256  # steps whose deltas may wait for the main thread
 
 RunKey = tuple[bytes, int]  # (request id, number of the run, which the broker counts)
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """Names a call among all that this worker has had."""
+
+    number: int
 
 
 # ---- to the compute thread ---------------------------------------------------------------------
@@ -58,7 +68,31 @@ class HandBack:
     """Stop every run without a last delta; answered by `HandedBack`."""
 
 
-Inbound = Admit | Drop | DropAll | HandBack
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute the inputs of a call with an encoder model; answered by `Answer`.
+
+    `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `alone`:
+    without inputs of other calls.
+    """
+
+    key: CallKey
+    id: bytes
+    inputs: Many[EncoderInput]
+    owner: str = ""
+    dimensions: int = 0
+    normalise: bool | None = None
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DropCall:
+    """Stop computing a call, which gets no answer."""
+
+    key: CallKey
+
+
+Inbound = Admit | Drop | DropAll | HandBack | Compute | DropCall
 
 # ---- to the main thread --------------------------------------------------------------------------
 
@@ -96,7 +130,17 @@ class HandedBack:
     fence: int = 0
 
 
-Outbound = Opened | Loaded | Unusable | StepDeltas | HandedBack
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to the call with this id. `fence`: see StepDeltas."""
+
+    key: CallKey
+    id: bytes
+    content: CallAnswer
+    fence: int = 0
+
+
+Outbound = Opened | OpenedEncoder | Loaded | Unusable | StepDeltas | HandedBack | Answer
 
 
 class DeltaQueue:

@@ -9,8 +9,11 @@ from typing import TypedDict
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.worker import versions
+from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
+from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
+from mlxpool.worker.engine.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -52,11 +55,32 @@ class ModelSource:
     weight_bytes: int = 0  # as stored, of which `load` reports its progress; 0: not known
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderSource:
+    """A checked encoder model that is not loaded yet; the fields are those of ModelSource."""
+
+    opened: OpenedEncoder
+    load: Callable[[OnProgress], Encoder]
+    weight_bytes: int
+
+
 def open_source(
     config: ModelConfig,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
-) -> ModelSource:
+) -> ModelSource | EncoderSource:
     """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used."""
+    if config.path != COUNTING:
+        files = open_files(locate(config))
+        if is_encoder(files, config.task):
+            return _encoder(files, config)
+    return open_generator(config, counting)
+
+
+def open_generator(
+    config: ModelConfig,
+    counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
+) -> ModelSource:
+    """Checks a model that generates text, see `open_source`."""
     require_batch(config)
     require_context(config)
     if config.path == COUNTING:
@@ -103,10 +127,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     context = min(folder.context, config.context or folder.context)
 
     def load(on_progress: OnProgress) -> Engine:
-        try:
-            import mlx.core  # noqa: F401
-        except ImportError as error:
-            raise ModelLoadFailed(NO_BACK_END.format(error=error)) from error
+        _require_mlx()
         from mlxpool.worker.engine.model_engine import ModelEngine
         from mlxpool.worker.kernels import device
         from mlxpool.worker.weights.load import load as load_weights
@@ -145,6 +166,42 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, source
     )
     return ModelSource(opened, load, config.sequences, folder.weight_bytes)
+
+
+def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:
+    found = inspect_encoder(files, config.task, config.context)
+    release_free_memory()
+
+    def load(on_progress: OnProgress) -> Encoder:
+        _require_mlx()
+        from mlxpool.worker.engine.encoder_engine import EncoderEngine
+        from mlxpool.worker.kernels import device
+        from mlxpool.worker.weights.load import load as load_weights
+
+        device.log_device()
+        device.keep_large_arrays_off_heap()
+        loaded = load_weights(found.folder, on_progress)
+        return EncoderEngine(found, loaded, limit=config.memory_limit, batch=config.batch)
+
+    opened = OpenedEncoder(
+        digest=versions.digest_of(found.digest),
+        context=found.source.context,
+        vocab_size=found.source.vocab_size,
+        tasks=frozenset({found.task}),
+        source=found.source,
+        dimensions=found.dimensions,
+        normalises=found.vectors.normalises,
+        labels=found.labels,
+    )
+    return EncoderSource(opened, load, found.folder.weight_bytes)
+
+
+def _require_mlx() -> None:
+    """Raises ModelLoadFailed where MLX cannot be imported."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        raise ModelLoadFailed(NO_BACK_END.format(error=error)) from error
 
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:

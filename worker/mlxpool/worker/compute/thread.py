@@ -13,16 +13,22 @@ from functools import partial
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal
-from mlxpool.worker.compute import model_source
+from mlxpool.worker.compute import encoder_loop, model_source
+from mlxpool.worker.compute.encoder_loop import EncoderLoop
 from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.loop import BeginGeneration, ComputeLoop
 from mlxpool.worker.compute.messages import DeltaQueue, Inbound, Loaded, Outbound, Unusable
-from mlxpool.worker.compute.model_source import ModelSource
+from mlxpool.worker.compute.model_source import EncoderSource, ModelSource
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import DeviceLost
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
+
+ENCODER_SEQUENCES = 1  # an encoder model runs none; its first `credit` says that it is ready
+
+
+Source = ModelSource | EncoderSource
 
 
 class Compute(threading.Thread):
@@ -33,7 +39,7 @@ class Compute(threading.Thread):
         config: WorkerConfig,
         progress: Progress,
         post: Callable[[Outbound], None],
-        open_source: Callable[[ModelConfig], ModelSource] = model_source.open_source,
+        open_source: Callable[[ModelConfig], Source] = model_source.open_source,
         begin: BeginGeneration = Generation.begin,
     ) -> None:
         super().__init__(name="compute", daemon=True)
@@ -68,10 +74,12 @@ class Compute(threading.Thread):
         except BaseException as error:
             self._end(error, f"the compute thread ended: {error!r}")
 
-    def _load(self) -> ComputeLoop:
+    def _load(self) -> ComputeLoop | EncoderLoop:
         self.progress.enter("load")
         source = self._open_source(self.config.model)
         self._post(source.opened)
+        if isinstance(source, EncoderSource):
+            return self._load_encoder(source)
         engine = source.load(partial(self._loaded_so_far, source.weight_bytes))
         self.progress.loaded = 1.0
         engine.warm_up(self.progress.moved)
@@ -87,6 +95,18 @@ class Compute(threading.Thread):
             self._begin,
         )
         self._post(Loaded(source.max_sequences))
+        return loop
+
+    def _load_encoder(self, source: EncoderSource) -> EncoderLoop:
+        encoder = source.load(partial(self._loaded_so_far, source.weight_bytes))
+        self.progress.loaded = 1.0
+        encoder.warm_up(self.progress.moved)
+        self.progress.layout = encoder_loop.LAYOUT
+        cpu_threads = self._cpu_threads if encoder.yields_cores else CpuThreads(None, 1)
+        loop = EncoderLoop(
+            encoder, self.inbox, self.delta_queue, self.progress, cpu_threads, self._post
+        )
+        self._post(Loaded(ENCODER_SEQUENCES))
         return loop
 
     def _loaded_so_far(self, whole: int, tensors: int, size: int) -> None:

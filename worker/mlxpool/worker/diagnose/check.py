@@ -13,12 +13,15 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch, require_context
 from mlxpool.worker.diagnose.problems import Problems, find_problems
+from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.description import (
     NOT_ON_A_GPU,
@@ -26,13 +29,16 @@ from mlxpool.worker.engine.description import (
     describe_counting,
     features,
     require_deterministic,
+    tokenizer_kind,
 )
+from mlxpool.worker.engine.encoder_description import describe_encoder
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
 from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.locate import COUNTING, locate
+from mlxpool.worker.weights.json_files import read_json
+from mlxpool.worker.weights.locate import COUNTING, locate, open_files
 
 NICENESS = 10  # of a check in the background, so that served requests go first
 MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
@@ -57,6 +63,10 @@ def check(
     folder = None
     if location is not None:
         report["path"] = str(location.where if isinstance(location, ModelFiles) else location)
+        if _encodes(location, config.task):
+            return _check_encoder(
+                report, problems, location, config, machine=machine, memory_limit=memory_limit
+            )
         folder, found = find_problems(location, config.engine)
         problems.add(found)
     if folder is not None:
@@ -74,6 +84,65 @@ def check(
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
     return report
+
+
+def _encodes(location: Path | ModelFiles, task: str) -> bool:
+    """Whether the files are those of an encoder model; not for files that cannot be read."""
+    try:
+        return is_encoder(open_files(location), task)
+    except (ModelLoadFailed, OSError):
+        return False
+
+
+def _check_encoder(
+    report: dict[str, Any],
+    problems: Problems,
+    location: Path | ModelFiles,
+    config: ModelConfig,
+    *,
+    machine: bool,
+    memory_limit: int,
+) -> dict[str, Any]:
+    """The report on an encoder model; only its first problem is found."""
+    files = open_files(location)
+    found = problems.attempt(inspect_encoder, files, config.task, config.context)
+    if found is not None:
+        tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
+        report["model"] = problems.attempt(describe_encoder, found, tokenizer)
+        if machine:
+            report.update(_machine_of_encoder(found, config, memory_limit))
+    report["problems"] = list(problems.found)
+    return report
+
+
+def _machine_of_encoder(
+    encoder: EncoderFolder, config: ModelConfig, memory_limit: int
+) -> dict[str, Any]:
+    """`machine`: whether its weights fit into what a worker, and the pool, may take here."""
+    try:
+        from mlxpool.worker.kernels import device
+    except ImportError as error:
+        return {"machine": {"fits": False, "why": [NO_BACK_END.format(error=error)]}}
+    total, free = device.device_memory()
+    limit, weights = device.memory_limit(config.memory_limit), encoder.folder.weight_bytes
+    pool = memory_limit or device.memory_limit(0)
+    why = [
+        f"weights take {weights} bytes, {who} may take {most}: raise memory_limit or take a smaller"
+        " model"
+        for who, most in (("a worker", limit), ("the pool", pool))
+        if weights > most
+    ]
+    machine = {
+        "device": "gpu" if device.on_gpu() else "cpu",
+        "total": total,
+        "free": free,
+        "limit": limit,
+        "pool_limit": pool,
+        "longest": encoder.source.context,
+        "fits": not why,
+        "why": why,
+    }
+    return {"machine": machine}
 
 
 def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dict[str, Any]:

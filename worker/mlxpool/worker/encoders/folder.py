@@ -69,7 +69,7 @@ def is_encoder(files: ModelFiles, task: str = "") -> bool:
     Raises ModelLoadFailed for a config.json that cannot be read.
     """
     config = read_json(files / "config.json")
-    found = config.get("model_type") in ENCODERS or label_count(config) > 0
+    found = str(config.get("model_type")) in ENCODERS or label_count(config) > 0
     return bool(task) or found or has_modules(files)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-Task: TypeAlias = Literal["embed", "rerank", "classify"]
-TASKS: tuple[Task, ...] = ("embed", "rerank", "classify")
+from mlxpool.common.protocol.encoder_calls import TASKS, Task
+
+__all__ = ["TASKS", "EncodeInputs", "EncoderInput", "Task"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +19,22 @@ class EncoderInput:
 
     ids: tuple[int, ...]
     types: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeInputs:
+    """Make inputs of an encoder model of texts, or of pairs; the fields are those of EncoderCall.
+
+    Pairs travel as lists.
+    """
+
+    texts: Sequence[str] = ()
+    pairs: Sequence[Sequence[str]] = ()
+    prompt_name: str = ""
+    prompt: str | None = None
+    truncate: bool = False
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(map(len, self.texts)) + sum(len(one) for pair in self.pairs for one in pair)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Encoding
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
-from mlxpool.worker.encoders.inputs import EncoderInput, Task
+from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput, Task
 from mlxpool.worker.prompt.tokenizer import is_panic, read_tokenizer
 
 # What a Qwen3 reranker is asked of a pair, as it was trained.
@@ -73,6 +73,18 @@ class EncoderText:
         self._tokenizer, data = read_tokenizer(Path(source.tokenizer))
         if hashlib.sha256(data).hexdigest() != source.sha256:
             raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
+
+    def encode_inputs(self, job: EncodeInputs) -> list[EncoderInput]:
+        """The inputs of the texts or pairs of a job; raises as `encode_texts`."""
+        if job.pairs:
+            pairs = [(first, second) for first, second in job.pairs]
+            prompt = job.prompt
+            if prompt is None and job.prompt_name:
+                prompt = self._prompt(job.prompt_name)
+            return self.encode_pairs(pairs, prompt=prompt, truncate=job.truncate)
+        return self.encode_texts(
+            job.texts, prompt_name=job.prompt_name, prompt=job.prompt, truncate=job.truncate
+        )
 
     def encode_texts(
         self,

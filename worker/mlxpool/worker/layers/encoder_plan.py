@@ -59,7 +59,8 @@ def label_count(config: Mapping[str, Any]) -> int:
 
     Raises ModelLoadFailed for numbers that disagree.
     """
-    names = config.get("architectures") or []
+    listed_names = config.get("architectures")
+    names = listed_names if isinstance(listed_names, list) else []
     if not any(isinstance(one, str) and one.endswith("ForSequenceClassification") for one in names):
         return 0
     listed = config.get("id2label")

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.worker.system.parent_death import STDIN, die_with_parent, kill_with_parent
 
 if TYPE_CHECKING:
+    from mlxpool.worker.encoders.text import EncoderText
     from mlxpool.worker.preparation.limits import Limits
     from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+
+    TextFunctions = ChatTokenizer | EncoderText
 
 NICENESS = 10  # so that lanes give way to the threads that decode
 REQUEST = struct.Struct("!ci")  # one of the three below, and the pid of a lane
@@ -37,8 +40,6 @@ def main() -> int:
     from mlxpool.common import logs  # imports what takes long
     from mlxpool.worker.preparation.jobs import receive
     from mlxpool.worker.preparation.limits import Limits
-    from mlxpool.worker.prompt.text_model import TextSource
-    from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 
     logs.set_up(json_lines=False, level=logging.WARNING)
     with socket.socket(fileno=os.dup(STDIN)) as worker:
@@ -46,9 +47,7 @@ def main() -> int:
         if first is None:
             return 0
         limits = Limits(**first.pop("limits"))
-        text = ChatTokenizer.from_source(TextSource.from_map(first))
-        if text.images is not None:
-            import mlxpool.worker.media.decode  # noqa: F401  # lanes share its memory
+        text = text_functions(first)
         worker.sendall(REPLY.pack(os.getpid()))
         killed: set[int] = set()  # lanes to reap: one of the lowest priority takes long to end
         while True:
@@ -68,7 +67,25 @@ def main() -> int:
             killed = {one for one in killed if not os.waitpid(one, os.WNOHANG)[0]}
 
 
-def _fork(worker: socket.socket, descriptor: int, text: ChatTokenizer, limits: Limits) -> int:
+def text_functions(source: dict[str, Any]) -> TextFunctions:
+    """The tokenizer of a source, which has `encodes` beside its fields.
+
+    Imports only what this kind of model needs.
+    """
+    if source.pop("encodes"):
+        from mlxpool.worker.encoders.text import EncoderText, EncoderTextSource
+
+        return EncoderText(EncoderTextSource(**source))
+    from mlxpool.worker.prompt.text_model import TextSource
+    from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+
+    text = ChatTokenizer.from_source(TextSource.from_map(source))
+    if text.images is not None:
+        import mlxpool.worker.media.decode  # noqa: F401  # lanes share its memory
+    return text
+
+
+def _fork(worker: socket.socket, descriptor: int, text: TextFunctions, limits: Limits) -> int:
     """Start a lane that serves this descriptor. Returns its pid."""
     pid = os.fork()
     if pid:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgpack
 import numpy as np
@@ -17,6 +17,7 @@ from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge, fro
 from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
 from mlxpool.common.protocol.images import images_of_messages
 from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
+from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.places import check_slots, expanded_chat, expanded_text
 from mlxpool.worker.preparation.limits import SHORT_TEXT
@@ -69,6 +70,18 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedInputs:
+    """Inputs of an encoder model: the packed ids of all, one after the other, of these lengths.
+
+    `types` has a byte for each id, its segment; empty: all are 0.
+    """
+
+    packed: bytes
+    lengths: Sequence[int]
+    types: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
     later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
@@ -90,27 +103,43 @@ class Decoded:
 
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
-Job = Render | Encode | Decode
-Result = Encoded | RenderedChat | Decoded | PoolError
+Job = Render | Encode | Decode | EncodeInputs
+Result = Encoded | RenderedChat | Decoded | EncodedInputs | PoolError
 
-_KINDS = (Render, Encode, Decode, Encoded, RenderedChat, Decoded)
+_KINDS = (Render, Encode, Decode, EncodeInputs, Encoded, RenderedChat, Decoded, EncodedInputs)
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
+
+@runtime_checkable
+class EncoderFunctions(Protocol):
+    """The tokenizer of an encoder model. Its methods may take any time and memory."""
+
+    def encode_inputs(self, job: EncodeInputs) -> Sequence[EncoderInput]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+GENERATES = "this model generates text: it answers `generate`, not embed, rerank or classify"
+ENCODES = "this model does not generate text: it answers embed, rerank or classify"
 
 # ---- performing a job --------------------------------------------------------------------------
 
 
-def perform(text: TextModel, job: Job) -> Result:
+def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
     """The result of a job. What it raises is an error of its request alone.
 
     A RenderedChat is a chat whose text is long: it is encoded as a job of its own.
     """
     try:
-        if isinstance(job, Render):
-            return _render(text, job)
-        if isinstance(job, Encode):
-            return _encode(text, job)
-        return _decode(text, job)
+        if isinstance(job, Decode):
+            return _decode(text, job)
+        if isinstance(text, EncoderFunctions):
+            return _for_encoder(text, job)
+        if isinstance(job, EncodeInputs):
+            raise BadRequest(GENERATES)
+        return _render(text, job) if isinstance(job, Render) else _encode(text, job)
     except PoolError as error:
         return error
     except Exception as error:
@@ -141,8 +170,8 @@ def _encode(text: TextModel, job: Encode) -> Encoded:
     ids = text.encode(words)
     if job.context:
         check_tokens(len(ids), job.context)
-    elif ID_WIDTH * len(ids) > MAX_BLOB:
-        raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
+    else:
+        _check_answer(ids)
     restore_at = text.restore_at(words, job.messages_end, ids) if job.messages_end else 0
     return Encoded(pack_ids(ids), restore_at, job.thinks)
 
@@ -187,7 +216,33 @@ def _decoded(blob: bytes) -> str:
         raise BadRequest(f"the prompt is not UTF-8: {error}") from None
 
 
-def _decode(text: TextModel, job: Decode) -> Decoded:
+def _for_encoder(text: EncoderFunctions, job: Job) -> EncodedInputs | Encoded:
+    if isinstance(job, EncodeInputs):
+        return _pack_inputs(text.encode_inputs(job))
+    if isinstance(job, Encode):
+        words = job.text if isinstance(job.text, str) else _decoded(job.text)
+        ids = text.encode(words)
+        _check_answer(ids)
+        return Encoded(pack_ids(ids))
+    raise BadRequest(ENCODES)
+
+
+def _pack_inputs(inputs: Sequence[EncoderInput]) -> EncodedInputs:
+    typed = any(one.types for one in inputs)
+    return EncodedInputs(
+        b"".join(pack_ids(one.ids) for one in inputs),
+        [len(one.ids) for one in inputs],
+        b"".join(bytes(one.types or len(one.ids)) for one in inputs) if typed else b"",
+    )
+
+
+def _check_answer(ids: Sequence[int]) -> None:
+    """Raises TooLarge for more ids than an answer to `tokenize` holds."""
+    if ID_WIDTH * len(ids) > MAX_BLOB:
+        raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
+
+
+def _decode(text: TextModel | EncoderFunctions, job: Decode) -> Decoded:
     ids = unpack_ids(job.packed)
     check_ids(ids, job.vocab_size, "detokenize")
     found = text.decode(ids)

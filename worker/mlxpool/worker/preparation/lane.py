@@ -18,8 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.preparation.jobs import pack, perform, receive, unpack
+from mlxpool.worker.preparation.jobs import (
+    EncoderFunctions,
+    pack,
+    perform,
+    receive,
+    unpack,
+)
 from mlxpool.worker.preparation.limits import (
     ENCODE_MEMORY,
     IMAGE_MEMORY,
@@ -35,83 +42,62 @@ from mlxpool.worker.system.idle_class import become_idle_class
 OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
 
 
-def serve(worker: socket.socket, text: TextModel, limits: Limits) -> None:
+def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Limits) -> None:
     """Perform jobs until the worker closes the connection or one job was long.
 
     After a long job the process ends: it cannot leave SCHED_IDLE, and it returns its memory so.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-    bounded = BoundedText(text, limits)
+    bounds = Bounds(limits)
+    bounded = (
+        BoundedEncoderText(text, bounds)
+        if isinstance(text, EncoderFunctions)
+        else BoundedText(text, bounds)
+    )
     with contextlib.suppress(ConnectionError):
         for fields in receive(worker):
             worker.sendall(pack(perform(bounded, unpack(fields))))
-            if bounded.worn:
+            if bounds.worn:
                 return
 
 
-class BoundedText:
-    """A TextModel whose calls have limits of time and memory. `worn`: one of them was long."""
+class Bounds:
+    """Limits of time and memory for calls in this process. `worn`: one of them was long."""
 
-    def __init__(self, text: TextModel, limits: Limits) -> None:
-        self._text = text
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._base = _address_space()
         self.worn = False
-        self.max_bytes_per_token = text.max_bytes_per_token
-        self.images = text.images
         signal.signal(signal.SIGPROF, self._lower_priority)
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
         become_idle_class()
         self.worn = True
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        now: float,
-        think: bool | str | None,
-    ) -> RenderedChat:
-        """See TextModel; lowers its priority after SHORT_TIME."""
+    @contextmanager
+    def template(self) -> Iterator[None]:
+        """Those of a chat template; lowers the priority after SHORT_TIME."""
         with (
             _memory_limit(self._base + MAX_MEMORY),
             _timer(signal.ITIMER_REAL, self._limits.render),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
         ):
-            return self._text.render(messages, tools, now, think)
+            yield
 
-    def piece(self, token: int) -> bytes:
-        """See TextModel."""
-        return self._text.piece(token)
-
-    def encode(self, text: str) -> list[int]:
-        """See TextModel."""
-        with self._native(len(text)):
-            return self._text.encode(text)
-
-    def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. What it takes is bounded for each image."""
+    @contextmanager
+    def image(self) -> Iterator[None]:
+        """Those of one image."""
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
             _timer(signal.ITIMER_VIRTUAL, IMAGE_SECONDS),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
         ):
-            return self._text.read_image(data, index)
-
-    def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
-        """See TextModel."""
-        with self._native(len(text)):
-            return self._text.restore_at(text, messages_end, ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See TextModel."""
-        with self._native(len(ids)):
-            return self._text.decode(ids)
+            yield
 
     @contextmanager
-    def _native(self, size: int) -> Iterator[None]:
-        """The bounds of the tokenizer for a text of `size` characters."""
+    def tokenizer(self, size: int) -> Iterator[None]:
+        """Those of the tokenizer for a text of `size` characters."""
         if size > SHORT_TEXT and not self.worn:
             self._lower_priority()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -123,6 +109,74 @@ class BoundedText:
                 yield
         finally:
             signal.signal(signal.SIGPROF, self._lower_priority)
+
+
+class BoundedText:
+    """A TextModel whose calls have limits of time and memory."""
+
+    def __init__(self, text: TextModel, bounds: Bounds) -> None:
+        self._text = text
+        self._bounds = bounds
+        self.max_bytes_per_token = text.max_bytes_per_token
+        self.images = text.images
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        now: float,
+        think: bool | str | None,
+    ) -> RenderedChat:
+        """See TextModel."""
+        with self._bounds.template():
+            return self._text.render(messages, tools, now, think)
+
+    def piece(self, token: int) -> bytes:
+        """See TextModel."""
+        return self._text.piece(token)
+
+    def encode(self, text: str) -> list[int]:
+        """See TextModel."""
+        with self._bounds.tokenizer(len(text)):
+            return self._text.encode(text)
+
+    def read_image(self, data: bytes, index: int) -> PreparedImage:
+        """See TextModel. What it takes is bounded for each image."""
+        with self._bounds.image():
+            return self._text.read_image(data, index)
+
+    def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
+        """See TextModel."""
+        with self._bounds.tokenizer(len(text)):
+            return self._text.restore_at(text, messages_end, ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See TextModel."""
+        with self._bounds.tokenizer(len(ids)):
+            return self._text.decode(ids)
+
+
+class BoundedEncoderText:
+    """EncoderFunctions whose calls have limits of time and memory."""
+
+    def __init__(self, text: EncoderFunctions, bounds: Bounds) -> None:
+        self._text = text
+        self._bounds = bounds
+
+    def encode_inputs(self, job: EncodeInputs) -> Sequence[EncoderInput]:
+        """See EncoderFunctions."""
+        with self._bounds.tokenizer(job.size):
+            return self._text.encode_inputs(job)
+
+    def encode(self, text: str) -> list[int]:
+        """See EncoderFunctions."""
+        with self._bounds.tokenizer(len(text)):
+            return self._text.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See EncoderFunctions."""
+        with self._bounds.tokenizer(len(ids)):
+            return self._text.decode(ids)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from dataclasses import asdict
 import psutil
 
 from mlxpool.common.errors import Internal
+from mlxpool.worker.encoders.text import EncoderTextSource
 from mlxpool.worker.preparation import fork_server
 from mlxpool.worker.preparation.fork_server import FORK, KILL, REAP, REPLY, REQUEST
 from mlxpool.worker.preparation.jobs import (
@@ -43,9 +44,11 @@ class LaneEnded(Exception):
 class ForkServer:
     """The process that forks lanes, started when it is needed."""
 
-    def __init__(self, source: TextSource, limits: Limits) -> None:
+    def __init__(self, source: TextSource | EncoderTextSource, limits: Limits) -> None:
         self.limits = limits
-        self._first = pack_map({**source.as_map(), "limits": asdict(limits)})
+        encodes = isinstance(source, EncoderTextSource)
+        fields = source.as_map() if isinstance(source, TextSource) else asdict(source)
+        self._first = pack_map({**fields, "encodes": encodes, "limits": asdict(limits)})
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:

@@ -1,27 +1,35 @@
-"""The tokenizer calls of this worker: from a `tokenize` or `detokenize` to its answer or cancel."""
+"""The calls of this worker: of its tokenizer, or for its encoder model, until answer or cancel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 from mlxpool.common.errors import PoolError, TooLarge
+from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall, Task
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import TokenizerAnswer
+from mlxpool.common.protocol.to_broker import CallAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
+from mlxpool.worker.compute.messages import Answer, CallKey, Compute, DropCall, Inbound
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.prepare import Answer, CallKey, Preparer
+from mlxpool.worker.process.preparations import PreparedInputs
+from mlxpool.worker.process.prepare import Preparer
+from mlxpool.worker.process.prepare_inputs import InputPreparer
 
 
-class TokenizerCalls:
+class ModelCalls:
     """A table of open calls. Belongs to the main thread."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, compute: Callable[[Inbound], None]) -> None:
+        """`compute` sends a message to the compute thread."""
         self._link = link
-        self._preparer: Preparer | None = None
+        self._compute = compute
+        self._preparer: Preparer | InputPreparer | None = None
         self._keys = map(CallKey, count())
-        self._open: dict[bytes | None, CallKey] = {}  # by the id of the call
+        self._open: dict[bytes, CallKey] = {}  # by the id of the call
+        self._computing: set[CallKey] = set()  # those that the compute thread has
 
-    def opened(self, preparer: Preparer) -> None:
+    def opened(self, preparer: Preparer | InputPreparer) -> None:
         """The model's text functions are there."""
         self._preparer = preparer
 
@@ -29,34 +37,68 @@ class TokenizerCalls:
         """Take a call; one that cannot be read is answered at once."""
         if self._preparer is None:
             return
-        id = message.header.id
-        parse = Tokenize.parse if message.kind == Tokenize.kind else Detokenize.parse
-        try:
-            call = parse(message.body, message.blobs)
-        except PoolError as error:
-            self._send(id, TokenizerAnswer(error.body()))
-            return
+        id, kind, body, blobs = message.header.id or b"", message.kind, message.body, message.blobs
         key = self._open[id] = next(self._keys)
-        self._preparer.answer(key, id, call, fence)
+        try:
+            if kind == Tokenize.kind:
+                self._preparer.answer(key, id, Tokenize.parse(body, blobs), fence)
+            elif kind == Detokenize.kind:
+                self._preparer.answer(key, id, Detokenize.parse(body, blobs), fence)
+            else:
+                call = EncoderCall.parse(_task(kind), body, blobs)
+                self._preparer.encode(key, id, call, fence)
+        except PoolError as error:
+            self.answered(Answer(key, id, CallAnswer(error.body()), fence))
+
+    def prepared(self, prepared: PreparedInputs) -> None:
+        """The inputs of a call are there; they are computed unless it was cancelled."""
+        key, call = prepared.key, prepared.call
+        if self._open.get(prepared.id) == key:
+            self._computing.add(key)
+            self._compute(
+                Compute(
+                    key,
+                    prepared.id,
+                    prepared.inputs,
+                    call.owner,
+                    call.dimensions,
+                    call.normalise,
+                    call.alone,
+                )
+            )
 
     def cancel(self, id: bytes) -> None:
-        """Stop the preparation of a call, which gets no answer."""
+        """Stop what is done for a call, which gets no answer."""
         key = self._open.pop(id, None)
-        if key is not None and self._preparer is not None:
+        if key is None or self._preparer is None:
+            return
+        if key in self._computing:
+            self._computing.discard(key)
+            self._compute(DropCall(key))
+        else:
             self._preparer.cancel(key)
 
     def answered(self, answer: Answer) -> None:
-        """The preparer is done with a call; its answer is sent unless the call was cancelled."""
+        """A call has its answer, which is sent unless the call was cancelled."""
+        self._computing.discard(answer.key)
         if self._open.get(answer.id) == answer.key:
             del self._open[answer.id]
             self._send(answer.id, answer.content)
 
     def drop_all(self) -> None:
-        """Forget all calls: the broker gives them to another worker. `Runs` stops the preparer."""
-        self._open.clear()
+        """Forget all calls: the broker gives them to another worker.
 
-    def _send(self, id: bytes | None, answer: TokenizerAnswer) -> None:
+        `Runs` stops the preparer and the compute thread.
+        """
+        self._open.clear()
+        self._computing.clear()
+
+    def _send(self, id: bytes, answer: CallAnswer) -> None:
         try:
             self._link.send(answer, id)
         except TooLarge as error:
-            self._link.send(TokenizerAnswer(error.body()), id)
+            self._link.send(CallAnswer(error.body()), id)
+
+
+def _task(kind: str) -> Task:
+    return next(task for task in TASKS if task == kind)

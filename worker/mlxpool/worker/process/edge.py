@@ -26,20 +26,32 @@ from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop, Welcome
 from mlxpool.common.trace import History
 from mlxpool.common.transport.waker import Waker
-from mlxpool.worker.compute.messages import Loaded, Outbound, RunKey, StepDeltas, Unusable
+from mlxpool.worker.compute.messages import (
+    Answer,
+    Loaded,
+    Outbound,
+    RunKey,
+    StepDeltas,
+    Unusable,
+)
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
+from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.service import Load
-from mlxpool.worker.process.calls import TokenizerCalls
+from mlxpool.worker.process.calls import ModelCalls
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
+from mlxpool.worker.process.preparations import Prepared, PreparedInputs, Product
+from mlxpool.worker.process.prepare import Preparer
+from mlxpool.worker.process.prepare_inputs import InputPreparer
 from mlxpool.worker.process.runs import Runs
 from mlxpool.worker.prompt.text_model import Opened
 
 log = logging.getLogger("mlxpool.worker")
 
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
-MakePreparer = Callable[[Opened, Callable[[Prepared | Answer], None]], Preparer]
+MakePreparer = Callable[
+    [Opened | OpenedEncoder, Callable[[Product], None]], Preparer | InputPreparer
+]
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 
 
@@ -94,7 +106,7 @@ class Heartbeat:
         return ProgressSample(now.tokens, now.fresh, now.usual_token_ns, now.usual_step_ns)
 
 
-Mail = Outbound | Prepared | Answer
+Mail = Outbound | Product
 
 
 class Mailbox:
@@ -137,11 +149,11 @@ class Edge:
         self.progress = progress
         self.link = link
         self.compute = compute
-        self.calls = TokenizerCalls(link)
+        self.calls = ModelCalls(link, compute.send)
         self.runs = Runs(link, compute.send, history)
         self.heartbeat = Heartbeat(progress, with_sample=config.dials)
         self._make_preparer = make_preparer
-        self._preparer: Preparer | None = None
+        self._preparer: Preparer | InputPreparer | None = None
         self._link_error = ""  # the one that was logged last
         self._unusable: PoolError | None = None  # the error to send with `bye`
         self._leave_at = math.inf  # when to exit with it, without having sent it
@@ -251,7 +263,7 @@ class Edge:
         """Handle a message of the compute thread or the preparer."""
         if isinstance(mail, StepDeltas):
             self.compute.delta_queue.acknowledge()
-        if isinstance(mail, Opened):
+        if isinstance(mail, Opened | OpenedEncoder):
             self._opened(mail)
         elif isinstance(mail, Loaded):
             self.runs.loaded(mail.max_sequences)
@@ -263,12 +275,14 @@ class Edge:
             self.runs.deliver(mail.deltas)
         elif isinstance(mail, Prepared):
             self.runs.prepared(mail)
+        elif isinstance(mail, PreparedInputs):
+            self.calls.prepared(mail)
         elif isinstance(mail, Answer):
             self.calls.answered(mail)
         else:
             self.runs.handed_back()
 
-    def _opened(self, opened: Opened) -> None:
+    def _opened(self, opened: Opened | OpenedEncoder) -> None:
         self._preparer = self._make_preparer(opened, self.mailbox.post)
         self._preparer.start()
         self.runs.opened(self._preparer)
@@ -324,7 +338,7 @@ class Edge:
         key = (header.id or b"", header.attempt)
         if kind == to_worker.Work.kind:
             self.runs.work(message, key)
-        elif kind in (to_worker.Tokenize.kind, to_worker.Detokenize.kind):
+        elif kind in to_broker.CALLS:
             self.calls.begin(message, self.runs.fence)
         elif kind == to_broker.Cancel.kind:
             self._cancel(key)
@@ -332,7 +346,7 @@ class Edge:
             self.runs.drain()
 
     def _cancel(self, key: RunKey) -> None:
-        """Cancel a run, or the tokenizer call of this id: runs are numbered from 1."""
+        """Cancel a run, or the call of this id: runs are numbered from 1."""
         id, number = key
         if number:
             self.runs.cancel(key)

@@ -7,113 +7,48 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
 
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.encoder_calls import EncoderCall
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt, image_bytes
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import TokenizerAnswer
-from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
+from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
-from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.compute.messages import Admit, CallKey, RunKey
 from mlxpool.worker.media.places import Inputs, with_images
 from mlxpool.worker.media.spans import without
 from mlxpool.worker.preparation.jobs import (
+    GENERATES,
     NO_IMAGES,
-    Decode,
-    Decoded,
     Encode,
     Encoded,
-    Job,
     Render,
     Result,
     image_of,
 )
-from mlxpool.worker.preparation.lane_service import LaneService
-from mlxpool.worker.preparation.lanes import ForkServer
-from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
-from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
+from mlxpool.worker.process.preparations import MakeService, Preparations, Prepared, Product
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
-from mlxpool.worker.prompt.text_model import Opened, TokenTable
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling import context_policy
 from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A run for the compute thread, or the error that it ends with. `fence`: see StepDeltas."""
-
-    key: RunKey
-    admit: Admit | None
-    error: PoolError | None = None
-    fence: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallKey:
-    """Names a tokenizer call among all preparations of this worker."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a `tokenize` or `detokenize` with this id. `fence`: see StepDeltas."""
-
-    key: CallKey
-    id: bytes | None
-    content: TokenizerAnswer
-    fence: int = 0
-
-
-Finish = Callable[[Result], Prepared | Answer]
-MakeService = Callable[[Opened, Deliver], Service]
-
-
-def service_of(
-    opened: Opened, deliver: Deliver, *, limits: Limits, memory_limit: int = 0
-) -> Service:
-    """The service for a model: with processes, unless its text functions are our own code.
-
-    `memory_limit`: bytes of the worker and these processes together; 0: no limit.
-    """
-    if opened.source is None:
-        assert not isinstance(opened.text, TokenTable)
-        return InlineService(opened.text, deliver)
-    server = ForkServer(opened.source, limits)
-    return LaneService(server, deliver, process_cpu_threads(), memory_limit)
-
-
-class Preparer:
-    """Posts one `Prepared` for each `prepare`, one `Answer` for each `answer`, in any order."""
+class Preparer(Preparations):
+    """Prepares the requests of a model that generates text: one `Prepared` for each `prepare`."""
 
     def __init__(
-        self,
-        opened: Opened,
-        post: Callable[[Prepared | Answer], None],
-        make_service: MakeService,
+        self, opened: Opened, post: Callable[[Product], None], make_service: MakeService
     ) -> None:
+        super().__init__(opened, post, make_service)
         self.opened = opened
-        self._post = post
-        self._service = make_service(opened, self._deliver)
-        self._finish: dict[Hashable, Finish] = {}  # by key, of what is not posted yet
-
-    def start(self) -> None:
-        self._service.start()
-
-    @property
-    def load(self) -> Load:
-        """What waits and runs."""
-        return self._service.load
 
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
         """Begin a preparation. Raises BadRequest, and ContextExceeded if it cannot fit."""
@@ -135,38 +70,15 @@ class Preparer:
                 failed = Internal(f"the prompt could not be read: {error!r}")
                 return Prepared(key, None, failed, fence)
 
-        self._finish[key] = finish
         if isinstance(job, Encoded):
-            self._service.submit_result(key, job)
+            self._submit_result(key, job, finish)
         else:
             size = work.prompt.size + image_bytes(work.prompt)
-            waiting = Waiting(key, work.owner, size, job, received + left)
-            self._service.submit(waiting)
+            self._submit(Waiting(key, work.owner, size, job, received + left), finish)
 
-    def answer(
-        self, key: CallKey, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0
-    ) -> None:
-        """Begin a tokenizer call."""
-        job: Job = Encode(call.text) if isinstance(call, Tokenize) else self._decode(call)
-        self._finish[key] = lambda result: Answer(key, id, answer_of(result), fence)
-        self._service.submit(Waiting(key, call.owner, call.size, job))
-
-    def _decode(self, call: Detokenize) -> Decode:
-        return Decode(call.packed, self.opened.vocab_size)
-
-    def cancel(self, key: RunKey | CallKey) -> None:
-        """End a preparation; its `Prepared` or `Answer` follows unless it was posted already."""
-        self._service.cancel(key)
-
-    def drop_all(self) -> None:
-        """End all preparations without a `Prepared` or an `Answer`."""
-        self._finish.clear()
-        self._service.cancel_all()
-
-    def _deliver(self, key: Hashable, result: Result) -> None:
-        finish = self._finish.pop(key, None)
-        if finish is not None:
-            self._post(finish(result))
+    def encode(self, key: CallKey, id: bytes, call: EncoderCall, fence: int = 0) -> None:
+        """Refuse a call for an encoder model: raises BadRequest."""
+        raise BadRequest(GENERATES)
 
 
 def began_at(work: Work, now: float) -> float:
@@ -333,13 +245,3 @@ def _compare(known: Facts, found: Facts) -> None:
             raise BadRequest(
                 f"resume: the stream began with {key} {began!r:.80}, this worker has {here!r}"
             )
-
-
-def answer_of(result: Result) -> TokenizerAnswer:
-    """The answer to a tokenizer call."""
-    if isinstance(result, Encoded):
-        return TokenizerAnswer({"n": count_of(result.packed)}, (result.packed,))
-    if isinstance(result, Decoded):
-        return TokenizerAnswer({"text": result.text})
-    assert isinstance(result, PoolError)
-    return TokenizerAnswer(result.body())

@@ -19,7 +19,9 @@ from mlxpool.common.protocol.to_worker import Work, count_of_resume
 from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, Inbound, RunKey
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.prepare import Prepared, Preparer
+from mlxpool.worker.process.preparations import Prepared
+from mlxpool.worker.process.prepare import Preparer
+from mlxpool.worker.process.prepare_inputs import InputPreparer
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -48,7 +50,8 @@ class Runs:
         self._link = link
         self._compute = compute
         self._history = history
-        self._preparer: Preparer | None = None  # there is one before the first `credit`
+        # There is one before the first `credit`.
+        self._preparer: Preparer | InputPreparer | None = None
         self.fence = 0  # counts dropped connections; results for an older one are not sent
         self._capacity = 0  # runs at once; 0 until the model is loaded
         self._works = 0  # `work` frames of this epoch
@@ -60,7 +63,7 @@ class Runs:
         """How many runs the preparer still has."""
         return sum(run.state is not RunState.COMPUTING for run in self.live.values())
 
-    def opened(self, preparer: Preparer) -> None:
+    def opened(self, preparer: Preparer | InputPreparer) -> None:
         """The model's text functions are there."""
         self._preparer = preparer
 

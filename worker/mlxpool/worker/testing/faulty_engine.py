@@ -95,12 +95,12 @@ def open_source(
     faults: Faults,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
 ) -> ModelSource:
-    """`model_source.open_source`; the counting engine is wrapped when a fault is armed."""
+    """`model_source.open_generator`; the counting engine is wrapped when a fault is armed."""
 
     def faulty(settings: Counting, context: int) -> CountingEngine:
         return cast("CountingEngine", FaultyEngine(counting(settings, context), faults))
 
-    return model_source.open_source(config, faulty if faults.site else counting)
+    return model_source.open_generator(config, faulty if faults.site else counting)
 
 
 class FaultyGeneration(Generation):

@@ -16,7 +16,8 @@ from mlxpool.common.trace import History
 from mlxpool.common.transport.keys import Credentials
 from mlxpool.worker.compute.messages import RunKey
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.prepare import Answer, MakeService, Prepared, Preparer
+from mlxpool.worker.process.preparations import MakeService, Product
+from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
 
@@ -100,7 +101,7 @@ class FaultyPreparer(Preparer):
         self,
         link: FaultyLink,
         opened: Opened,
-        post: Callable[[Prepared | Answer], None],
+        post: Callable[[Product], None],
         make_service: MakeService,
     ) -> None:
         super().__init__(opened, post, make_service)

@@ -1,0 +1,249 @@
+"""What encoder models are asked, `embed`, `rerank` and `classify`, and what they answer."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.client.request import Question
+from mlxpool.common.checks import shown
+from mlxpool.common.errors import BadRequest, Internal
+from mlxpool.common.protocol.encoder_calls import (
+    MAX_INPUTS,
+    NUMBER_BYTES,
+    Task,
+    Texts,
+    pack_texts,
+)
+from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
+from mlxpool.common.protocol.to_broker import ModelCall
+from mlxpool.common.protocol.token_ids import pack_ids
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+MAX_IN_FLIGHT = 16  # calls of one `embed` that are open at a time
+MAX_CALL_TEXT = 512 * 1024  # characters of one call: more texts are divided among several calls
+Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One document of `rerank`: its index in the request, and its score."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors(Sequence["list[float]"]):
+    """A row of numbers for each input, in the order of the inputs: vectors, or probabilities.
+
+    `vectors[0]` is the first row as a list, `numpy.asarray(vectors)` the array [rows, columns];
+    `data` are its bytes, little-endian float32. `labels` name the columns of `classify`. `usage` is
+    {prompt_tokens, total_tokens}.
+    """
+
+    data: bytes = field(repr=False)
+    rows: int
+    columns: int
+    labels: tuple[str, ...] = ()
+    usage: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(self.rows))]
+        if not -self.rows <= index < self.rows:
+            raise IndexError(f"row {index} of {self.rows}")
+        size = self.columns * NUMBER_BYTES
+        begin = index % self.rows * size
+        return _numbers(self.data[begin : begin + size]).tolist()
+
+    def tolist(self) -> list[list[float]]:
+        """All rows as lists."""
+        return list(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.float32]:
+        import numpy as np
+
+        found = np.frombuffer(self.data, "<f4").reshape(self.rows, self.columns)
+        return found.astype(dtype or np.float32, copy=bool(copy))
+
+
+def _numbers(data: bytes) -> array[float]:
+    found = array("f", data)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+# ---- questions -----------------------------------------------------------------------------------
+
+
+def embed(
+    model: str,
+    inputs: Inputs,
+    *,
+    task: Task = "embed",
+    truncate: bool | None = None,
+    dimensions: int | None = None,
+    normalise: bool | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+    deadline_ms: int | None = None,
+) -> list[Question[Vectors]]:
+    """The calls for these inputs, a batch each; `task` may also be "classify".
+
+    Raises BadRequest for inputs that cannot be sent; the worker checks everything else.
+    """
+    settings = {
+        "truncate": truncate,
+        "dimensions": dimensions,
+        "normalise": normalise,
+        "prompt_name": prompt_name,
+        "prompt": prompt,
+    }
+    fields = {key: value for key, value in settings.items() if value is not None}
+    found = [inputs] if isinstance(inputs, str) else _listed("inputs", inputs)
+    first = found[0]
+    if not isinstance(first, str) and (not first or not isinstance(first[0], str)):
+        return _of_ids(model, task, found, fields, deadline_ms)
+    for index, one in enumerate(found):
+        _check_texts(f"inputs[{index}]", one)
+    return [
+        _question(model, task, {**fields, **body}, blobs, deadline_ms)
+        for body, blobs in (_packed("inputs", batch) for batch in _batches(found))
+    ]
+
+
+def rerank(
+    model: str,
+    query: str,
+    documents: Sequence[str],
+    *,
+    truncate: bool | None = None,
+    prompt: str | None = None,
+    deadline_ms: int | None = None,
+) -> list[Question[Vectors]]:
+    """The calls that rate documents for a query, a batch each. Raises BadRequest as `embed`."""
+    if not isinstance(query, str):
+        raise BadRequest(f"query must be a str, got {shown(query)}")
+    found = _listed("documents", documents)
+    for index, one in enumerate(found):
+        if not isinstance(one, str):
+            raise BadRequest(f"documents[{index}] must be a str, got {shown(one)}")
+    fields = {"query": query, "truncate": truncate, "prompt": prompt}
+    given = {key: value for key, value in fields.items() if value is not None}
+    return [
+        _question(model, "rerank", {**given, **body}, blobs, deadline_ms)
+        for body, blobs in (_packed("documents", batch) for batch in _batches(found))
+    ]
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise BadRequest(f"{name} must be a list of texts, got {shown(values)}")
+    found = list(values)
+    if not found:
+        raise BadRequest(f"{name} is empty, must have at least 1 text")
+    return found
+
+
+def _check_texts(name: str, value: Any) -> None:
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    if not isinstance(value, str) and not (pair and all(isinstance(one, str) for one in value)):
+        raise BadRequest(f"{name} must be a str or a pair of them, got {shown(value)}")
+
+
+def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
+    """Texts or pairs in batches of a call: at most MAX_INPUTS, about MAX_CALL_TEXT characters."""
+    batch: list[Any] = []
+    size = 0
+    for one in texts:
+        own = len(one) if isinstance(one, str) else sum(map(len, one))
+        if batch and (len(batch) == MAX_INPUTS or size + own > MAX_CALL_TEXT):
+            yield batch
+            batch, size = [], 0
+        batch.append(one)
+        size += own
+    yield batch
+
+
+def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]:
+    """The key of a batch and its blob. Raises BadRequest for what is no Unicode text."""
+    try:
+        data = pack_texts(batch)
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{name} has a text that is not Unicode: {error}") from None
+    if len(data) > TEXT_AS_BLOB:
+        return {name: True}, (data,)
+    return {name: list(batch)}, ()
+
+
+def _of_ids(
+    model: str, task: Task, inputs: Sequence[Any], fields: dict[str, Any], deadline_ms: int | None
+) -> list[Question[Vectors]]:
+    batches = [inputs[at : at + MAX_INPUTS] for at in range(0, len(inputs), MAX_INPUTS)]
+    return [
+        _question(
+            model,
+            task,
+            {**fields, "tokens": [len(ids) for ids in batch]},
+            (b"".join(pack_ids(ids) for ids in batch),),
+            deadline_ms,
+        )
+        for batch in batches
+    ]
+
+
+def _question(
+    model: str,
+    task: Task,
+    fields: Mapping[str, Any],
+    blobs: tuple[bytes, ...],
+    deadline_ms: int | None,
+) -> Question[Vectors]:
+    call = ModelCall(task, model, fields, blobs, deadline_ms=deadline_ms)
+    return Question(os.urandom(ID_BYTES), call, _read)
+
+
+def _read(answer: Message) -> Vectors:
+    """Raises ValueError for an answer whose blob has another size than it says."""
+    body, data = answer.body, b"".join(answer.blobs)
+    rows, columns = int(body["rows"]), int(body["columns"])
+    if len(data) != rows * columns * NUMBER_BYTES:
+        raise ValueError(f"{len(data)} bytes for {rows} rows of {columns} numbers")
+    return Vectors(data, rows, columns, tuple(body.get("labels") or ()), dict(body["usage"]))
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def joined(parts: Sequence[Vectors]) -> Vectors:
+    """The rows of all batches, one after the other. Raises Internal where their widths differ."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    if any(one.columns != first.columns for one in parts):
+        widths = sorted({one.columns for one in parts})
+        raise Internal(f"the model was changed meanwhile: its vectors have {widths} numbers")
+    usage = {key: sum(one.usage.get(key, 0) for one in parts) for key in first.usage}
+    data, rows = b"".join(one.data for one in parts), sum(one.rows for one in parts)
+    return replace(first, data=data, rows=rows, usage=usage)
+
+
+def ranked(scores: Vectors, top: int | None = None) -> list[Ranked]:
+    """The documents, best first; `top`: only so many of them."""
+    numbers = _numbers(scores.data)
+    order = sorted(range(scores.rows), key=lambda index: (-numbers[index], index))
+    bound = math.inf if top is None else top
+    return [Ranked(index, numbers[index]) for place, index in enumerate(order) if place < bound]

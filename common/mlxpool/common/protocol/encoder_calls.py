@@ -1,0 +1,181 @@
+"""What encoder models are asked: `embed`, `rerank` and `classify`, and their answer `vectors`.
+
+The broker passes the body on; a worker checks it. Texts travel in the body, or as one blob that is
+a msgpack array of texts. In the place of a text `classify` takes a pair of texts, an array of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import msgpack
+
+from mlxpool.common.checks import flag, integer, is_integer, shown
+from mlxpool.common.errors import BadRequest, TooLarge
+from mlxpool.common.protocol.bounds import MAX_BLOB
+from mlxpool.common.protocol.token_ids import ID_WIDTH
+
+Task: TypeAlias = Literal["embed", "rerank", "classify"]
+TASKS: tuple[Task, ...] = ("embed", "rerank", "classify")
+VECTORS = "vectors"  # the kind of their answer
+MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
+MAX_DIMENSIONS = 1 << 16
+NUMBER_BYTES = 4  # of a number in `vectors`, a little-endian float32
+
+Pair: TypeAlias = tuple[str, str]
+Texts: TypeAlias = Sequence[str] | Sequence[Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCall:
+    """A worker's view of `embed`, `rerank` or `classify`.
+
+    One of `texts`, `pairs` and `ids` has the inputs: texts, pairs of texts, or lists of token ids
+    with the special ones. `truncate`: a longer input loses its end; otherwise it is refused.
+    `prompt_name` chooses one of the model's prompts, `prompt` is a text in its place. `dimensions`
+    of `embed`: how many numbers of a vector are kept, 0: all. `normalise`: whether vectors get the
+    length 1; None: as the model has it. `alone`: the call may have ended a worker, so it is
+    computed without others.
+    """
+
+    task: Task
+    texts: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    ids: tuple[tuple[int, ...], ...] = ()
+    truncate: bool = False
+    prompt_name: str = ""
+    prompt: str | None = None
+    dimensions: int = 0
+    normalise: bool | None = None
+    alone: bool = False
+    owner: str = ""
+
+    @property
+    def count(self) -> int:
+        """Inputs."""
+        return len(self.texts) + len(self.pairs) + len(self.ids)
+
+    @property
+    def size(self) -> int:
+        """Characters of its texts, and bytes of its ids."""
+        texts = sum(map(len, self.texts)) + sum(len(a) + len(b) for a, b in self.pairs)
+        return texts + ID_WIDTH * sum(map(len, self.ids))
+
+    @classmethod
+    def parse(cls, task: Task, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
+        """Check a call. Raises BadRequest naming the key, its value and its bound."""
+        owner = body.get("owner")
+        call = cls(
+            task,
+            truncate=flag(body, "truncate", False),
+            prompt_name=_text(body, "prompt_name") or "",
+            prompt=_text(body, "prompt"),
+            dimensions=_of_embed(task, body, "dimensions") or 0,
+            normalise=_normalise(task, body),
+            alone=body.get("alone") is True,
+            owner=owner if isinstance(owner, str) else "",
+        )
+        return _with_inputs(call, body, blobs)
+
+
+def _with_inputs(call: EncoderCall, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
+    if call.task == "rerank":
+        query = body.get("query")
+        if not isinstance(query, str):
+            raise BadRequest(f"query must be a text, got {shown(query)}")
+        documents = _texts(body, "documents", blobs, pairs=False)
+        return replace(call, pairs=tuple((query, one) for one in documents))
+    if body.get("tokens") is not None:
+        return replace(call, ids=_ids(body["tokens"], blobs))
+    found = _texts(body, "inputs", blobs, pairs=call.task == "classify")
+    if isinstance(found[0], str):
+        return replace(call, texts=found)
+    return replace(call, pairs=found)
+
+
+def _texts(body: Mapping[str, Any], key: str, blobs: Sequence[bytes], *, pairs: bool) -> Any:
+    """The texts of a key, or all of them pairs where `pairs` are allowed."""
+    raw = body.get(key)
+    if raw is True:
+        raw = _unpacked(key, blobs)
+    if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_INPUTS:
+        got = f"{len(raw)}" if isinstance(raw, list) else shown(raw)
+        raise BadRequest(
+            f"{key} must be a list of 1 to {MAX_INPUTS} texts, or true with a blob; got {got}"
+        )
+    if pairs and isinstance(raw[0], list):
+        return tuple(_pair(f"{key}[{index}]", one) for index, one in enumerate(raw))
+    for index, one in enumerate(raw):
+        if not isinstance(one, str):
+            raise BadRequest(f"{key}[{index}] must be a text, got {shown(one)}")
+    return tuple(raw)
+
+
+def _pair(name: str, raw: object) -> Pair:
+    if not isinstance(raw, list) or len(raw) != 2 or not all(isinstance(one, str) for one in raw):
+        raise BadRequest(f"{name} must be a pair of texts, as the first input is; got {shown(raw)}")
+    return raw[0], raw[1]
+
+
+def _unpacked(key: str, blobs: Sequence[bytes]) -> object:
+    if not blobs:
+        raise BadRequest(f"{key} is said to be a blob, but the message has none")
+    try:
+        return msgpack.unpackb(blobs[0], raw=False, max_array_len=MAX_INPUTS, max_map_len=0)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise BadRequest(
+            f"the blob of {key} is no msgpack array of at most {MAX_INPUTS} texts: {error!r:.100}"
+        ) from None
+
+
+def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
+    """The lists of ids in a blob, of these lengths."""
+    if not isinstance(lengths, list) or not 1 <= len(lengths) <= MAX_INPUTS:
+        got = f"{len(lengths)}" if isinstance(lengths, list) else shown(lengths)
+        raise BadRequest(f"tokens must be a list of 1 to {MAX_INPUTS} lengths, got {got}")
+    if not all(is_integer(one) and one > 0 for one in lengths):
+        raise BadRequest(f"tokens must have lengths of at least 1, got {shown(lengths)}")
+    packed = b"".join(blobs[:1])
+    if ID_WIDTH * sum(lengths) != len(packed):
+        raise BadRequest(
+            f"tokens has lengths of {sum(lengths)} ids in all, the blob has {len(packed)} bytes,"
+            f" must have {ID_WIDTH} for each id"
+        )
+    view, found, begin = memoryview(packed).cast("I"), [], 0
+    for length in lengths:
+        found.append(tuple(view[begin : begin + length]))
+        begin += length
+    return tuple(found)
+
+
+def _text(body: Mapping[str, Any], key: str) -> str | None:
+    value = body.get(key)
+    if not isinstance(value, str | None):
+        raise BadRequest(f"{key} must be a text, got {shown(value)}")
+    return value
+
+
+def _of_embed(task: Task, body: Mapping[str, Any], key: str) -> int | None:
+    if task != "embed" and body.get(key) is not None:
+        raise BadRequest(f"{key} is for embed, {task} has no vectors; leave it out")
+    return integer(body, key, 1, MAX_DIMENSIONS)
+
+
+def _normalise(task: Task, body: Mapping[str, Any]) -> bool | None:
+    if body.get("normalise") is None:
+        return None
+    if task != "embed":
+        raise BadRequest(f"normalise is for embed, {task} has no vectors; leave it out")
+    return flag(body, "normalise", False)
+
+
+def pack_texts(texts: Texts) -> bytes:
+    """The blob of texts, or of pairs. Raises TooLarge with its size and the bound."""
+    data: bytes = msgpack.packb(list(texts))
+    if len(data) > MAX_BLOB:
+        raise TooLarge(
+            f"the inputs have {len(data)} bytes, a call takes {MAX_BLOB}; give fewer or shorter"
+        )
+    return data

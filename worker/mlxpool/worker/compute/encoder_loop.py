@@ -1,0 +1,151 @@
+"""The loop of the compute thread of an encoder model: takes calls, computes passes, answers.
+
+A pass has inputs of several calls, as many tokens as the device likes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import NoReturn
+
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.worker.compute.encoder_calls import EncoderCalls, PassInput
+from mlxpool.worker.compute.messages import (
+    Answer,
+    CallKey,
+    Compute,
+    DeltaQueue,
+    DropAll,
+    DropCall,
+    HandBack,
+    Inbound,
+    Outbound,
+)
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.steps import DeviceLost, as_pool_error
+from mlxpool.worker.encoders.vectors import Vectors
+from mlxpool.worker.engine.encoder import Encoder
+from mlxpool.worker.system.cpu_threads import CpuThreads
+
+log = logging.getLogger("mlxpool.worker")
+
+LAYOUT = "passes"  # how it computes, as `models` shows it
+REPORT_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
+
+
+class EncoderLoop:
+    """Owns the encoder."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        inbox: queue.SimpleQueue[Inbound],
+        delta_queue: DeltaQueue,
+        progress: Progress,
+        cpu_threads: CpuThreads,
+        post: Callable[[Outbound], None],
+    ) -> None:
+        """`post` sends a message to the main thread; `delta_queue` has the fence of messages."""
+        self._encoder = encoder
+        self._inbox = inbox
+        self._delta_queue = delta_queue
+        self._progress = progress
+        self._cpu_threads = cpu_threads
+        self._post = post
+        self._calls = EncoderCalls()
+        self._reported = 0.0  # when the memory was read last
+        self._report_memory(monotonic())
+
+    def run(self) -> NoReturn:
+        """Serve until an exception ends the thread: DeviceLost, or what this program did wrong."""
+        while True:
+            self._take_messages()
+            self._pass()
+            now = monotonic()
+            if now - self._reported >= REPORT_INTERVAL:
+                self._report_memory(now)
+
+    def _take_messages(self) -> None:
+        """Handle the messages in the inbox; without a call, wait for one."""
+        if not self._calls:
+            self._report_memory(monotonic())
+            self._progress.running = self._progress.waiting = 0
+            self._progress.enter("idle")
+            self._cpu_threads.end_steps()
+            self._handle(self._inbox.get())
+        while not self._inbox.empty():
+            self._handle(self._inbox.get())
+
+    def _handle(self, message: Inbound) -> None:
+        if isinstance(message, Compute):
+            self._calls.add(message)
+        elif isinstance(message, DropCall):
+            self._calls.remove(message.key)
+        elif isinstance(message, DropAll):
+            self._calls.clear()
+            self._delta_queue.fence = message.fence
+        elif isinstance(message, HandBack):  # calls are answered before a drained worker ends
+            self._delta_queue.handed_back()
+
+    def _pass(self) -> None:
+        """Compute one pass, and answer the calls that are complete with it."""
+        inputs = self._calls.next_pass(self._encoder.lines)
+        if not inputs:
+            return
+        self._cpu_threads.begin_step(monotonic())
+        calls = {one.call.key: one.call for one in inputs}
+        request = next(iter(calls.values())).message.id if len(calls) == 1 else None
+        tokens = sum(len(one.input.ids) for one in inputs)
+        self._progress.running = len(calls)
+        self._progress.waiting = len(self._calls) - len(calls)
+        self._progress.awaits(request, tokens, len(inputs))
+        try:
+            rows = self._encoder.encode([one.input for one in inputs])
+        except Exception as error:
+            self._failed(error, inputs, request)
+            return
+        self._progress.ended(fresh=False)
+        self._deliver(inputs, rows)
+
+    def _deliver(self, inputs: Sequence[PassInput], rows: Vectors) -> None:
+        now = monotonic()
+        for one, row in zip(inputs, rows, strict=True):
+            call = one.call
+            call.rows[one.index] = row
+            if call.complete and call in self._calls:
+                encoder = self._encoder
+                answer = call.answer(encoder.labels, normalises=encoder.normalises, now=now)
+                self._answer(call.key, call.message.id, answer)
+
+    def _answer(self, key: CallKey, id: bytes, content: CallAnswer) -> None:
+        """The one place where a call ends with an answer."""
+        self._calls.remove(key)
+        self._post(Answer(key, id, content, self._delta_queue.fence))
+
+    def _failed(self, error: Exception, inputs: Sequence[PassInput], request: bytes | None) -> None:
+        """A pass has failed. A call that had it alone ends; several are computed one by one.
+
+        Raises DeviceLost.
+        """
+        log.warning("a pass failed", exc_info=error)
+        self._progress.failed()
+        if not isinstance(error, PoolError):
+            # In this phase the broker's time limit finds a device that hangs.
+            self._progress.enter("decode")
+            self._progress.moved()
+            if not self._encoder.device_works():
+                raise DeviceLost(error, request) from error
+        if request is None:
+            self._calls.retry_alone(inputs)
+            return
+        call = inputs[0].call
+        self._answer(call.key, call.message.id, CallAnswer(as_pool_error(error).body()))
+
+    def _report_memory(self, now: float) -> None:
+        """Copy the encoder's figures into the progress, for the heartbeats."""
+        self._reported = now
+        self._progress.memory.read(self._encoder.memory())
