@@ -147,7 +147,8 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
     [
         ({"format": "json"}, "'format' is not supported"),
         ({"keep_alive": 5}, "'keep_alive' is not supported"),
-        ({"images": ["aGk="]}, "'images' is not supported"),
+        ({"images": ["aGk="]}, "this model does not support image input"),
+        ({"images": ["?"]}, r"images\[0\] is not base64"),
         ({"suffix": "x"}, "'suffix' is not supported"),
         ({"template": "x"}, "'template' is not supported"),
         ({"context": [1]}, "'context' is not supported"),

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import UnknownModel
+from mlxpool.common.protocol.images import VISION
 from mlxpool.gateway.formats import ChatFormats
 
 MAX_AGE = 2.0  # seconds; an older list is refreshed in the background of the request
@@ -30,6 +31,7 @@ class ModelInfo:
     digest: str
     quantisation: str
     chat: ChatFormats | None  # None: the model has no chat template
+    vision: bool = False  # whether it takes images
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
@@ -46,6 +48,7 @@ class ModelInfo:
             digest=row.get("digest") or "",
             quantisation=row.get("quantisation") or "",
             chat=chat and ChatFormats(chat.get("tools"), chat.get("thinking")),
+            vision=VISION in (row.get("features") or ()),
         )
 
 

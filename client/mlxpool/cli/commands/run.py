@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.request_flags import (
@@ -17,6 +19,7 @@ from mlxpool.cli.request_flags import (
     shown_form,
 )
 from mlxpool.common.escapes import escape_line
+from mlxpool.common.protocol.images import images_of_text
 
 if TYPE_CHECKING:
     from mlxpool.client import Delta, Result
@@ -33,6 +36,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     run_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message"
+    )
+    run_parser.add_argument(
+        "--image",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="an image in front of the prompt, or where it has [img-n]; may be repeated",
     )
     add_options(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
@@ -61,14 +72,12 @@ def run(options: argparse.Namespace) -> int:
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
     given = options_of(options)
-    messages = [{"role": "user", "content": prompt}] if options.chat else None
+    prompt_arguments = _prompt(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
     with (
         client_of(options, Client) as client,
-        client.stream(
-            options.model, None if options.chat else prompt, messages=messages, **given
-        ) as stream,
+        client.stream(options.model, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
         shown, first = False, 0.0
@@ -94,6 +103,17 @@ def run(options: argparse.Namespace) -> int:
             now = time.monotonic()
             print(escape_line(figures(result, now - started, now - first)), file=sys.stderr)
     return int(result.reason == "cancelled")  # by another client: the text is not complete
+
+
+def _prompt(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
+    """The prompt arguments of `stream`; images that a text does not name stand in front of it."""
+    if chat:
+        parts = [{"type": "image", "image": file} for file in images]
+        content = [*parts, {"type": "text", "text": text}] if images else text
+        return {"messages": [{"role": "user", "content": content}]}
+    named = set(images_of_text(text))
+    tags = [f"[img-{number}]" for number in range(len(images)) if number not in named]
+    return {"prompt": "".join(tags) + text, "images": images}
 
 
 def _delta_as_json(delta: Delta) -> dict[str, Any]:

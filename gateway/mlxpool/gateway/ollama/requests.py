@@ -14,6 +14,7 @@ from mlxpool.common.protocol.chat import check_messages, check_think, check_tool
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
+from mlxpool.gateway.images import content_with_images, image_list
 
 # field of `options` -> option of the pool
 OPTIONS: Mapping[str, str] = {
@@ -56,13 +57,16 @@ COMMON = frozenset(
 )
 IN_OPTIONS = {name: f"options.{name}" for name in OPTIONS}
 BESIDE_OPTIONS = {name: name for name in COMMON - {"options"}}
-GENERATE = COMMON | {"prompt", "system", "raw"}
+GENERATE = COMMON | {"prompt", "system", "raw", "images"}
 CHAT = COMMON | {"messages", "tools"}
 REFUSED: RefusedFields = {
     "format": (("",), NO_CONSTRAINTS),
     "keep_alive": ((), "how long a model stays is a setting of the pool: [models.NAME] keep_alive"),
-    "images": (([],), "models take text only"),
     "template": (("",), "the template is the model's own; with `raw` the prompt is taken as it is"),
+}
+CHAT_REFUSED: RefusedFields = {
+    **REFUSED,
+    "images": (([],), "give them in a message: messages[n].images"),
 }
 GENERATE_REFUSED: RefusedFields = {
     **REFUSED,
@@ -73,7 +77,10 @@ GENERATE_REFUSED: RefusedFields = {
 
 @dataclass(frozen=True, slots=True)
 class OllamaRequest:
-    """A checked request. Without `prompt` and `messages` it only loads the model."""
+    """A checked request. Without `prompt`, `images` and `messages` it only loads the model.
+
+    Parts of the messages name the images by their index.
+    """
 
     model: str
     stream: bool
@@ -84,6 +91,7 @@ class OllamaRequest:
     raw: bool = False
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    images: Sequence[bytes] = ()
 
 
 def generate(body: Mapping[str, Any]) -> OllamaRequest:
@@ -96,16 +104,17 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
             "with `raw` the prompt is taken as it is: leave `system` and `think` out", "raw"
         )
     prompt = fields.text(body, "prompt", "")
-    return OllamaRequest(**_common(body), prompt=prompt, system=system, raw=raw)
+    images = image_list("images", body.get("images"), "images")
+    return OllamaRequest(**_common(body), prompt=prompt, system=system, raw=raw, images=images)
 
 
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/chat. Raises HttpError naming the field."""
-    fields.check_names(body, CHAT, (), REFUSED, elsewhere=IN_OPTIONS)
+    fields.check_names(body, CHAT, (), CHAT_REFUSED, elsewhere=IN_OPTIONS)
     given = body.get("messages") or []
-    messages = _messages(given) if given else []
+    messages, images = _messages(given) if given else ([], [])
     tools = fields.checked("tools", check_tools, body.get("tools"))
-    return OllamaRequest(**_common(body), messages=messages, tools=tools)
+    return OllamaRequest(**_common(body), messages=messages, tools=tools, images=images)
 
 
 def show(body: Mapping[str, Any]) -> str:
@@ -128,15 +137,24 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _messages(given: Any) -> list[Mapping[str, Any]]:
-    """Checked messages, with the pool's names of their members."""
+def _messages(given: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
+    """Checked messages, with the pool's names of their members, and the images of all."""
     checked = fields.checked("messages", check_messages, given)
-    return [_message(f"messages[{number}]", one) for number, one in enumerate(checked)]
+    images: list[bytes] = []
+    found = [_message(f"messages[{number}]", one, images) for number, one in enumerate(checked)]
+    return found, images
 
 
-def _message(path: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if message.get("images"):
-        raise bad_request(f"{path}.images is not supported: models take text only", "messages")
+def _message(path: str, message: Mapping[str, Any], images: list[bytes]) -> Mapping[str, Any]:
+    """One message; its images are appended to `images`."""
+    own = image_list(f"{path}.images", message.get("images"), "messages")
+    if own:
+        text = message.get("content")
+        if not isinstance(text, str | None):
+            raise bad_request(f"{path} has images, so its content must be text", "messages")
+        parts = content_with_images(text or "", len(own), len(images))
+        message = {**message, "content": parts}
+        images += own
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
     kept = {renamed.get(key, key): value for key, value in message.items() if key != "images"}
     for key in renamed.values():

@@ -189,6 +189,7 @@ def show(model: ModelInfo) -> dict[str, Any]:
     capabilities = ["completion"]
     capabilities += ["tools"] if chat.tools else []
     capabilities += ["thinking"] if chat.thinking else []
+    capabilities += ["vision"] if model.vision else []
     info: dict[str, Any] = {"general.architecture": family}
     if model.context:
         info[f"{family}.context_length"] = model.context

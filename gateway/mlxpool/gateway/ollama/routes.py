@@ -18,6 +18,7 @@ from mlxpool.gateway.generation import (
     write_stream,
 )
 from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.images import content_with_images
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.requests import OllamaRequest
@@ -70,16 +71,18 @@ class OllamaRoutes:
         request = requests.generate(body)
         model = await self._pool.models.get(request.model)
         make_body = partial(generate_body, request.model)
-        if not request.prompt:
+        if not request.prompt and not request.images:
             return await self._load(model, request, make_body, response)
         if request.raw or model.chat is None:
             if request.system and not request.raw:
                 message = f"{request.model!r} has no chat template, so it takes no system message"
                 raise bad_request(message, "system")
-            prompt = {"prompt": request.prompt}
+            prompt = {"prompt": _text_prompt(request)}
             return await self._generate(model, request, prompt, make_body, response)
         system = [{"role": "system", "content": request.system}] if request.system else []
-        messages = [*system, {"role": "user", "content": request.prompt}]
+        content = content_with_images(request.prompt, len(request.images), 0)
+        user = {"role": "user", "content": content if request.images else request.prompt}
+        messages = [*system, user]
         await self._generate(model, request, {"messages": messages}, make_body, response)
 
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
@@ -122,6 +125,8 @@ class OllamaRoutes:
         template = model.chat or NO_CHAT
         chat = template if "messages" in prompt else NO_CHAT
         arguments = {**prompt, **request.options, **_think(request, template)}
+        if request.images:
+            arguments["images"] = request.images
         choice = ChoiceRequest(model.name, arguments, chat, request.tools)
         async with self._pool.generate([choice]) as generation:
             if request.stream:
@@ -131,6 +136,14 @@ class OllamaRoutes:
             assert result is not None
             part = OutputBuilder().part(collected)
             await response.json({**make_body(part), **generation_end(result)})
+
+
+def _text_prompt(request: OllamaRequest) -> str:
+    """The prompt as a text; its images stand in front unless it is raw, as in Ollama."""
+    if request.raw:
+        return request.prompt
+    tags = "".join(f"[img-{number}]" for number in range(len(request.images)))
+    return tags + request.prompt
 
 
 async def _stream(generation: Generation, make_body: MakeBody, response: ResponseWriter) -> None:

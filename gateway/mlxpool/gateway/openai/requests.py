@@ -15,6 +15,7 @@ from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
+from mlxpool.gateway.images import take_image_urls
 
 MAX_CHOICES = 32  # streams of one request
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
@@ -82,8 +83,8 @@ CHAT_REFUSED: RefusedFields = {
     "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
     "functions": (([],), "use `tools`"),
     "function_call": (("none",), "use `tools`"),
-    "modalities": ((["text"],), "models take and give text only"),
-    "audio": ((), "models take and give text only"),
+    "modalities": ((["text"],), "models give text only"),
+    "audio": ((), "models take text and images, and give text"),
     "prediction": ((), "leave it out"),
     "verbosity": (("medium",), "ask for it in the messages"),
     "web_search_options": ((), "there is no web search; offer a tool of your own"),
@@ -141,7 +142,8 @@ class CompletionRequest:
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
     """A checked /v1/chat/completions. Raises HttpError naming the field."""
     fields.check_names(body, {*CHAT, *SAMPLING}, ACCEPTED, CHAT_REFUSED)
-    messages = fields.checked("messages", check_messages, body.get("messages"))
+    given, images = take_image_urls(body.get("messages"))
+    messages = fields.checked("messages", check_messages, given)
     tools = _tools(body)
     options = _options(body)
     max_tokens = fields.integer(body, "max_completion_tokens", 1, MAX_COUNT)
@@ -153,7 +155,8 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     think = _think(body)
     options |= {} if think is None else {"think": think}
     options |= {"tools": tools} if tools else {}
-    return _request(body, [{"messages": messages}], options, tools)
+    prompt = {"messages": messages, **({"images": images} if images else {})}
+    return _request(body, [prompt], options, tools)
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
