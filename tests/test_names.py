@@ -30,6 +30,7 @@ def test_the_public_names_of_the_client() -> None:
         "Pace",
         "PoolError",
         "Ranked",
+        "Ranking",
         "Result",
         "Stream",
         "Vectors",

@@ -301,7 +301,7 @@ def test_an_unknown_model_and_an_unknown_path(http: httpx.Client) -> None:
         assert refused(http.post(path, json=body), 404, "model_not_found")["param"] == "model"
     refused(http.get("/v1/nothing"), 404, "unknown_url")
     refused(http.get("/v1/completions"), 405, "method_not_allowed")
-    refused(http.post("/v1/embeddings", json={}), 501, "not_supported")
+    refused(http.post("/v1/moderations", json={}), 501, "not_supported")
 
 
 def test_a_deadline_that_passes_before_the_model_is_loaded(pool: Pool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.sync import Client, Stream
-from mlxpool.client.vectors import Ranked, Vectors
+from mlxpool.client.vectors import Ranked, Ranking, Vectors
 from mlxpool.common.errors import PoolError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "Pace",
     "PoolError",
     "Ranked",
+    "Ranking",
     "Result",
     "Stream",
     "Vectors",

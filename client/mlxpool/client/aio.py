@@ -15,7 +15,7 @@ from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
-from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranked, Vectors, joined, ranked
+from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.to_broker import GenerateDraft
@@ -221,7 +221,7 @@ class AsyncClient:
         truncate: bool | None = None,
         prompt: str | None = None,
         deadline_ms: int | None = None,
-    ) -> list[Ranked]:
+    ) -> Ranking:
         """The documents as (index, score), best first; see `Client.rerank`."""
         questions = vectors.rerank(
             model, query, documents, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms

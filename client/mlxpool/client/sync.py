@@ -16,7 +16,7 @@ from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
-from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranked, Vectors, joined, ranked
+from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
@@ -207,7 +207,7 @@ class Client(Closing):
         truncate: bool | None = None,
         prompt: str | None = None,
         deadline_ms: int | None = None,
-    ) -> list[Ranked]:
+    ) -> Ranking:
         """The documents as (index, score), those that fit the query best first.
 
         `top` keeps so many; `prompt` is the instruction of a model that takes one; the other

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,14 @@ class Ranked:
 
     index: int
     score: float
+
+
+class Ranking(list[Ranked]):
+    """The documents of `rerank`, best first. `usage` is {prompt_tokens, total_tokens}."""
+
+    def __init__(self, found: Iterable[Ranked], usage: Mapping[str, int]) -> None:
+        super().__init__(found)
+        self.usage = usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +249,10 @@ def joined(parts: Sequence[Vectors]) -> Vectors:
     return replace(first, data=data, rows=rows, usage=usage)
 
 
-def ranked(scores: Vectors, top: int | None = None) -> list[Ranked]:
+def ranked(scores: Vectors, top: int | None = None) -> Ranking:
     """The documents, best first; `top`: only so many of them."""
     numbers = _numbers(scores.data)
     order = sorted(range(scores.rows), key=lambda index: (-numbers[index], index))
     bound = math.inf if top is None else top
-    return [Ranked(index, numbers[index]) for place, index in enumerate(order) if place < bound]
+    found = [Ranked(index, numbers[index]) for place, index in enumerate(order) if place < bound]
+    return Ranking(found, scores.usage)

@@ -25,6 +25,7 @@ from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai.responses import error_event
 from mlxpool.gateway.openai.routes import OpenAIRoutes
+from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
@@ -39,7 +40,6 @@ ANY = (*READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 NOT_BUILT = "is not supported by mlxpool"
 # path -> what to do instead; these answer 501
 OPENAI_NOT_BUILT = {
-    "/v1/embeddings": "embeddings: models complete text only",
     "/v1/responses": "use /v1/chat/completions",
     "/v1/moderations": "models complete text only",
     "/v1/images/generations": "models complete text only",
@@ -48,8 +48,6 @@ OPENAI_NOT_BUILT = {
 }
 CONFIGURED_MODELS = "models are folders that the pool is configured with (docs/models.md)"
 OLLAMA_NOT_BUILT = {
-    "/api/embed": "embeddings: models complete text only",
-    "/api/embeddings": "embeddings: models complete text only",
     "/api/pull": CONFIGURED_MODELS,
     "/api/push": CONFIGURED_MODELS,
     "/api/create": CONFIGURED_MODELS,
@@ -161,6 +159,7 @@ class Gateway:
         """All paths, in the order in which they are matched."""
         return [
             *self._openai_routes(OpenAIRoutes(pool)),
+            *self._vector_routes(VectorRoutes(pool)),
             *self._ollama_routes(OllamaRoutes(pool)),
             Route("/health", Endpoint(None, READ, _health(pool))),
             Route("/", Endpoint(None, READ, _index)),
@@ -179,6 +178,14 @@ class Gateway:
             *(self._not_built(path, advice) for path, advice in OPENAI_NOT_BUILT.items()),
         ]
 
+    def _vector_routes(self, texts: VectorRoutes) -> list[Route]:
+        return [
+            self._post("/v1/embeddings", texts.embeddings),
+            self._post("/v1/rerank", texts.rerank),
+            self._post("/v1/score", texts.score),
+            self._post("/v1/classify", texts.classify),
+        ]
+
     def _ollama_routes(self, ollama: OllamaRoutes) -> list[Route]:
         return [
             self._get("/api/version", ollama.version, OLLAMA_ERRORS),
@@ -187,6 +194,8 @@ class Gateway:
             self._post("/api/show", ollama.show, OLLAMA_ERRORS),
             self._post("/api/generate", ollama.generate, OLLAMA_ERRORS),
             self._post("/api/chat", ollama.chat, OLLAMA_ERRORS),
+            self._post("/api/embed", ollama.embed, OLLAMA_ERRORS),
+            self._post("/api/embeddings", ollama.embeddings, OLLAMA_ERRORS),
             *(
                 self._not_built(path, advice, OLLAMA_ERRORS)
                 for path, advice in OLLAMA_NOT_BUILT.items()

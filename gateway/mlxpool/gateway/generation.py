@@ -80,7 +80,7 @@ def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[st
     """The arguments with the deadline, and with messages in the template's form."""
     found = dict(request.arguments)
     if deadline is not None:
-        found["deadline_ms"] = max(1, round(deadline * 1000))
+        found["deadline_ms"] = milliseconds(deadline)
     if "messages" in found:
         found["messages"] = template_messages(request.chat, found["messages"])
     return found
@@ -182,6 +182,11 @@ class Generation:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+def milliseconds(seconds: float | None) -> int | None:
+    """A deadline as the client takes it, at least 1; None: there is none."""
+    return None if seconds is None else max(1, round(seconds * 1000))
+
+
 class PoolAccess:
     """What the routes share: the gateway's settings, its connection to the pool, the models."""
 
@@ -189,6 +194,11 @@ class PoolAccess:
         self.settings = settings
         self.client = client
         self.models = ModelList(client)
+
+    @property
+    def deadline_ms(self) -> int | None:
+        """The gateway's deadline of a request in milliseconds; None: the pool's own."""
+        return milliseconds(self.settings.deadline)
 
     def generate(self, requests: Sequence[ChoiceRequest]) -> Generation:
         """Start the streams of a request, with the gateway's deadline. Raises PoolError."""

@@ -31,7 +31,12 @@ class ModelInfo:
     digest: str
     quantisation: str
     chat: ChatFormats | None  # None: the model has no chat template
-    vision: bool = False  # whether it takes images
+    features: tuple[str, ...] = ()
+
+    @property
+    def vision(self) -> bool:
+        """Whether it takes images."""
+        return VISION in self.features
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
@@ -48,7 +53,7 @@ class ModelInfo:
             digest=row.get("digest") or "",
             quantisation=row.get("quantisation") or "",
             chat=chat and ChatFormats(chat.get("tools"), chat.get("thinking")),
-            vision=VISION in (row.get("features") or ()),
+            features=tuple(row.get("features") or ()),
         )
 
 

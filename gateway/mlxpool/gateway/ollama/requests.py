@@ -1,4 +1,4 @@
-"""Requests of Ollama's /api/generate, /api/chat and /api/show: tables of fields, and checks.
+"""Requests of Ollama's interface that have a body: tables of fields, and checks.
 
 docs/gateway.md documents the same fields for users.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
@@ -115,6 +116,48 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
     messages, images = _messages(given) if given else ([], [])
     tools = fields.checked("tools", check_tools, body.get("tools"))
     return OllamaRequest(**_common(body), messages=messages, tools=tools, images=images)
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaEmbedRequest:
+    """A checked /api/embed or /api/embeddings. Without `inputs` it only loads the model."""
+
+    model: str
+    inputs: Sequence[str]
+    truncate: bool
+    dimensions: int | None = None
+
+
+def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
+    """A checked /api/embed. Raises HttpError naming the field."""
+    honoured = {"model", "input", "truncate", "dimensions", "options"}
+    fields.check_names(body, honoured, (), {"keep_alive": REFUSED["keep_alive"]})
+    _check_embed_options(body)
+    given = body.get("input")
+    inputs = [given] if isinstance(given, str) else given or []
+    if not isinstance(inputs, list) or not all(isinstance(one, str) for one in inputs):
+        raise bad_request(f"'input' must be text or a list of texts, got {shown(given)}", "input")
+    return OllamaEmbedRequest(
+        fields.text(body, "model"),
+        [one for one in inputs if one] if inputs == [""] else inputs,
+        fields.flag(body, "truncate", True),
+        fields.integer(body, "dimensions", 1, MAX_DIMENSIONS),
+    )
+
+
+def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
+    """A checked /api/embeddings, the older form with one text. Raises HttpError."""
+    honoured = {"model", "prompt", "options"}
+    fields.check_names(body, honoured, (), {"keep_alive": REFUSED["keep_alive"]})
+    _check_embed_options(body)
+    prompt = fields.text(body, "prompt", "")
+    return OllamaEmbedRequest(fields.text(body, "model"), [prompt] if prompt else [], True)
+
+
+def _check_embed_options(body: Mapping[str, Any]) -> None:
+    """Options of a request for vectors; only those that change nothing are accepted."""
+    given = fields.mapping(body, "options")
+    fields.check_names(given, (), OPTIONS, OPTIONS_REFUSED, "options.")
 
 
 def show(body: Mapping[str, Any]) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from mlxpool.client import Result
+from mlxpool.client import Result, Vectors
+from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.formats.events import (
@@ -90,6 +91,17 @@ class OutputBuilder:
         self.calls += 1
         function = {"index": self.calls - 1, "name": self.name, "arguments": arguments}
         return {"function": function}
+
+
+def embed_body(model: str, found: Vectors | None, taken_ns: int) -> dict[str, Any]:
+    """A response of /api/embed; without vectors the model was only loaded."""
+    return {
+        "model": model,
+        "embeddings": [] if found is None else found.tolist(),
+        "total_duration": taken_ns,
+        "load_duration": 0,
+        "prompt_eval_count": 0 if found is None else found.usage.get("prompt_tokens", 0),
+    }
 
 
 def chat_body(model: str, part: OutputPart) -> dict[str, Any]:
@@ -186,7 +198,9 @@ def running(model: ModelInfo) -> dict[str, Any]:
 def show(model: ModelInfo) -> dict[str, Any]:
     """The response of /api/show."""
     family, chat = model.architecture, model.chat or NO_CHAT
-    capabilities = ["completion"]
+    encodes = any(task in model.features for task in TASKS)
+    capabilities = [] if encodes else ["completion"]
+    capabilities += ["embedding"] if "embed" in model.features else []
     capabilities += ["tools"] if chat.tools else []
     capabilities += ["thinking"] if chat.thinking else []
     capabilities += ["vision"] if model.vision else []

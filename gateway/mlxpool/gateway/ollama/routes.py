@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from mlxpool.client import Vectors
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
 from mlxpool.gateway.generation import (
@@ -21,11 +23,12 @@ from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.images import content_with_images
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
-from mlxpool.gateway.ollama.requests import OllamaRequest
+from mlxpool.gateway.ollama.requests import OllamaEmbedRequest, OllamaRequest
 from mlxpool.gateway.ollama.responses import (
     OutputBuilder,
     OutputPart,
     chat_body,
+    embed_body,
     error_line,
     generate_body,
     generation_end,
@@ -97,6 +100,34 @@ class OllamaRoutes:
         tools = {"tools": request.tools} if request.tools else {}
         prompt = {"messages": request.messages, **tools}
         await self._generate(model, request, prompt, make_body, response)
+
+    async def embed(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /api/embed: vectors of the length 1."""
+        request, started = requests.embed(body), time.monotonic_ns()
+        found = await self._vectors(request, normalise=True)
+        taken = time.monotonic_ns() - started
+        await response.json(embed_body(request.model, found, taken))
+
+    async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /api/embeddings: one vector as the model made it."""
+        request = requests.embeddings(body)
+        found = await self._vectors(request, normalise=False)
+        await response.json({"embedding": [] if found is None else found[0]})
+
+    async def _vectors(self, request: OllamaEmbedRequest, *, normalise: bool) -> Vectors | None:
+        """The vectors of the inputs; without inputs the model is loaded: None."""
+        model = await self._pool.models.get(request.model)
+        if not request.inputs:
+            await self._pool.client.tokenize(model.name, "")
+            return None
+        return await self._pool.client.embed(
+            model.name,
+            request.inputs,
+            truncate=request.truncate,
+            dimensions=request.dimensions,
+            normalise=normalise,
+            deadline_ms=self._pool.deadline_ms,
+        )
 
     async def _load(
         self,

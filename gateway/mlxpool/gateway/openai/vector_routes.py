@@ -1,0 +1,102 @@
+"""The endpoints that models of texts answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
+
+from mlxpool.client import Ranking
+from mlxpool.common.errors import ContextExceeded
+from mlxpool.gateway.errors import from_pool_error
+from mlxpool.gateway.generation import PoolAccess
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.openai import vectors
+from mlxpool.gateway.openai.vectors import ScoreRequest
+
+AT_ONCE = 16  # calls of one /v1/score that are open at a time
+
+Answer = TypeVar("Answer")
+
+
+class VectorRoutes:
+    """One method a path. All raise HttpError and PoolError before the response has started."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+
+    async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/embeddings."""
+        request = vectors.embeddings(body)
+        model, late = await self._model(request.model)
+        asked = self._pool.client.embed(model, request.inputs, **request.settings, **late)
+        found = await _answer(asked, "input")
+        await response.json(vectors.embeddings_body(request, found))
+
+    async def rerank(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/rerank."""
+        request = vectors.rerank(body)
+        model, late = await self._model(request.model)
+        asked = self._pool.client.rerank(
+            model, request.query, request.documents, **request.settings, **late
+        )
+        found = await _answer(asked, "documents")
+        await response.json(vectors.rerank_body(request, found, _new_id("rerank")))
+
+    async def score(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/score."""
+        request = vectors.score(body)
+        found = await _answer(self._rate(request), "text_2")
+        scores = [one.score for part in found for one in sorted(part, key=lambda one: one.index)]
+        usage = {key: sum(part.usage[key] for part in found) for key in found[0].usage}
+        await response.json(vectors.score_body(request, scores, usage, _new_id("score")))
+
+    async def _rate(self, request: ScoreRequest) -> list[Ranking]:
+        """The scores of all documents for one query, or of each for a query of its own."""
+        model, late = await self._model(request.model)
+        groups = [(request.queries[0], request.documents)]
+        if len(request.queries) > 1:
+            pairs = zip(request.queries, request.documents, strict=True)
+            groups = [(query, [document]) for query, document in pairs]
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def rate(query: str, documents: list[str]) -> Ranking:
+            async with places:
+                return await self._pool.client.rerank(
+                    model, query, documents, **request.settings, **late
+                )
+
+        tasks = [asyncio.ensure_future(rate(*group)) for group in groups]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def classify(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/classify."""
+        request = vectors.classify(body)
+        model, late = await self._model(request.model)
+        asked = self._pool.client.classify(model, request.inputs, **request.settings, **late)
+        found = await _answer(asked, "input")
+        await response.json(vectors.classify_body(request, found, _new_id("classify")))
+
+    async def _model(self, name: str) -> tuple[str, dict[str, Any]]:
+        """The pool's name of a model, and the deadline as an argument of the client's calls."""
+        model = await self._pool.models.get(name)
+        return model.name, {"deadline_ms": self._pool.deadline_ms}
+
+
+async def _answer(asked: Awaitable[Answer], param: str) -> Answer:
+    """The answer to a call; `param` is the field that a text which is too long came from."""
+    try:
+        return await asked
+    except ContextExceeded as error:
+        failed = from_pool_error(error)
+        failed.param = param
+        raise failed from None
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(16)}"

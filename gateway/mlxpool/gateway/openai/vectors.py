@@ -1,0 +1,238 @@
+"""Requests and responses of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify.
+
+The first is OpenAI's, the second Cohere's and Jina's, the others vLLM's. docs/gateway.md documents
+the fields for users. Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.client import Ranking, Vectors
+from mlxpool.common.checks import shown
+from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS, NUMBER_BYTES
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.field_checks import RefusedFields
+
+MAX_INPUTS = 2048  # of one request, as in OpenAI's interface
+MAX_TOP = 2**31 - 1
+FORMATS = ("float", "base64")
+ACCEPTED = frozenset({"user", "metadata"})
+REFUSED: RefusedFields = {
+    "truncate_prompt_tokens": ((), "use `truncate`"),
+    "priority": ((0,), "leave it out"),
+    "add_special_tokens": ((True,), "leave it out"),
+    "max_tokens_per_doc": ((), "use `truncate`"),
+    "max_chunks_per_doc": ((), "use `truncate`"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`."""
+
+    model: str
+    inputs: list[Any]
+    as_base64: bool
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest:
+    """A checked /v1/rerank. `settings`: keyword arguments of the client's `rerank`."""
+
+    model: str
+    query: str
+    documents: list[str]
+    with_documents: bool
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A checked /v1/score: `queries` has one text for all `documents`, or one for each."""
+
+    model: str
+    queries: list[str]
+    documents: list[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyRequest:
+    """A checked /v1/classify. `settings`: keyword arguments of the client's `classify`."""
+
+    model: str
+    inputs: list[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+# ---- requests --------------------------------------------------------------------------------
+
+
+def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
+    """A checked /v1/embeddings. Raises HttpError naming the field."""
+    honoured = {"model", "input", "encoding_format", "dimensions", "truncate", "normalize"}
+    fields.check_names(body, honoured | {"prompt_name"}, ACCEPTED, REFUSED)
+    encoding = fields.text(body, "encoding_format", "float")
+    if encoding not in FORMATS:
+        message = f"'encoding_format' is {shown(encoding)}, must be one of {', '.join(FORMATS)}"
+        raise bad_request(message, "encoding_format")
+    settings = {
+        **_truncate(body),
+        "dimensions": fields.integer(body, "dimensions", 1, MAX_DIMENSIONS),
+        "normalise": _normalise(body),
+        "prompt_name": fields.text(body, "prompt_name", "") or None,
+    }
+    inputs = _inputs(body.get("input"))
+    return EmbeddingRequest(fields.text(body, "model"), inputs, encoding == "base64", settings)
+
+
+def rerank(body: Mapping[str, Any]) -> RerankRequest:
+    """A checked /v1/rerank. Raises HttpError naming the field."""
+    honoured = {"model", "query", "documents", "top_n", "return_documents", "truncate"}
+    fields.check_names(body, honoured | {"instruction"}, ACCEPTED, REFUSED)
+    settings = {
+        **_truncate(body),
+        "top": fields.integer(body, "top_n", 1, MAX_TOP),
+        "prompt": fields.text(body, "instruction", "") or None,
+    }
+    documents = [_document(one) for one in _listed("documents", body.get("documents"))]
+    return RerankRequest(
+        fields.text(body, "model"),
+        fields.text(body, "query"),
+        _texts("documents", documents),
+        fields.flag(body, "return_documents", True),
+        settings,
+    )
+
+
+def score(body: Mapping[str, Any]) -> ScoreRequest:
+    """A checked /v1/score. Raises HttpError naming the field."""
+    fields.check_names(body, {"model", "text_1", "text_2", "truncate"}, ACCEPTED, REFUSED)
+    queries, documents = (
+        _texts(name, [given] if isinstance(given := body.get(name), str) else _listed(name, given))
+        for name in ("text_1", "text_2")
+    )
+    if len(queries) not in (1, len(documents)):
+        message = f"'text_1' has {len(queries)} texts, must have 1 or {len(documents)} as 'text_2'"
+        raise bad_request(message, "text_1")
+    return ScoreRequest(fields.text(body, "model"), queries, documents, _truncate(body))
+
+
+def classify(body: Mapping[str, Any]) -> ClassifyRequest:
+    """A checked /v1/classify. Raises HttpError naming the field."""
+    fields.check_names(body, {"model", "input", "truncate"}, ACCEPTED, REFUSED)
+    given = body.get("input")
+    inputs = [given] if isinstance(given, str) else _listed("input", given)
+    return ClassifyRequest(fields.text(body, "model"), _texts("input", inputs), _truncate(body))
+
+
+def _normalise(body: Mapping[str, Any]) -> bool | None:
+    """Whether vectors are to have the length 1; None: as the model has it."""
+    if body.get("normalize") is None:
+        return None
+    return fields.flag(body, "normalize", True)
+
+
+def _truncate(body: Mapping[str, Any]) -> dict[str, bool]:
+    return {"truncate": fields.flag(body, "truncate", False)}
+
+
+def _document(given: Any) -> Any:
+    """A document may be text, or a map with `text`."""
+    return given.get("text") if isinstance(given, Mapping) else given
+
+
+def _inputs(given: Any) -> list[Any]:
+    """Texts, or lists of token ids."""
+    if isinstance(given, str) or _is_ids(given):
+        given = [given]
+    found = _listed("input", given)
+    if all(isinstance(one, str) for one in found):
+        return _texts("input", found)
+    if all(_is_ids(one) for one in found):
+        return found
+    raise bad_request(
+        "'input' must be text, a list of token ids, or a list of either, none of them empty",
+        "input",
+    )
+
+
+def _is_ids(given: Any) -> bool:
+    return (
+        isinstance(given, list)
+        and bool(given)
+        and all(type(one) is int and 0 <= one < 2**32 for one in given)
+    )
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_INPUTS:
+        got = f"{len(given)}" if isinstance(given, list) else shown(given)
+        raise bad_request(f"{name!r} must be a list of 1 to {MAX_INPUTS} texts, got {got}", name)
+    return given
+
+
+def _texts(name: str, given: Sequence[Any]) -> list[str]:
+    for index, one in enumerate(given):
+        if not isinstance(one, str) or not one:
+            raise bad_request(f"{name}[{index}] must be text, not empty, got {shown(one)}", name)
+    return list(given)
+
+
+# ---- responses -------------------------------------------------------------------------------
+
+
+def embeddings_body(request: EmbeddingRequest, found: Vectors) -> dict[str, Any]:
+    """The response of /v1/embeddings."""
+    size = found.columns * NUMBER_BYTES
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(found.data[index * size : (index + 1) * size]).decode()
+            if request.as_base64
+            else found[index],
+        }
+        for index in range(found.rows)
+    ]
+    return {"object": "list", "data": data, "model": request.model, "usage": dict(found.usage)}
+
+
+def rerank_body(request: RerankRequest, found: Ranking, name: str) -> dict[str, Any]:
+    """The response of /v1/rerank, best first; `name` is its id."""
+    results = []
+    for one in found:
+        result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
+        if request.with_documents:
+            result["document"] = {"text": request.documents[one.index]}
+        results.append(result)
+    usage = dict(found.usage)
+    return {"id": name, "model": request.model, "usage": usage, "results": results}
+
+
+def score_body(
+    request: ScoreRequest, scores: Sequence[float], usage: Mapping[str, int], name: str
+) -> dict[str, Any]:
+    """The response of /v1/score, in the order of the texts."""
+    data = [
+        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
+    ]
+    answer = {"id": name, "object": "list", "model": request.model, "data": data}
+    return {**answer, "usage": dict(usage)}
+
+
+def classify_body(request: ClassifyRequest, found: Vectors, name: str) -> dict[str, Any]:
+    """The response of /v1/classify: of each text the likeliest label, and all probabilities."""
+    data = []
+    for index, row in enumerate(found):
+        best = max(range(found.columns), key=row.__getitem__)
+        label = found.labels[best]
+        data.append({"index": index, "label": label, "probs": row, "num_classes": found.columns})
+    answer = {"id": name, "object": "list", "model": request.model, "data": data}
+    return {**answer, "labels": list(found.labels), "usage": dict(found.usage)}
