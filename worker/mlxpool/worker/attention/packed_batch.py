@@ -15,6 +15,7 @@ import numpy as np
 
 from mlxpool.worker.attention.dot_product import MAX_CPU_PAIRS, MAX_SCORES, unfused_attention
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
+from mlxpool.worker.kernels.cpu_exp import on_linux_cpu, softmax_in_place
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
@@ -143,12 +144,32 @@ def _attend(
     for texts, queries in _parts(q.shape[0], q.shape[1], q.shape[2]):
         seen = None if mask is None else mask[queries]
         some = q[texts, :, queries], k[texts], v[texts]
-        rows.append((texts, unfused_attention(*some, scores, seen)))
+        rows.append((texts, _attend_part(*some, scores, seen)))
     grouped = [
         mx.concatenate([out for _, out in some], axis=2)
         for _, some in groupby(rows, key=lambda row: row[0].start)
     ]
     return mx.concatenate(grouped) if len(grouped) > 1 else grouped[0]
+
+
+def _attend_part(
+    q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
+) -> mx.array:
+    """`_attend` of some texts and queries."""
+    if scores.softcap or scores.sinks is not None or q.dtype != mx.float32 or not on_linux_cpu():
+        return unfused_attention(q, k, v, scores, mask)
+    shape = (
+        q.shape[0],
+        k.shape[1],
+        -1,
+        q.shape[3],
+    )  # queries of one key head are behind each other
+    found = (q * scores.scale).reshape(shape) @ k.swapaxes(-1, -2)
+    if mask is not None:
+        found = found.reshape(*q.shape[:3], -1) + mx.where(mask, 0.0, -mx.inf)
+        found = found.reshape(*shape[:2], -1, k.shape[2])
+    weights, sums = softmax_in_place(found)
+    return ((weights @ v) / sums).reshape(*q.shape[:3], -1)
 
 
 def _parts(count: int, heads: int, length: int) -> Iterator[tuple[slice, slice]]:

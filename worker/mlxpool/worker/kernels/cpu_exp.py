@@ -2,6 +2,9 @@
 
 Sums and products that MLX compiles are vectorised: 1.5 ns a number. Without a C++ compiler MLX
 compiles nothing; then `vectorised` is false and MLX's exp is faster.
+
+`gelu` and `softmax_in_place` are for passes that MLX does not compile: they evaluate their
+arguments, and NumPy computes in the memory of MLX's arrays, an exp in 0.5 ns.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import sys
 from functools import cache
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 
@@ -32,7 +37,12 @@ COEFFICIENTS = (
     4.06946566e-15,
     7.37189639e-18,
 )
-TAIL = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)  # halved
+CHUNK = 2**15  # numbers that are computed together: they stay in a core's cache
+# 1 - erf(x / sqrt(2)) is t * (a polynomial of t) * exp(-x**2 / 2): Abramowitz and Stegun, 7.1.26.
+GELU_SCALE = 0.3275911 * math.sqrt(0.5)
+GELU_TAIL = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)  # halved
+
+Floats = npt.NDArray[np.float32]
 
 
 def exp_below(x: mx.array) -> mx.array:
@@ -45,12 +55,6 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return _swiglu(gate.shape, gate, up)
 
 
-def gelu(x: mx.array) -> mx.array:
-    """Returns x times the normal distribution function of x; the error is 1e-6 * |x| at most."""
-    small = exp_below(-0.5 * x * x)
-    return _gelu(x.shape, x, small)
-
-
 def supports(x: mx.array) -> bool:
     """Returns whether the compiled formula is faster for this array."""
     return x.size >= MIN_SIZE and x.dtype == mx.float32 and vectorised()
@@ -59,7 +63,7 @@ def supports(x: mx.array) -> bool:
 @cache
 def vectorised() -> bool:
     """Returns whether MLX compiles for this CPU: a compiled function is traced only once."""
-    if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
+    if not on_linux_cpu():
         return False
     runs: list[None] = []
 
@@ -71,6 +75,62 @@ def vectorised() -> bool:
     for _ in range(2):
         mx.eval(compiled(mx.zeros(1)))
     return len(runs) == 1
+
+
+def on_linux_cpu() -> bool:
+    """Returns whether MLX computes on a CPU where its functions are not vectorised."""
+    return sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
+
+
+def takes_numpy(x: mx.array) -> bool:
+    """Returns whether NumPy is faster for this array."""
+    return on_linux_cpu() and x.dtype == mx.float32 and x.size >= MIN_SIZE
+
+
+def memory_of(x: mx.array) -> Floats:
+    """The numbers of an array, evaluated first; what is written into them is written into it."""
+    return np.array(x, copy=False)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """x times the normal distribution function of x; the error is 1e-6 * |x| at most."""
+    result = mx.empty(x.shape, mx.float32)
+    given, found = memory_of(x).reshape(-1), memory_of(result).reshape(-1)
+    space = np.empty((2, min(CHUNK, given.size)), np.float32)
+    for begin in range(0, given.size, CHUNK):
+        part = given[begin : begin + CHUNK]
+        _gelu(part, found[begin : begin + CHUNK], *space[:, : part.size])
+    return result
+
+
+def _gelu(x: Floats, out: Floats, t: Floats, y: Floats) -> None:
+    """`t` and `y` are memory of the same size."""
+    np.abs(x, out=y)
+    np.multiply(y, GELU_SCALE, out=t)
+    t += 1
+    np.reciprocal(t, out=t)
+    np.multiply(t, GELU_TAIL[-1], out=out)
+    for coefficient in reversed(GELU_TAIL[:-1]):
+        out += coefficient
+        out *= t
+    out *= y  # |x| times half the tail, without exp(-x**2 / 2)
+    np.multiply(y, y, out=y)
+    y *= -0.5
+    np.exp(y, out=y)
+    out *= y
+    np.maximum(x, 0, out=y)
+    np.subtract(y, out, out=out)
+
+
+def softmax_in_place(scores: mx.array) -> tuple[mx.array, mx.array]:
+    """The numerators of softmax over the last axis, in the memory of `scores`, and their sums.
+
+    `scores` are not to be used again, nor are arrays that share their memory.
+    """
+    rows = memory_of(scores)
+    rows -= rows.max(axis=-1, keepdims=True)
+    np.exp(rows, out=rows)
+    return scores, mx.array(rows.sum(axis=-1, keepdims=True))
 
 
 def _exp_polynomial(x: mx.array) -> mx.array:
@@ -89,16 +149,5 @@ def _swiglu_formula(gate: mx.array, up: mx.array) -> mx.array:
     return gate * up * mx.maximum(small, gate > 0) / (1 + small)
 
 
-def _gelu_formula(x: mx.array, small: mx.array) -> mx.array:
-    """Abramowitz and Stegun 7.1.26; `small` is exp(-x**2 / 2)."""
-    size = mx.abs(x)
-    t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * size)
-    tail = TAIL[-1]
-    for coefficient in reversed(TAIL[:-1]):
-        tail = tail * t + coefficient
-    return mx.maximum(x, 0) - size * tail * t * small
-
-
-_gelu = CompiledPasses(_gelu_formula, max_passes=MAX_SHAPES)
 _exp_below = CompiledPasses(_exp_polynomial, max_passes=MAX_SHAPES)
 _swiglu = CompiledPasses(_swiglu_formula, max_passes=MAX_SHAPES)

@@ -19,7 +19,7 @@ def gelu(x: mx.array) -> mx.array:
 
     from mlxpool.worker.kernels import cpu_exp
 
-    if cpu_exp.supports(x):
+    if cpu_exp.takes_numpy(x):
         return cpu_exp.gelu(x)
     return 0.5 * x * (1 + mx.erf(x / math.sqrt(2)))
 
