@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,14 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.parametrize("write", [seeing.write_gemma, seeing.write_qwen])
 @pytest.mark.parametrize("site", ["encode", "prefill", "decode"])
-def test_a_kill_at_an_image_changes_nothing(tmp_path: Path, site: str) -> None:
+def test_a_kill_at_an_image_changes_nothing(
+    tmp_path: Path, site: str, write: Callable[[Path], Path]
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     mark = tmp_path / "struck"
-    model = seeing.write_gemma(tmp_path / "eyes")
+    model = write(tmp_path / "eyes")
     config = f'{CONFIG}\n[models.eyes]\npath = "{model}"\nbatch = 32\n'
     environment = {"PYTHONPATH": with_path(tmp_path), "MARK": str(mark), "SITE": site}
     with (

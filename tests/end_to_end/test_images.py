@@ -24,7 +24,11 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": seeing.STEPS, "ignore
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     root = tmp_path_factory.mktemp("models")
-    folders = {"eyes": seeing.write_gemma(root / "eyes"), "blind": write_checkpoint(root / "blind")}
+    folders = {
+        "eyes": seeing.write_gemma(root / "eyes"),
+        "grids": seeing.write_qwen(root / "grids"),
+        "blind": write_checkpoint(root / "blind"),
+    }
     tables = [f'[models.{name}]\npath = "{path}"' for name, path in folders.items()]
     with Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as running:
         yield running
@@ -52,10 +56,11 @@ def counters(pool: Pool) -> dict[str, int]:
     return dict(pool.worker("eyes/0")["prefix"])
 
 
-def test_answers_are_those_of_transformers(client: Client) -> None:
-    expected = np.load(seeing.EXPECTED / "gemma3_images.npz")
+@pytest.mark.parametrize(("model", "stored"), [("eyes", "gemma3"), ("grids", "qwen3_vl")])
+def test_answers_are_those_of_transformers(client: Client, model: str, stored: str) -> None:
+    expected = np.load(seeing.EXPECTED / f"{stored}_images.npz")
     for number, prompt in enumerate(seeing.PROMPTS):
-        result = client.generate("eyes", messages=[message(prompt)], **OPTIONS)
+        result = client.generate(model, messages=[message(prompt)], **OPTIONS)
         assert list(result.ids) == expected[f"ids_{number}"].tolist()
         assert result.usage["prompt_tokens"] == len(expected[f"prompt_{number}"])
 
@@ -149,15 +154,17 @@ def test_a_text_model_refuses_and_models_say_who_takes_images(client: Client) ->
     with pytest.raises(BadRequest, match="this model does not support image input"):
         client.generate("blind", messages=[message((0,))], **OPTIONS)
     features = {one["name"]: one["features"] for one in client.models()}
-    assert "vision" in features["eyes"] and "vision" not in features["blind"]
+    assert "vision" in features["eyes"] and "vision" in features["grids"]
+    assert "vision" not in features["blind"]
 
 
-def test_images_go_with_shifts_and_truncation(client: Client) -> None:
+@pytest.mark.parametrize("model", ["eyes", "grids"])
+def test_images_go_with_shifts_and_truncation(client: Client, model: str) -> None:
     asked = {**OPTIONS, "max_tokens": 120, "num_ctx": 64, "shift": True, "num_keep": 2}
-    first = client.generate("eyes", messages=[message((0, "x" * 10))], **asked)
-    again = client.generate("eyes", messages=[message((0, "x" * 10))], **asked)
+    first = client.generate(model, messages=[message((0, "x" * 10))], **asked)
+    again = client.generate(model, messages=[message((0, "x" * 10))], **asked)
     assert len(first.ids) == 120 and first.ids == again.ids
     cut = client.generate(
-        "eyes", messages=[message((0, "y" * 80, 1))], **{**OPTIONS, "num_ctx": 60, "truncate": True}
+        model, messages=[message((0, "y" * 80, 1))], **{**OPTIONS, "num_ctx": 60, "truncate": True}
     )
     assert cut.usage["prompt_tokens"] < 60

@@ -79,6 +79,62 @@ PREPROCESSOR: dict[str, Any] = {
     "rescale_factor": 0.00392156862745098,
     "size": {"height": 32, "width": 32},
 }
+QWEN_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+QWEN_TEMPLATE = GEMMA_TEMPLATE.replace("<start_of_image>", "".join(QWEN_TOKENS[:3]))
+QWEN_VISION: dict[str, Any] = {
+    "model_type": "qwen3_vl_vision",
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+    "hidden_act": "gelu_pytorch_tanh",
+}
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 264,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 5000.0,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [4, 2, 2],
+            "rope_type": "default",
+        },
+    },
+    "vision_config": QWEN_VISION,
+    "vision_start_token_id": FIRST_ID,
+    "image_token_id": FIRST_ID + 1,
+    "vision_end_token_id": FIRST_ID + 2,
+    "video_token_id": FIRST_ID + 3,
+    "tie_word_embeddings": False,
+    "eos_token_id": [EOS],
+}
+QWEN_PREPROCESSOR: dict[str, Any] = {
+    **PREPROCESSOR,
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "resample": 3,
+    "size": {"shortest_edge": 256, "longest_edge": 1600},
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
 # Prompts as parts: a text, or the number of an image.
 PROMPTS: Sequence[Sequence[str | int]] = (
     ("What is this? ", 0, " Say it."),
@@ -119,6 +175,10 @@ class Weights(dict[str, np.ndarray]):
         """A matrix and a bias."""
         self.add(f"{name}.weight", outputs, inputs)
         self.add(f"{name}.bias", outputs, scale=0.2)
+
+    def rms_norm(self, name: str, size: int) -> None:
+        """The weight of a norm without a bias."""
+        self[f"{name}.weight"] = 1 + self._draw.standard_normal(size, dtype=np.float32) / 10
 
     def norm(self, name: str, size: int) -> None:
         """A layer norm."""
@@ -177,6 +237,66 @@ def _add_tower(weights: Weights) -> None:
     weights.norm(f"{name}.post_layernorm", size)
 
 
+def qwen_weights(seed: int = 4) -> dict[str, np.ndarray]:
+    """Weights by the names that released files of Qwen3-VL have."""
+    weights = Weights(seed)
+    text, name = QWEN["text_config"], "model.language_model"
+    hidden, width, heads, kv, dim = text["hidden_size"], text["intermediate_size"], 4, 2, 16
+    weights.add(f"{name}.embed_tokens.weight", 264, hidden, scale=0.5)
+    for layer in range(text["num_hidden_layers"]):
+        inner = f"{name}.layers.{layer}"
+        for one, size in (
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
+            ("self_attn.q_norm", dim),
+            ("self_attn.k_norm", dim),
+        ):
+            weights.rms_norm(f"{inner}.{one}", size)
+        for one, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights.add(f"{inner}.self_attn.{one}_proj.weight", count * dim, hidden)
+        weights.add(f"{inner}.self_attn.o_proj.weight", hidden, heads * dim)
+        for one in ("gate", "up"):
+            weights.add(f"{inner}.mlp.{one}_proj.weight", width, hidden)
+        weights.add(f"{inner}.mlp.down_proj.weight", hidden, width)
+    weights.rms_norm(f"{name}.norm", hidden)
+    weights.add("lm_head.weight", 264, hidden, scale=0.4)
+    _add_qwen_tower(weights)
+    return dict(weights)
+
+
+def _add_qwen_tower(weights: Weights) -> None:
+    vision, name = QWEN_VISION, "model.visual"
+    hidden, patch, out = vision["hidden_size"], vision["patch_size"], vision["out_hidden_size"]
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    weights.add(f"{name}.patch_embed.proj.weight", hidden, 3, 2, patch, patch, scale=0.15)
+    weights.add(f"{name}.patch_embed.proj.bias", hidden, scale=0.2)
+    weights.add(f"{name}.pos_embed.weight", vision["num_position_embeddings"], hidden, scale=0.5)
+    for layer in range(vision["depth"]):
+        inner = f"{name}.blocks.{layer}"
+        weights.norm(f"{inner}.norm1", hidden)
+        weights.norm(f"{inner}.norm2", hidden)
+        weights.linear(f"{inner}.attn.qkv", 3 * hidden, hidden)
+        weights.linear(f"{inner}.attn.proj", hidden, hidden)
+        weights.linear(f"{inner}.mlp.linear_fc1", vision["intermediate_size"], hidden)
+        weights.linear(f"{inner}.mlp.linear_fc2", hidden, vision["intermediate_size"])
+    deep = [f"deepstack_merger_list.{n}" for n in range(len(vision["deepstack_visual_indexes"]))]
+    for one in ("merger", *deep):
+        weights.norm(f"{name}.{one}.norm", hidden if one == "merger" else merged)
+        weights.linear(f"{name}.{one}.linear_fc1", merged, merged)
+        weights.linear(f"{name}.{one}.linear_fc2", out, merged)
+
+
+def write_qwen(
+    path: Path,
+    weights: Mapping[str, np.ndarray] | None = None,
+    preprocessor: Mapping[str, Any] | None = QWEN_PREPROCESSOR,
+    **changes: Any,
+) -> Path:
+    """Writes the folder of a Qwen3-VL; `changes` are keys of config.json."""
+    given = qwen_weights() if weights is None else weights
+    return _write(path, {**QWEN, **changes}, given, preprocessor, QWEN_TOKENS, QWEN_TEMPLATE)
+
+
 def write_gemma(
     path: Path,
     weights: Mapping[str, np.ndarray] | None = None,
@@ -184,13 +304,25 @@ def write_gemma(
     **changes: Any,
 ) -> Path:
     """Writes the folder of a Gemma 3 that reads images; `changes` are keys of config.json."""
+    given = gemma_weights() if weights is None else weights
+    return _write(path, {**GEMMA, **changes}, given, preprocessor, (BEGIN, SLOT, END))
+
+
+def _write(
+    path: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, np.ndarray],
+    preprocessor: Mapping[str, Any] | None,
+    tokens: Sequence[str],
+    template: str = GEMMA_TEMPLATE,
+) -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    write_json(path / "config.json", {**GEMMA, **changes})
+    write_json(path / "config.json", config)
     write_json(path / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     if preprocessor is not None:
         write_json(path / "preprocessor_config.json", preprocessor)
-    add_tokens(path, (BEGIN, SLOT, END), GEMMA_TEMPLATE)
-    write_weights(path, dict(weights or gemma_weights()))
+    add_tokens(path, tokens, template)
+    write_weights(path, dict(weights))
     return path
 
 

@@ -51,6 +51,44 @@ def gemma(folder: Path) -> dict[str, Any]:
     return _answers(torch, model, processor)
 
 
+def qwen(folder: Path) -> dict[str, Any]:
+    """The answers of Qwen3-VL."""
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    seeing.write_qwen(folder)
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    begin, slot, end, video = seeing.QWEN_TOKENS
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens={
+            "image_token": slot,
+            "video_token": video,
+            "vision_start_token": begin,
+            "vision_end_token": end,
+        },
+    )
+    settings = {
+        key: value
+        for key, value in seeing.QWEN_PREPROCESSOR.items()
+        if key not in ("image_processor_type", "do_pan_and_scan")
+    }
+    module = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    images = module.Qwen2VLImageProcessorPil(**settings)
+
+    class Processor(transformers.Qwen3VLProcessor):  # type: ignore[misc,name-defined]
+        """Without the processor of videos, which needs torchvision."""
+
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
+            return type(argument)
+
+    processor = Processor(images, tokenizer, images, chat_template=seeing.QWEN_TEMPLATE)
+    return _answers(torch, model, processor)
+
+
 def _answers(torch: Any, model: Any, processor: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, prompt in enumerate(seeing.PROMPTS):
@@ -88,7 +126,7 @@ def _answers(torch: Any, model: Any, processor: Any) -> dict[str, Any]:
                     },
                     return_dict=True,
                 ).pooler_output
-            every = features if isinstance(features, list | tuple) else list(features)
+            every = [*features]
             found["features_0"], found["features_1"] = (one.numpy() for one in every[:2])
     return found
 
@@ -99,7 +137,7 @@ def main() -> int:
         f"{name} {importlib.import_module(name).__version__}"
         for name in ("torch", "transformers", "numpy", "PIL", "tokenizers", "safetensors")
     ]
-    for name, answers in (("gemma3", gemma),):
+    for name, answers in (("gemma3", gemma), ("qwen3_vl", qwen)):
         with tempfile.TemporaryDirectory() as folder:
             found = answers(Path(folder))
         file = seeing.EXPECTED / f"{name}_images.npz"

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "mistral": ({"sliding_window": 250}, 0, 2 * (250 + CHUNK) * PAIR),
     "qwen2": ({"hidden_size": 256}, 2 * PAIR, 0),
     "qwen3": ({}, 2 * PAIR, 0),
+    "qwen3_vl": ({"rope_scaling": {"mrope_section": [12, 10, 10]}}, 2 * PAIR, 0),
     "qwen3_moe": (EXPERTS, 2 * PAIR, 0),
     "gemma3_text": (
         {"num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": 250},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.common.protocol.token_ids import unpack_ids  # noqa: E402
 from mlxpool.worker.engine.description import features  # noqa: E402
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.media.places import with_images  # noqa: E402
 from mlxpool.worker.preparation.jobs import Encoded, Render, image_of, perform  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
@@ -23,7 +20,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import seeing_models as seeing  # noqa: E402
-from support.engine_steps import decode, read_chunk  # noqa: E402
+from worker.models.seeing_runs import engine_of, run, sequence  # noqa: E402
 
 FEATURE_TOLERANCE = 1e-5  # absolute; the features are about 1
 LOGPROB_TOLERANCE = 1e-4
@@ -49,45 +46,6 @@ def loaded(folder: Path) -> Any:
     return load(inspect(folder))
 
 
-def encoded(text: ChatTokenizer, prompt: Many[str | int]) -> Encoded:
-    """What a lane makes of a chat with one message."""
-    files = [seeing.file_of(seeing.picture(number)) for number in range(2)]
-    parts = seeing.parts_of(prompt)
-    used = sorted({part for part in prompt if isinstance(part, int)})
-    job = Render([{"role": "user", "content": parts}], (), None, 0.0, 500, files[: len(used)])
-    found = perform(text, job)
-    assert isinstance(found, Encoded), found
-    return found
-
-
-def sequence(text: ChatTokenizer, prompt: Many[str | int], name: bytes = b"x") -> Sequence:
-    found = encoded(text, prompt)
-    assert text.images is not None
-    images = [*map(image_of, found.images)]
-    inputs = with_images(unpack_ids(found.packed), text.images.places, found.named, images)
-    options = Options(temperature=0.0, logprobs=True)
-    seq = Sequence(name, 1, inputs.items, options, 0, seeing.STEPS)
-    seq.media, seq.images = inputs.media, inputs.images
-    seq.restore_at = inputs.moved(found.restore_at)
-    return seq
-
-
-def run(engine: ModelEngine, seq: Sequence, chunk: int | None = None) -> list[float]:
-    """Reads the prompt and draws all tokens; returns their log-probabilities."""
-    engine.admit(seq)
-    while seq.unread > 1:
-        image = seq.next_image
-        if image is not None and image.image not in engine.encoded:
-            engine.encode(seq.images[image.image], ())
-        assert read_chunk(engine, seq, chunk)
-    drawn = decode(engine, [seq], seeing.STEPS)
-    return [one.logprob.logprob for one in drawn if one.logprob is not None]
-
-
-def engine_of(loaded: Any, text: ChatTokenizer, **options: Any) -> ModelEngine:
-    return ModelEngine(loaded, text, lookahead=False, blocks=8, **options)
-
-
 def test_features_are_those_of_transformers(
     loaded: Any, text: ChatTokenizer, expected: Any
 ) -> None:
@@ -96,7 +54,7 @@ def test_features_are_those_of_transformers(
     for number in range(2):
         image = seq.images[seq.media[number].image]
         engine.encode(image, ())
-        found = np.array(engine.encoded.get(image.key))
+        (found,) = np.array(engine.encoded.get(image.key))
         assert np.abs(found - expected[f"features_{number}"]).max() < FEATURE_TOLERANCE
 
 

@@ -308,13 +308,13 @@ class PagedLayout(Layout):
         wanted: Sequence[int],
     ) -> PassOutput:
         """See Layout."""
-        if self.ragged is None or any(span.images for span in spans):
+        if self.ragged is None or not all(span.plain for span in spans):
             return super().step(spans, ids, drawn, wanted)
         return self.ragged.step(spans, ids, drawn, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         """See Layout."""
-        if self._deterministic or any(span.images for span in spans):
+        if self._deterministic or not all(span.plain for span in spans):
             return super().forward(spans, ids, wanted)
         found: dict[int, mx.array] = {}  # logits or hidden states
         without: list[mx.array] = []  # of passes that give nothing
@@ -407,10 +407,13 @@ class PagedLayout(Layout):
 
 
 def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-    """Returns whether every span is one token that gets logits, in the order of the spans."""
+    """Returns whether every span is one token that gets logits, in the order of the spans.
+
+    Its position is its number in the row.
+    """
     if list(wanted) != list(range(len(spans))) or spans[-1].hidden:
         return False
-    return all(span.count == 1 for span in spans)
+    return all(span.count == 1 and span.positions is None for span in spans)
 
 
 def choose_layout(

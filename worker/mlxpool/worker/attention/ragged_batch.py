@@ -44,8 +44,14 @@ class RaggedBatch:
         self._last = len(pool.arrays) - 1
         self._rotation = RotaryEmbedding(arrays.positions)
 
+    image_layers = 0
+
     def with_images(self, x: mx.array) -> mx.array:
         """See ForwardBatch. Passes with images are not compiled."""
+        return x
+
+    def add_images(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
         return x
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -125,7 +131,13 @@ class AttentionProbe:
         self.supported = True
         self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
 
+    image_layers = 0
+
     def with_images(self, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return x
+
+    def add_images(self, layer: int, x: mx.array) -> mx.array:
         """See ForwardBatch."""
         return x
 

@@ -19,7 +19,7 @@ MIN_KERNEL_DIMS = 32
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by the positions [T] of their tokens.
+    """Rotates queries and keys by the positions [T] of their tokens, or by three each: [T, 3].
 
     `start` is the first position where the positions are consecutive. A GPU has a kernel for it; on
     the CPU cosines and sines are computed once for all layers of a step.
@@ -33,7 +33,7 @@ class RotaryEmbedding:
 
     def __call__(self, x: mx.array, rope: Rope) -> mx.array:
         """Returns x [T, H, D] rotated; dimensions from `rope.dims` on stay unchanged."""
-        fused = self._fused and rope.dims >= MIN_KERNEL_DIMS
+        fused = self._fused and rope.dims >= MIN_KERNEL_DIMS and self._positions.ndim == 1
         return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
 
     def turns(self, rope: Rope) -> RopeTables:
@@ -94,7 +94,12 @@ class RotaryEmbedding:
                 turns = mx.exp(-steps * math.log(rope.base))
             else:
                 turns = 1 / mx.array(rope.freqs)
-            angles = self._positions.astype(mx.float32)[:, None] * rope.scale * turns
+            places = self._positions.astype(mx.float32)
+            if places.ndim == 1:
+                places = places[:, None]
+            else:  # [T, dims / 2]
+                places = places[:, list(rope.axes or (0,) * (rope.dims // 2))]
+            angles = places * rope.scale * turns
             cos, sin = mx.cos(angles) * rope.gain, mx.sin(angles) * rope.gain
             self._tables[rope] = cos[:, None], sin[:, None]
         return self._tables[rope]
@@ -112,8 +117,14 @@ def _frequencies(rope: Rope) -> npt.NDArray[np.float32]:
 class RotateThenAttend:
     """Base of the ForwardBatch classes that rotate first and attend afterwards."""
 
+    image_layers = 0
+
     def with_images(self, x: mx.array) -> mx.array:
         """See ForwardBatch. A batch has no images, unless it says so."""
+        return x
+
+    def add_images(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:

@@ -13,6 +13,8 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlxpool.worker.attention.dot_product import (
     causal_attention,
@@ -33,9 +35,9 @@ RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, i
 
 @dataclass(frozen=True, slots=True)
 class ImageLines:
-    """The tokens [begin, end) of a span that are inputs of one image, and their features [n, d].
+    """The tokens [begin, end) of a span that are inputs of one image.
 
-    `group`: they attend both ways.
+    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: they attend both ways.
     """
 
     begin: int
@@ -49,7 +51,8 @@ class RowSpan:
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
 
     A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
-    hidden states. `images`: those that the tokens are inputs of, in order.
+    hidden states. `images`: those that the tokens are inputs of, in order. `positions` [count, 3]:
+    see Rope.axes; None: the tokens have their number in the row as position.
     """
 
     row: CacheRow
@@ -57,6 +60,12 @@ class RowSpan:
     lines: int = 1
     hidden: bool = False
     images: tuple[ImageLines, ...] = ()
+    positions: npt.NDArray[np.int32] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has nothing of images, so that compiled passes serve it."""
+        return not self.images and self.positions is None
 
     @property
     def wide(self) -> bool:
@@ -114,18 +123,11 @@ class RowBatch(RotateThenAttend):
             self._wanted = [Queries(at, ends[at] - spans[at].lines, ends[at]) for at in chosen]
             self._lines = [line for one in self._wanted for line in range(one.first, one.end)]
         self._select = line_selector(self._lines, tokens)
-        self._sees_images = any(span.images for span in spans)
+        images = [image for span in spans for image in span.images]
+        self._sees_images = bool(images)
+        self.image_layers = max((one.features.shape[0] - 1 for one in images), default=0)
         self._visible: dict[tuple[Queries, int, int], mx.array] = {}
-        starts = [span.row.offset for span in spans]
-        every = [
-            at
-            for start, span in zip(starts, spans, strict=True)
-            for at in range(start, start + span.count)
-        ]
-        self._rotation = RotaryEmbedding(
-            mx.array(every, dtype=mx.int32),
-            starts[0] if len(spans) == 1 and tokens > 1 else None,
-        )
+        self._rotation = _rotation(spans, tokens)
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
@@ -139,11 +141,23 @@ class RowBatch(RotateThenAttend):
         """See ForwardBatch."""
         if not self._sees_images:
             return x
+        return self._over_images(x, lambda lines, features: features[0])
+
+    def add_images(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return self._over_images(x, lambda lines, features: lines + features[1 + layer])
+
+    def _over_images(
+        self, x: mx.array, change: Callable[[mx.array, mx.array], mx.array]
+    ) -> mx.array:
+        """x [T, d] with the lines of each image changed."""
         parts, begin = [], 0
         for span, queries in zip(self.spans, self._queries, strict=True):
             for image in span.images:
-                parts += [x[begin : queries.first + image.begin], image.features.astype(x.dtype)]
-                begin = queries.first + image.end
+                first, end = queries.first + image.begin, queries.first + image.end
+                lines = change(x[first:end], image.features.astype(x.dtype))
+                parts += [x[begin:first], lines]
+                begin = end
         return mx.concatenate([*parts, x[begin:]])
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
@@ -251,6 +265,23 @@ class RowBatch(RotateThenAttend):
             )
             for one in self._queries
         }
+
+
+def _rotation(spans: Sequence[RowSpan], tokens: int) -> RotaryEmbedding:
+    """The rotation by the positions of all tokens of the spans."""
+    starts = [span.row.offset for span in spans]
+    ranges = [
+        np.arange(start, start + span.count, dtype=np.int32)
+        for start, span in zip(starts, spans, strict=True)
+    ]
+    if all(span.positions is None for span in spans):
+        start = starts[0] if len(spans) == 1 and tokens > 1 else None
+        return RotaryEmbedding(mx.array(np.concatenate(ranges)), start)
+    every = [
+        np.repeat(numbers[:, None], 3, axis=1) if span.positions is None else span.positions
+        for numbers, span in zip(ranges, spans, strict=True)
+    ]
+    return RotaryEmbedding(mx.array(np.concatenate(every)))
 
 
 def wanted_lines(spans: Sequence[RowSpan], wanted: Sequence[int]) -> int:

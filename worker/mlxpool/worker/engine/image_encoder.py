@@ -17,7 +17,7 @@ MEASURED_PIXELS = 2**20  # of the image that is measured, where images have size
 
 
 class ImageEncoder:
-    """image -> features [count, d], not computed yet."""
+    """image -> features, not computed yet, see SeeingModel.encode_image."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         vision = loaded.folder.vision

@@ -17,6 +17,8 @@ from itertools import chain, pairwise
 from time import monotonic
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.dot_product import pairs_in_memory
@@ -31,6 +33,7 @@ from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.positions import positions
 from mlxpool.worker.media.spans import ImageKey, is_slot, overlapping
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
@@ -217,6 +220,7 @@ class ModelEngine(RowEngine[CacheRow]):
             for row, span in zip(rows, spans, strict=True):
                 if span.sequence.media:
                     row.images = self._images_of(span)
+                    row.positions = self._positions_of(span)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
@@ -342,10 +346,17 @@ class ModelEngine(RowEngine[CacheRow]):
         found = []
         for one in overlapping(span.sequence.media, span.start, span.end):
             begin, end = max(one.start, span.start), min(one.end, span.end)
-            features = self.encoded.get(one.image)[begin - one.start : end - one.start]
+            features = self.encoded.get(one.image)[:, begin - one.start : end - one.start]
             lines = begin - span.start, end - span.start
             found.append(ImageLines(*lines, features, one.group))
         return tuple(found)
+
+    def _positions_of(self, span: Span) -> npt.NDArray[np.int32] | None:
+        """Returns the positions of a span, where they are not its numbers in the row."""
+        media, vision = span.sequence.media, self._loaded.folder.vision
+        if vision is None or not vision.plan.grid_positions or media[0].start >= span.end:
+            return None
+        return positions(span.start, span.end, media, vision.settings.merge)
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""

@@ -125,8 +125,10 @@ class DecoderModel:
         embedded = self.embed(tokens)
         scale = self.spec.embed_scale
         x: Residual = batch.with_images(embedded if scale == 1.0 else embedded * scale)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = layer(x, batch)
+            if index < batch.image_layers:
+                x = batch.add_images(index, materialised(x))
         return x
 
 

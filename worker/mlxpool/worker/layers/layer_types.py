@@ -29,7 +29,9 @@ Scan: TypeAlias = (
 class Rope:
     """Rotary position embedding of queries and keys.
 
-    `freqs`, where given, replaces `base`. Rotated numbers are multiplied by `gain`.
+    `freqs`, where given, replaces `base`. Rotated numbers are multiplied by `gain`. `axes`: which
+    of a token's three positions, in time, height and width, turns each pair of dimensions; these
+    differ among the inputs of images alone. None: there is one position.
     """
 
     dims: int
@@ -38,6 +40,7 @@ class Rope:
     freqs: tuple[float, ...] | None = None  # 1 / angular frequency of each pair of dimensions
     traditional: bool = False
     gain: float = 1.0
+    axes: tuple[int, ...] | None = None
 
 
 class LatentProjections(Protocol):
@@ -84,8 +87,15 @@ class ForwardBatch(Protocol):
         of what it adds to or multiplies with that. Without logits one token is left.
         """
 
+    @property
+    def image_layers(self) -> int:
+        """How many layers have features of images added to their output, see `add_images`."""
+
     def with_images(self, x: mx.array) -> mx.array:
         """x [T, d] with the features of images in the lines that are inputs of images."""
+
+    def add_images(self, layer: int, x: mx.array) -> mx.array:
+        """x [T, d] plus what the image encoder has for the output of a layer, in these lines."""
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """x [T, H, D], each token rotated by its position."""

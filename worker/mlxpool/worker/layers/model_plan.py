@@ -41,7 +41,9 @@ class SeeingModel(Model, Protocol):
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch, /
     ) -> mx.array:
-        """Returns the features [count, d] of an image, see ForwardBatch.with_images.
+        """Returns the features [1 + L, count, d] of an image, see ForwardBatch.
+
+        The first ones are for `with_images`, those behind it for `add_images` in L layers.
 
         `pixels` [height, width, 3] are normalised. `batch` has the image's patches as tokens of one
         text that attends both ways.
@@ -74,6 +76,7 @@ class VisionPlan:
 
     `whole` is the plan of the model with it. `settings` reads preprocessor_config.json and raises
     ModelLoadFailed. `tokens`: ids of the tokens that name images, whose texts `places` is given.
+    `grid_positions`: inputs have three positions, see media/positions.py.
     """
 
     whole: ModelPlan
@@ -82,3 +85,4 @@ class VisionPlan:
     settings: Callable[[Mapping[str, Any]], ImageSettings]
     tokens: tuple[int, ...]
     places: Callable[[Mapping[int, str]], ImagePlaces]
+    grid_positions: bool = False

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "mlxpool.worker.models.qwen3_5",
     "qwen3_moe": "mlxpool.worker.models.qwen3_moe",
     "qwen3_next": "mlxpool.worker.models.qwen3_next",
+    "qwen3_vl": "mlxpool.worker.models.qwen3_vl",
 }
 
 SUPPORTED = tuple(ARCHITECTURES)

@@ -158,4 +158,4 @@ class SeeingGemma:
         merge, side = self.spec.merge, self.spec.tower.rows // self.spec.merge
         squares = self.tower(pixels, batch).reshape(side, merge, side, merge, -1)
         pooled = squares.mean(axis=(1, 3)).reshape(side * side, -1)
-        return self.norm(pooled) @ self.projection
+        return (self.norm(pooled) @ self.projection)[None]

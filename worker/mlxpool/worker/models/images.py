@@ -31,6 +31,36 @@ def fixed_size(
     return ImageSettings(patch, merge, height=side, width=side, **_common(config, resample))
 
 
+def free_size(
+    config: Mapping[str, Any], patch: int, merge: int, resample: int = BICUBIC
+) -> ImageSettings:
+    """The settings of a model whose images keep their proportions, within bounds of their area.
+
+    Raises ModelLoadFailed naming the key that cannot be used.
+    """
+    for key, wanted in (("patch_size", patch), ("merge_size", merge)):
+        if config.get(key) not in (None, wanted):
+            raise ModelLoadFailed(
+                f"{_WHERE} has {key} {config[key]!r:.40}, config.json has {wanted}"
+            )
+    size = config.get("size")
+    edges = size if isinstance(size, Mapping) else {}
+    least, most = (
+        _pixels(key, config.get(key) or edges.get(edge))
+        for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+    )
+    if not least <= most or most < (patch * merge) ** 2:
+        raise ModelLoadFailed(f"{_WHERE} has images of {least} to {most} pixels, which is no range")
+    settings = _common(config, resample)
+    return ImageSettings(patch, merge, min_pixels=least, max_pixels=most, **settings)
+
+
+def _pixels(key: str, value: object) -> int:
+    if type(value) is int and 0 < value <= MAX_INTEGER:
+        return value
+    raise ModelLoadFailed(f"{_WHERE} has {key} {value!r:.40}, must be a whole number above 0")
+
+
 def _common(config: Mapping[str, Any], resample: int) -> dict[str, Any]:
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(key) not in (None, True):

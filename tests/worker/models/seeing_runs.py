@@ -1,0 +1,57 @@
+"""Prompts with images on an engine, without the compute thread: tests of models use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.token_ids import unpack_ids
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.media.places import with_images
+from mlxpool.worker.preparation.jobs import Encoded, Render, image_of, perform
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.scheduling.sequence import Sequence
+from support import seeing_models as seeing
+from support.engine_steps import decode, read_chunk
+
+
+def encoded(text: ChatTokenizer, prompt: Many[str | int]) -> Encoded:
+    """What a lane makes of a chat with one message."""
+    files = [seeing.file_of(seeing.picture(number)) for number in range(2)]
+    parts = seeing.parts_of(prompt)
+    used = sorted({part for part in prompt if isinstance(part, int)})
+    job = Render([{"role": "user", "content": parts}], (), None, 0.0, 500, files[: len(used)])
+    found = perform(text, job)
+    assert isinstance(found, Encoded), found
+    return found
+
+
+def sequence(text: ChatTokenizer, prompt: Many[str | int], name: bytes = b"x") -> Sequence:
+    found = encoded(text, prompt)
+    assert text.images is not None
+    images = [*map(image_of, found.images)]
+    inputs = with_images(unpack_ids(found.packed), text.images.places, found.named, images)
+    options = Options(temperature=0.0, logprobs=True)
+    seq = Sequence(name, 1, inputs.items, options, 0, seeing.STEPS)
+    seq.media, seq.images = inputs.media, inputs.images
+    seq.restore_at = inputs.moved(found.restore_at)
+    return seq
+
+
+def run(
+    engine: ModelEngine, seq: Sequence, chunk: int | None = None, steps: int = seeing.STEPS
+) -> list[float]:
+    """Reads the prompt and draws so many tokens; returns their log-probabilities."""
+    engine.admit(seq)
+    while seq.unread > 1:
+        image = seq.next_image
+        if image is not None and image.image not in engine.encoded:
+            engine.encode(seq.images[image.image], ())
+        assert read_chunk(engine, seq, chunk)
+    drawn = decode(engine, [seq], steps)
+    return [one.logprob.logprob for one in drawn if one.logprob is not None]
+
+
+def engine_of(loaded: Any, text: ChatTokenizer, **options: Any) -> ModelEngine:
+    return ModelEngine(loaded, text, lookahead=False, blocks=8, **options)

@@ -1,0 +1,146 @@
+"""Qwen3-VL: Qwen3 with three positions an input, and images of any proportions.
+
+Image tokens have rows and columns as positions. What some layers of the image encoder say of an
+image is added to the output of as many first layers of the text part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.config_fields import (
+    MAX_MODULES,
+    Heads,
+    flag,
+    integer,
+    number,
+    require,
+    text_config,
+)
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder_layer import PreNormLayer
+from mlxpool.worker.layers.encoder_plan import renamed_tensors
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Rope
+from mlxpool.worker.layers.model_plan import Model, ModelPlan, VisionPlan
+from mlxpool.worker.media.settings import ImagePlaces
+from mlxpool.worker.models import qwen3, qwen3_vl_images
+from mlxpool.worker.models.images import free_size
+from mlxpool.worker.models.qwen3_vl_images import QwenTower
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+PREFIXES = {  # stored -> ours
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+SECTIONS = (24, 20, 20)  # pairs of dimensions in time, height and width, where nothing is said
+TOKENS = {
+    "vision_start_token_id": 151_652,
+    "image_token_id": 151_655,
+    "vision_end_token_id": 151_653,
+}
+
+
+def plan(config: Mapping[str, Any]) -> ModelPlan:
+    """The plan of the text part, with that of images; raises ModelLoadFailed naming the key."""
+    text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
+    text.setdefault("rms_norm_eps", 1e-6)
+    require(text, "hidden_act", ["silu"])
+    hidden, eps = integer(text, "hidden_size"), number(text, "rms_norm_eps")
+    heads = Heads.from_config(text, dim=qwen3.HEAD_DIM)
+    attention = qwen3.attention(text, heads, 0)
+    attention = replace(attention, rope=_rope(text, attention.rope))
+    feed = GatedMLP(hidden, integer(text, "intermediate_size"))
+    count = integer(text, "num_hidden_layers", maximum=MAX_MODULES)
+    decoder = Decoder.from_config(
+        text,
+        (PreNormLayer(hidden, eps, attention, feed),) * count,
+        tied=flag(text, "tie_word_embeddings"),
+    )
+    found = decoder.plan(qwen3_vl_images.is_part, renamed_tensors(PREFIXES))
+    if config.get("vision_config") is None:
+        return found
+    return replace(found, vision=_vision(config, found, hidden, count))
+
+
+def _rope(text: Mapping[str, Any], rope: Rope) -> Rope:
+    """The rotation with an axis for each pair: the sections of height and width lie among time."""
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections = scaling.get("mrope_section") or list(SECTIONS)
+    pairs = rope.dims // 2
+    sound = isinstance(sections, list) and len(sections) == 3
+    if not sound or any(type(one) is not int or one < 0 for one in sections):
+        raise ModelLoadFailed(f"config.json has mrope_section {sections!r:.60}, must be 3 numbers")
+    if sum(sections) != pairs or 3 * max(sections[1:]) > pairs + 2:
+        raise ModelLoadFailed(
+            f"config.json has mrope_section {sections}, which does not divide {pairs} pairs"
+        )
+    axes = [0] * pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], pairs), 3):
+            axes[pair] = axis
+    return replace(rope, axes=tuple(axes))
+
+
+def _vision(config: Mapping[str, Any], text: ModelPlan, hidden: int, layers: int) -> VisionPlan:
+    tower = QwenTower.from_config(config["vision_config"], hidden)
+    if len(tower.deep) >= layers:
+        raise ModelLoadFailed(
+            f"config.json has deepstack_visual_indexes {list(tower.deep)}, which must be fewer than"
+            f" the {layers} layers of the text part"
+        )
+    tokens = tuple(integer(config, key, default) for key, default in TOKENS.items())
+    whole = replace(
+        text,
+        shapes={**text.shapes, **dict(tower.shapes())},
+        ignored=lambda name: text.ignored(name) and not qwen3_vl_images.is_part(name),
+        build=lambda builder: SeeingQwen(text.build(builder), tower, builder),
+        derived=lambda found: chain(text.derived(found), qwen3_vl_images.derived(found)),
+    )
+
+    def places(texts: Mapping[int, str]) -> ImagePlaces:
+        begin, slot, end = (texts[token] for token in tokens)
+        return ImagePlaces(slot, slot, begin + slot + end, slot, tokens[1], group=False)
+
+    return VisionPlan(
+        whole,
+        tower.layers,
+        qwen3_vl_images.is_part,
+        lambda found: free_size(found, tower.patch, tower.merge),
+        tokens,
+        places,
+        grid_positions=True,
+    )
+
+
+class SeeingQwen:
+    """See model_plan.SeeingModel."""
+
+    def __init__(self, text: Model, tower: QwenTower, builder: LayerBuilder) -> None:
+        self.text = text
+        self.tower = tower.build(builder)
+
+    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.text(tokens, batch)
+
+    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.text.hidden_states(tokens, batch)
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """See model_plan.Model."""
+        return self.text.logits_of(hidden)
+
+    def encode_image(
+        self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch
+    ) -> mx.array:
+        """See model_plan.SeeingModel."""
+        return self.tower(pixels, grid, batch)
