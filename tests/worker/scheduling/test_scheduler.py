@@ -17,7 +17,6 @@ from mlxpool.worker.scheduling.kv_blocks import (
 )
 from mlxpool.worker.scheduling.scheduler import (
     MIN_CHUNK,
-    PROMPT_SHARE,
     StepLimits,
     longest_chunk,
     pair_budget,
@@ -174,11 +173,10 @@ def test_prompts_of_a_pass_are_bounded_where_the_engine_says_so() -> None:
         (0, 1.0, 2048),  # nobody waits for a token
         (4, 0.0, 2044),  # the time of a line is unknown
         (4, 1e-9, 2044),
-        (4, 0.1 / 500, 496),
-        (20, 0.1 / 150, 130),
-        (100, 0.1 / 150, 112),  # three quarters of the time, which the rows would not leave
-        (1000, 0.1 / 1000, 750),  # although the rows take all of it
-        (1000, 0.1 / 500, 375),
+        (4, 0.1 / 500, 500),
+        (100, 0.1 / 150, 150),
+        (1000, 0.1 / 1000, 1000),  # although the rows take as long
+        (1000, 0.1 / 500, 500),
         (100, 0.1 / 10, MIN_CHUNK),
         (4, 1.0, MIN_CHUNK),
     ],
@@ -395,7 +393,7 @@ def bounds_of(
     assert last.count <= MIN_CHUNK or before + last.count * last.end <= limits.pairs
     if rows and limits.seconds:
         load = Load.of(rows)
-        bound = max(limits.seconds, cost(load) + PROMPT_SHARE * limits.seconds)
+        bound = cost(load) + limits.seconds
         least = len(chunks) == 1 and last.count <= MIN_CHUNK
         assert least or cost(Load.of(step.spans)) <= bound + 1e-12
     if limits.sizes and last.end < last.sequence.length:

@@ -99,8 +99,8 @@ class ModelConfig:
     prefix_cache: Annotated[str, OneOf(("tree", "single", "off"))] = "tree"
     # Of the prefix cache; 0: a quarter of what the weights leave.
     prefix_bytes: Annotated[Bytes, Within(0, 2**62)] = 0
-    # Seconds of a step while streams decode: with longer ones prompts are read sooner, with shorter
-    # ones a stream waits less for the prompts of others; 0: six decode steps of the model, 8 to
+    # Seconds that prompts may add to a step of streams: with more, prompts are read sooner; with
+    # less, a stream waits less for the prompts of others. 0: six decode steps of the model, 8 to
     # 40 ms, on a GPU and 200 ms elsewhere.
     step_target: Annotated[Seconds, Within(0.0, 60.0)] = 0.0
     # Whether no bit of an answer depends on the other rows of its batch; slower, CPU only.

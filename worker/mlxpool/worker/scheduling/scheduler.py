@@ -1,8 +1,8 @@
 """Chooses the spans of the next step, admissions and preemptions. Pure.
 
 A step is one forward pass over spans: the next input of every sequence that decodes, and chunks of
-prompts until the predicted time of the pass reaches its target. Every function takes the sequences
-in the order of their arrival.
+prompts until these are predicted to add more than the target time. Every function takes the
+sequences in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
-PROMPT_SHARE = 0.75  # of the target time of a pass, which prompts get even beside many rows
 
 # (sequence, tokens) -> tokens of its next chunk: at most so many, or a group of an image's inputs,
 # which is not divided; 0: its next input is of an image that is not encoded yet
@@ -33,8 +32,9 @@ class StepLimits:
     """The bounds of one pass.
 
     `lines` are its inputs, `prompts` its chunks (0: no bound), `pairs` their query-key pairs,
-    `seconds` its time while sequences decode (0: no bound). `ahead` passes may be in flight while
-    it is submitted. `sizes` are the numbers of lines for which passes are compiled; none: any.
+    `seconds` what its chunks may add to the time of the sequences that decode (0: no bound).
+    `ahead` passes may be in flight while it is submitted. `sizes` are the numbers of lines for
+    which passes are compiled; none: any.
     """
 
     lines: int
@@ -127,7 +127,7 @@ def _chunks(
 ) -> list[Span]:
     """Returns chunks of the first prompts, until a bound of the pass is reached."""
     load = Load.of(rows)
-    bound = limits.seconds and max(limits.seconds, predict(load) + PROMPT_SHARE * limits.seconds)
+    bound = limits.seconds and predict(load) + limits.seconds
     lines, pairs = limits.lines - len(rows), limits.pairs
     chunks: list[Span] = []
     for prompt in prompts:
