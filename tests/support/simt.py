@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -28,6 +29,9 @@ from mlxpool.worker.kernels import kernel_cache, nvrtc
 from mlxpool.worker.kernels.kernel_cache import KernelText
 
 HERE = Path(__file__).parent
+FLAGS = (
+    "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"
+)  # fmt: skip
 COMPILER = shutil.which("c++") or shutil.which("g++")
 HOPPER = "sm_90a"
 TYPES = {
@@ -157,24 +161,59 @@ def compiled(
 @functools.cache
 def _built(text: KernelText, dtypes: tuple[Any, ...]) -> Any:
     code = _code(text, dtypes)
-    path = _folder() / hashlib.sha256(code.encode()).hexdigest()[:20]
-    path.with_suffix(".cpp").write_text(code)
-    library = path.with_suffix(".so")
-    command = [
-        str(COMPILER), "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE",
-        "-fno-strict-aliasing", f"-I{HERE}", str(path.with_suffix(".cpp")), "-o", str(library),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{text.name} is not C++:\n{done.stderr[-3000:]}")
+    library = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()[:20]}.so"
+    if not library.exists():  # another process of this run may have built it
+        source = library.with_suffix(f".{os.getpid()}.cpp")
+        source.write_text(code)
+        _compile("-shared", f"-I{_folder()}", str(source), to=library, what=text.name)
     return ctypes.CDLL(str(library)).run
+
+
+def _compile(*arguments: str, to: Path, what: str) -> None:
+    """Writes a file as a whole: others never see a part. Raises RuntimeError."""
+    part = to.with_suffix(f".{os.getpid()}{to.suffix}")
+    done = subprocess.run(
+        [str(COMPILER), *FLAGS, *arguments, "-o", str(part)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{what} is not C++:\n{done.stderr[-3000:]}")
+    part.replace(to)
 
 
 @functools.cache
 def _folder() -> Path:
+    """The folder of what is built, for all processes of a run of tests, with simt.h precompiled.
+
+    Without `use_folder` it is one of this process, which is removed at its end.
+    """
+    folder = _chosen[0] if _chosen else _own_folder()
+    folder.mkdir(exist_ok=True)
+    header = folder / "simt.h"
+    if not header.exists():
+        shutil.copyfile(HERE / "simt.h", part := folder / f"simt.{os.getpid()}.h")
+        part.replace(header)
+    precompiled = folder / "simt.h.gch"
+    if not precompiled.exists():
+        _compile("-x", "c++-header", str(header), to=precompiled, what="simt.h")
+    return folder
+
+
+def _own_folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="mlxpool-simt-")
-    _folder.kept = folder  # type: ignore[attr-defined]  # keeps the folder until the process ends
+    _own_folder.kept = folder  # type: ignore[attr-defined]  # until the process ends
     return Path(folder.name)
+
+
+_chosen: list[Path] = []
+
+
+def use_folder(folder: Path) -> None:
+    """What is built is kept in this folder, which other processes may use at the same time."""
+    _chosen[:] = [folder]
+    _folder.cache_clear()
 
 
 def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
