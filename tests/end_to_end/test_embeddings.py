@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,33 @@ def test_a_kill_of_every_worker_loses_no_call(pool: Pool, client: Client) -> Non
 
     for found in asyncio.run(storm()):
         assert np.allclose(found, expected, atol=2e-3)
+
+
+def test_the_command_line_prints_vectors_ranks_and_labels(pool: Pool, client: Client) -> None:
+    lines = pool.cli("embed", "embed", "-", stdin="a dog\n\nthe fox\n").stdout.splitlines()
+    assert np.allclose(
+        [json.loads(line) for line in lines], client.embed("embed", ["a dog", "the fox"]), atol=2e-3
+    )
+    ranks = pool.cli("rerank", "rerank", "quick fox", "the lazy dog", "a fox", "--top", "1").stdout
+    assert ranks.splitlines()[0].split() == ["score", "index", "document"]
+    best = client.rerank("rerank", "quick fox", ["the lazy dog", "a fox"])[0]
+    assert ranks.splitlines()[1].split()[:2] == [f"{best.score:.4f}", str(best.index)]
+    labels = pool.cli("classify", "classify", "a dog").stdout
+    assert labels.endswith(": a dog\n") and labels.count("label ") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("embed", "embed", "vector search " * 200), 1, "context_exceeded: input 0 has"),
+        (("embed", "embed", "x", "--dimensions", "0"), 2, "must be a whole number above 0"),
+        (("rerank", "embed", "q", "d"), 2, "does not rerank"),
+        (("embed", "nobody", "x"), 1, "unknown_model"),
+        (("embed", "embed"), 2, "there is no text"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(
+    pool: Pool, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    done = pool.cli(*arguments, stdin="")
+    assert done.returncode == code and said in done.stderr
