@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import zlib
 from io import BytesIO
 from typing import Any
@@ -14,6 +16,7 @@ from PIL import Image
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.media.decode import MAX_PIXELS, decode, prepared_image
 from mlxpool.worker.media.settings import ImageSettings
+from mlxpool.worker.preparation.limits import IMAGE_MEMORY
 
 SETTINGS = ImageSettings(4, 2, 2, 1 / 255, (0.5,) * 3, (0.5,) * 3, height=32, width=32)
 FREE = ImageSettings(4, 2, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3, min_pixels=256, max_pixels=4096)
@@ -149,6 +152,21 @@ def test_pixels_are_bounded_before_they_are_decoded(width: int, height: int) -> 
     message = error(bomb(width, height))
     if width:
         assert f"is a png of {width} x {height} pixels, must have from 1 to {MAX_PIXELS}" in message
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+@pytest.mark.skipif(sys.platform != "linux", reason="the bound is a feature of Linux")
+def test_the_largest_image_fits_the_memory_of_a_lane(mode: str) -> None:
+    """Bytes that Pillow holds at a time; the address space of a lane is bounded by IMAGE_MEMORY."""
+    script = (
+        "import resource, sys; from mlxpool.worker.media.decode import decode;"
+        "base = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"
+        f"resource.setrlimit(resource.RLIMIT_AS, (base + {IMAGE_MEMORY},) * 2);"
+        "print(decode(sys.stdin.buffer.read()).size)"
+    )
+    data = file_of(Image.new(mode, (8192, 8192)), "PNG")
+    done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True)
+    assert done.stdout == b"(8192, 8192)\n", done.stderr.decode()
 
 
 def test_an_image_gets_the_size_of_the_model() -> None:

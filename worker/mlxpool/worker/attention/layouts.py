@@ -297,8 +297,9 @@ class PagedLayout(Layout):
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        runner = self.ragged
-        return super().is_new(spans, wanted) if runner is None else runner.is_new(spans, wanted)
+        if self.ragged is None or not all(span.plain for span in spans):
+            return super().is_new(spans, wanted)
+        return self.ragged.is_new(spans, wanted)
 
     def step(
         self,

@@ -25,7 +25,7 @@ from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.settings import ImageSettings
 
 MAX_PIXELS = 2**26  # of an image as it is stored: a sheet of 8192 x 8192
-WHITE = (255, 255, 255, 255)
+WHITE = (255, 255, 255)
 TAKEN = "png, jpeg, webp and gif are taken"
 # Formats by the begin of a file; those without a class are named in the error.
 READERS: dict[str, type[ImageFile.ImageFile]] = {
@@ -79,7 +79,8 @@ def decode(data: bytes) -> Image.Image:
             image: Image.Image = READERS[kind](BytesIO(data))
             check_pixels(kind, *image.size)
             image.load()
-            return as_rgb(ImageOps.exif_transpose(image))
+            ImageOps.exif_transpose(image, in_place=True)  # which copies an upright one not
+            return as_rgb(image)
     except BadRequest:
         raise
     except MemoryError:
@@ -118,6 +119,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         layer = image.convert("RGBA")
-        sheet = Image.new("RGBA", layer.size, WHITE)
-        return Image.alpha_composite(sheet, layer).convert("RGB")
+        sheet = Image.new("RGB", layer.size, WHITE)
+        sheet.paste(layer, mask=layer.getchannel("A"))
+        return sheet
     return image.convert("RGB")
