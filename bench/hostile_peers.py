@@ -29,7 +29,7 @@ import psutil
 from chaos.raw_zmtp import MORE, RawZmtp, frame, message
 from mlxpool.bench import report
 from mlxpool.client import Client
-from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol import frames, from_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from peer_process import gaps_between, running
@@ -43,7 +43,7 @@ CROWD_SIZE = 1000  # connections
 
 
 def _generate() -> bytes:
-    header = Header(to_broker.Generate.kind, os.urandom(16), 0, 1)
+    header = Header(from_client.Generate.kind, os.urandom(16), 0, 1)
     return message(frames.encode(header, {"model": "nobody", "prompt": "x"}))
 
 
@@ -104,7 +104,7 @@ def many_parts(endpoint: str) -> None:
 
 def crowd(endpoint: str) -> None:
     """Open a thousand connections, send a message or a part of one on each, close them; repeat."""
-    ping = message(frames.encode(Header(to_broker.Ping.kind)))
+    ping = message(frames.encode(Header(from_client.Ping.kind)))
     while True:
         peers = [RawZmtp(endpoint).greet() for _ in range(CROWD_SIZE)]
         for peer, data in zip(peers, itertools.cycle((ping, ping[:-3], b"")), strict=False):
@@ -115,11 +115,13 @@ def crowd(endpoint: str) -> None:
 
 PEERS: dict[str, Callable[[str], None]] = {
     "busy neighbour": neighbour,
-    "pings": flood(lambda: message(frames.encode(Header(to_broker.Ping.kind)))),
+    "pings": flood(lambda: message(frames.encode(Header(from_client.Ping.kind)))),
     "unknown models": flood(_generate),
     "garbage": flood(lambda: message([os.urandom(40), os.urandom(40)])),
     "empty frames": flood(lambda: frame(b"")),
-    "cancels": flood(lambda: message(frames.encode(Header(to_broker.Cancel.kind, os.urandom(16))))),
+    "cancels": flood(
+        lambda: message(frames.encode(Header(from_client.Cancel.kind, os.urandom(16))))
+    ),
     "unfinished, large parts": unfinished(frame(bytes(frames.MAX_FRAME - 64), MORE)),
     "unfinished, empty parts": unfinished(frame(b"", MORE) * 100_000),
     "half a million parts": many_parts,

@@ -40,7 +40,7 @@ from mlxpool.broker.telemetry.metric_table import FAMILIES
 from mlxpool.broker.telemetry.prometheus import PrometheusWriter
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
-from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol import frames, from_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from support.pool import Pool
@@ -210,7 +210,7 @@ def ask_others(counter: CountingClient, models: int) -> None:
     """Send one request to each other model, so that it has all its series."""
     for number in range(models - 3):
         body = {"model": f"model-{number}", "prompt": "x", "queue_ms": 100}
-        header = Header(to_broker.Generate.kind, os.urandom(16), 0, 1)
+        header = Header(from_client.Generate.kind, os.urandom(16), 0, 1)
         counter.socket.send_multipart(frames.encode(header, body))
 
 

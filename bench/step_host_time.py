@@ -39,7 +39,7 @@ from mlxpool.bench.pools import serving
 from mlxpool.cli.admin import ask
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import frames, to_broker, to_worker
+from mlxpool.common.protocol import frames, from_worker, to_worker
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
 from mlxpool.common.protocol.prompts import TextPrompt
 from mlxpool.common.protocol.to_worker import Work
@@ -225,11 +225,11 @@ def serve_as_broker(endpoint: str, rows: int, count: int) -> None:
             header = frames.Header(kind, id, 1, 1 if id else 0)
             router.send_multipart([peer, *frames.encode(header, body)])
 
-        if message.kind == to_broker.Hello.kind:
+        if message.kind == from_worker.Hello.kind:
             say(to_worker.Welcome.kind, {"token": ""})
-        elif message.kind == to_broker.Beat.kind:
+        elif message.kind == from_worker.Beat.kind:
             say(to_worker.Heard.kind, None)
-        elif message.kind == to_broker.Credit.kind and not sent:
+        elif message.kind == from_worker.Credit.kind and not sent:
             for sent in range(1, rows + 1):
                 options = Options.parse({"max_tokens": count, "seed": sent})
                 work = Work(TextPrompt(f"request {sent}"), options)

@@ -10,8 +10,8 @@ import pytest
 from mlxpool.client import request
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.images import MAX_IMAGE
-from mlxpool.common.protocol.to_broker import Generate
 
 NONE = cast(GenerateOptions, {})
 

@@ -11,9 +11,9 @@ from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
+from mlxpool.common.protocol.from_client import Generate, GenerateDraft
 from mlxpool.common.protocol.prompts import PackedPrompt, TextPrompt
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import Generate, GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids
 
 

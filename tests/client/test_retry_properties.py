@@ -12,8 +12,8 @@ from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, StreamState, parse_frame
 from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.protocol.prompts import TextPrompt
-from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from support import kinds
 

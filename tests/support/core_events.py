@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.edge.client_ingress import event_of
-from mlxpool.common.protocol import to_broker
+from mlxpool.common.protocol import from_worker
 from mlxpool.common.protocol.frames import Header, Message
 from support import kinds
 
@@ -33,39 +33,39 @@ def call(
 
 
 def hello(slot: str, body: Body, token: str = "") -> ev.WorkerHello:
-    return ev.WorkerHello(slot, to_broker.Hello.parse(body), token)
+    return ev.WorkerHello(slot, from_worker.Hello.parse(body), token)
 
 
 def dialled(slot: str, model: str, body: Body, token: str) -> ev.WorkerDialled:
-    return ev.WorkerDialled(slot, model, to_broker.Hello.parse(body), token)
+    return ev.WorkerDialled(slot, model, from_worker.Hello.parse(body), token)
 
 
 def beat(epoch: int, body: Body) -> ev.WorkerBeat:
-    return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
+    return ev.WorkerBeat(epoch, from_worker.Beat.parse(body))
 
 
 def prompts(epoch: int, *runs: tuple[bytes, int, int]) -> ev.WorkerPrompts:
-    return ev.WorkerPrompts(epoch, to_broker.PromptSizes(runs))
+    return ev.WorkerPrompts(epoch, from_worker.PromptSizes(runs))
 
 
 def credit(epoch: int, body: Body) -> ev.WorkerCredit:
-    return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
+    return ev.WorkerCredit(epoch, from_worker.Credit.parse(body))
 
 
 def tokens(epoch: int, ident: bytes, body: Body, blobs: Sequence[bytes] = ()) -> ev.WorkerAnswer:
-    return ev.WorkerAnswer(epoch, ident, to_broker.CallAnswer(body, tuple(blobs)))
+    return ev.WorkerAnswer(epoch, ident, from_worker.CallAnswer(body, tuple(blobs)))
 
 
 def vectors(epoch: int, ident: bytes) -> ev.WorkerAnswer:
-    return ev.WorkerAnswer(epoch, ident, to_broker.CallAnswer({"rows": 1}, (b"1234",), "vectors"))
+    return ev.WorkerAnswer(epoch, ident, from_worker.CallAnswer({"rows": 1}, (b"1234",), "vectors"))
 
 
 def handed_back(epoch: int, runs: Any) -> ev.WorkerYield:
-    return ev.WorkerYield(epoch, to_broker.Yield.parse({"runs": runs}))
+    return ev.WorkerYield(epoch, from_worker.Yield.parse({"runs": runs}))
 
 
 def bye(epoch: int, error: Body | None) -> ev.WorkerBye:
-    return ev.WorkerBye(epoch, to_broker.Bye(error))
+    return ev.WorkerBye(epoch, from_worker.Bye(error))
 
 
 def ack(link: int, have: Any) -> ev.Event:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxpool.broker.requests.request import Reader, Request, Run
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.from_client import Generate
 
 
 def new_request(

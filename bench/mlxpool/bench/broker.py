@@ -22,7 +22,7 @@ import zmq
 from mlxpool.bench.firehose import Flood, environment
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.pools import serving, started
-from mlxpool.common.protocol import frames, to_broker, to_client
+from mlxpool.common.protocol import frames, from_client, to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -81,7 +81,7 @@ class CountingClient:
                 "model": "m", "prompt": "x", "batch": batch, "window": 1 << 20,
                 "options": {"max_tokens": tokens},
             }  # fmt: skip
-            header = Header(to_broker.Generate.kind, os.urandom(16), 0, 1)
+            header = Header(from_client.Generate.kind, os.urandom(16), 0, 1)
             self.socket.send_multipart(frames.encode(header, body))
 
     def read(self, *, delays: bool) -> None:

@@ -23,7 +23,7 @@ import msgpack
 import zmq
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
-from mlxpool.common.protocol import deltas, to_broker, to_worker
+from mlxpool.common.protocol import deltas, from_worker, to_worker
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
@@ -64,7 +64,7 @@ def serve() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, config.endpoint)
     hello = {"slot": config.slot, "token": config.token, "digest": "firehose", "context": 1 << 30}
-    socket.send_multipart(wire.encode(Header(to_broker.Hello.kind), hello))
+    socket.send_multipart(wire.encode(Header(from_worker.Hello.kind), hello))
     requests: list[tuple[bytes, int]] = []
     epoch = 0
     while True:
@@ -72,7 +72,7 @@ def serve() -> None:
         if message.kind == to_worker.Welcome.kind:
             epoch = message.header.epoch
             credit = {"sequences": flood.streams, "works": 0}
-            socket.send_multipart(wire.encode(Header(to_broker.Credit.kind, None, epoch), credit))
+            socket.send_multipart(wire.encode(Header(from_worker.Credit.kind, None, epoch), credit))
         elif message.kind == to_worker.Work.kind:
             requests.append((message.header.id or b"", message.header.attempt))
             if len(requests) == flood.streams:

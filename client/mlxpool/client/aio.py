@@ -18,7 +18,7 @@ from mlxpool.client.stream import Delta, Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.to_broker import GenerateDraft
+from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.transport.keys import Credentials
 
 Answer = TypeVar("Answer")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import to_broker, to_client
+from mlxpool.common.protocol import from_client, to_client
 from mlxpool.common.protocol.frames import Message
 
 # The others may wait for a model.
-ANSWERED_AT_ONCE = frozenset({to_broker.ListModels.kind, to_broker.Cancel.kind})
-CANCELLABLE = to_broker.CALLS
+ANSWERED_AT_ONCE = frozenset({from_client.ListModels.kind, from_client.Cancel.kind})
+CANCELLABLE = from_client.CALLS
 
 OnReply = Callable[[Message | PoolError], None]
 Send = Callable[[Sequence[bytes]], None]

@@ -27,7 +27,7 @@ from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Content, Message, encoded
-from mlxpool.common.protocol.to_broker import Ack, Cancel, GenerateDraft, Ping
+from mlxpool.common.protocol.from_client import Ack, Cancel, GenerateDraft, Ping
 from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets

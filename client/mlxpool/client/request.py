@@ -13,11 +13,11 @@ from mlxpool.client.stream import StreamState
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
-from mlxpool.common.protocol import to_broker
+from mlxpool.common.protocol import from_client
 from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Content, Message
+from mlxpool.common.protocol.from_client import Cancel, GenerateDraft, ListModels, ModelCall
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Resume, check_size
-from mlxpool.common.protocol.to_broker import Cancel, GenerateDraft, ListModels, ModelCall
 from mlxpool.common.protocol.to_client import ModelList
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
@@ -153,9 +153,9 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
     """Ask for the ids of a text. Raises BadRequest for a value that is no str."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
-        content = ModelCall(to_broker.TOKENIZE, model, {"text": True}, (data,))
+        content = ModelCall(from_client.TOKENIZE, model, {"text": True}, (data,))
     else:
-        content = ModelCall(to_broker.TOKENIZE, model, {"text": text})
+        content = ModelCall(from_client.TOKENIZE, model, {"text": text})
     return Question(
         os.urandom(ID_BYTES),
         content,
@@ -165,7 +165,7 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
     """Ask for the text of ids. Raises BadRequest for an invalid token id."""
-    content = ModelCall(to_broker.DETOKENIZE, model, packed=(pack_ids(ids),))
+    content = ModelCall(from_client.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 

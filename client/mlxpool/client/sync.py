@@ -20,7 +20,7 @@ from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, join
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.to_broker import GenerateDraft
+from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.transport.keys import Credentials
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded

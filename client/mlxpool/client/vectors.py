@@ -21,7 +21,7 @@ from mlxpool.common.protocol.encoder_calls import (
     pack_texts,
 )
 from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
-from mlxpool.common.protocol.to_broker import ModelCall
+from mlxpool.common.protocol.from_client import ModelCall
 from mlxpool.common.protocol.token_ids import pack_ids
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
-from mlxpool.common.protocol.to_broker import GenerateDraft
+from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from support import kinds
 

@@ -146,7 +146,7 @@ class World:
 
     def add_client(self, number: int) -> Client:
         client = Client(number, lambda *_: None, lambda: None, SilenceTimer(PACE, self.now))
-        client.send = lambda header, body, blobs: self.to_broker(client, header, body, blobs)
+        client.send = lambda header, body, blobs: self.from_client(client, header, body, blobs)
         client.replace = lambda: self.reconnect(client)
         self.clients.append(client)
         self.conns[number] = Conn()
@@ -157,7 +157,7 @@ class World:
         self.conns[client.number].alive = False
         self.conns[client.number] = Conn()
 
-    def to_broker(
+    def from_client(
         self, client: Client, header: Header, body: Mapping[str, Any], blobs: tuple[bytes, ...]
     ) -> None:
         conn = self.conns[client.number]

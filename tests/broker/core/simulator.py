@@ -28,8 +28,8 @@ from mlxpool.broker.core import events as ev
 from mlxpool.client.retry import StreamRetry
 from mlxpool.client.stream import StreamState
 from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.protocol.prompts import TextPrompt
-from mlxpool.common.protocol.to_broker import GenerateDraft
 
 FAULTY = 6.0  # seconds in which something may go wrong
 PATIENCE = 150.0  # seconds in which every stream has to have its end

@@ -6,7 +6,7 @@ import pytest
 
 from mlxpool.broker.processes.remote_workers import sample_of
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol.to_broker import Beat
+from mlxpool.common.protocol.from_worker import Beat
 
 
 def test_a_beat_becomes_a_sample() -> None:

@@ -11,7 +11,7 @@ from mlxpool.broker.workers.placement import (
 )
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.from_client import Generate
 from support.core_requests import new_request
 
 

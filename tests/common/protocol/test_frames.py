@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import bounds, deltas, frames, to_broker, token_ids
+from mlxpool.common.protocol import bounds, deltas, frames, from_client, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
 from mlxpool.common.protocol.images import MAX_IMAGE
@@ -375,45 +375,45 @@ BASE = {"model": "m", "prompt": "a", "options": {"seed": 1}}
 
 
 def test_a_digest_is_of_the_request_not_of_the_sending() -> None:
-    first = to_broker.request_digest(BASE, [])
+    first = from_client.request_digest(BASE, [])
     again = {**BASE, "deadline_ms": 5, "queue_ms": 1, "window": 3, "batch": True}
-    assert to_broker.request_digest(again, []) == first
-    assert to_broker.request_digest(dict(reversed(BASE.items())), []) == first
+    assert from_client.request_digest(again, []) == first
+    assert from_client.request_digest(dict(reversed(BASE.items())), []) == first
     assert len(first) == 16
 
 
 def test_the_ids_of_a_resume_are_no_part_of_the_digest() -> None:
     blob = {**BASE, "prompt": True}
     resumed = {**blob, "resume": {"count": 1}}
-    assert to_broker.request_digest(resumed, [b"text", b"1234"]) == to_broker.request_digest(
+    assert from_client.request_digest(resumed, [b"text", b"1234"]) == from_client.request_digest(
         blob, [b"text"]
     )
-    assert to_broker.request_digest(
+    assert from_client.request_digest(
         {**BASE, "resume": {"count": 1}}, [b"1234"]
-    ) == to_broker.request_digest(BASE, [])
+    ) == from_client.request_digest(BASE, [])
 
 
 @pytest.mark.parametrize(
     "other", [{"model": "n"}, {"prompt": "b"}, {"options": {}}, {"priority": 1}, {"session": "s"}]
 )
 def test_different_requests_have_different_digests(other: dict[str, Any]) -> None:
-    assert to_broker.request_digest({**BASE, **other}, []) != to_broker.request_digest(BASE, [])
+    assert from_client.request_digest({**BASE, **other}, []) != from_client.request_digest(BASE, [])
 
 
 def test_a_prompt_in_a_blob_is_part_of_the_digest() -> None:
     body = {**BASE, "prompt": True}
-    assert to_broker.request_digest(body, [b"a"]) != to_broker.request_digest(body, [b"b"])
+    assert from_client.request_digest(body, [b"a"]) != from_client.request_digest(body, [b"b"])
 
 
 def test_images_are_part_of_the_digest_and_the_ids_behind_them_are_not() -> None:
     body = {**BASE, "images": 2}
-    first = to_broker.request_digest(body, [b"a", b"b"])
-    assert to_broker.request_digest({**body, "resume": {}}, [b"a", b"b", b"1234"]) == first
+    first = from_client.request_digest(body, [b"a", b"b"])
+    assert from_client.request_digest({**body, "resume": {}}, [b"a", b"b", b"1234"]) == first
     for others in ([b"a", b"c"], [b"b", b"a"], [b"ab", b""]):
-        assert to_broker.request_digest(body, others) != first
+        assert from_client.request_digest(body, others) != first
     packed_prompt = {**body, "prompt": True}
-    assert to_broker.request_digest(packed_prompt, [b"p", b"a", b"b"]) != (
-        to_broker.request_digest(packed_prompt, [b"p", b"a", b"c"])
+    assert from_client.request_digest(packed_prompt, [b"p", b"a", b"b"]) != (
+        from_client.request_digest(packed_prompt, [b"p", b"a", b"c"])
     )
 
 

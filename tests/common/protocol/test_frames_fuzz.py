@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import PoolError, TooLarge
-from mlxpool.common.protocol import deltas, frames, to_broker, token_ids
+from mlxpool.common.protocol import deltas, frames, from_client, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
-from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.from_client import Generate
 from support import kinds
 
 ID = bytes(range(16))
@@ -100,7 +100,7 @@ def _deltas(message: Message) -> str:
 
 
 def _payload(message: Message) -> str:
-    to_broker.request_digest(message.body, message.blobs)  # the broker makes it before it checks
+    from_client.request_digest(message.body, message.blobs)  # the broker makes it before it checks
     try:
         payload = Generate.parse(message.body, message.blobs)
     except PoolError as error:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.images import MAX_IMAGE, MAX_IMAGE_TOTAL
-from mlxpool.common.protocol.to_broker import Generate
 
 
 def parsed(blobs: list[bytes], **body: Any) -> Generate:

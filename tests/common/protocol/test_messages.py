@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.errors import BadRequest, QueueFull
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import deltas, to_broker, to_client, to_worker
+from mlxpool.common.protocol import deltas, from_client, from_worker, to_client, to_worker
 from mlxpool.common.protocol.deltas import Delta, Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Content, Message, decode, encoded
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
@@ -33,16 +33,16 @@ PROMPTS: list[Prompt] = [
     ),
 ]
 PARSED_BY_BODY: list[Any] = [
-    to_broker.Ack([(ID, 3)]),
-    to_broker.Hello("m/0", "m", "t", 7, 1.5, "h", "d", 64),
-    to_broker.Credit(2, 5),
-    to_broker.Beat("decode", 3, 4, ID, 1.5, 1, 2, "paged", {"kv": 1}, {"hits": 2}),
-    to_broker.Beat("load", load_progress=0.25),
-    to_broker.PromptSizes([(ID, 4, 300)]),
-    to_broker.Beat("idle", look=to_broker.ProgressSample(1, False, 2, 3)),
-    to_broker.Yield([(ID, 4)]),
-    to_broker.Bye(),
-    to_broker.Bye({"code": "internal", "message": "x", "retryable": False}),
+    from_client.Ack([(ID, 3)]),
+    from_worker.Hello("m/0", "m", "t", 7, 1.5, "h", "d", 64),
+    from_worker.Credit(2, 5),
+    from_worker.Beat("decode", 3, 4, ID, 1.5, 1, 2, "paged", {"kv": 1}, {"hits": 2}),
+    from_worker.Beat("load", load_progress=0.25),
+    from_worker.PromptSizes([(ID, 4, 300)]),
+    from_worker.Beat("idle", look=from_worker.ProgressSample(1, False, 2, 3)),
+    from_worker.Yield([(ID, 4)]),
+    from_worker.Bye(),
+    from_worker.Bye({"code": "internal", "message": "x", "retryable": False}),
     to_worker.Welcome(9, "t"),
     to_worker.Stop(True),
     to_client.Accepted(1, 2, 0, 7),
@@ -73,9 +73,9 @@ def test_what_is_sent_is_parsed(content: Any) -> None:
 def test_a_request_travels_with_its_prompt_and_its_resume(
     prompt: Prompt, resume: Resume | None
 ) -> None:
-    draft = to_broker.GenerateDraft("m", prompt, {"seed": 7}, {"priority": 2}, resume)
+    draft = from_client.GenerateDraft("m", prompt, {"seed": 7}, {"priority": 2}, resume)
     message = received(draft)
-    request = to_broker.Generate.parse(message.body, message.blobs)
+    request = from_client.Generate.parse(message.body, message.blobs)
     assert (request.model, request.prompt, request.priority) == ("m", prompt, 2)
     assert (request.options.seed, request.resume) == (7, resume)
     if resume is not None:
@@ -98,13 +98,13 @@ def test_empty_facts_state_nothing() -> None:
 
 def test_what_is_no_size_of_a_prompt_is_left_out() -> None:
     runs = [[ID, 4, 300], [ID, 4], ["x", 4, 3], [ID, 4, -1], [ID, 4, True], 5]
-    assert to_broker.PromptSizes.parse({"runs": runs}).runs == [(ID, 4, 300)]
-    assert to_broker.PromptSizes.parse({"runs": "x"}).runs == []
+    assert from_worker.PromptSizes.parse({"runs": runs}).runs == [(ID, 4, 300)]
+    assert from_worker.PromptSizes.parse({"runs": "x"}).runs == []
 
 
 @pytest.mark.parametrize("share", ["x", -0.1, 1.1, True, None, float("nan")])
 def test_what_is_no_share_of_a_load_counts_as_unknown(share: object) -> None:
-    assert to_broker.Beat.parse({"load_progress": share}).load_progress is None
+    assert from_worker.Beat.parse({"load_progress": share}).load_progress is None
 
 
 def test_work_without_a_resume_begins_with_an_empty_one() -> None:
@@ -120,7 +120,7 @@ def test_rows_travel_both_ways() -> None:
 
 def test_messages_without_content() -> None:
     assert len(encoded(to_worker.Who())) == 1  # the header alone
-    for content in (to_worker.Heard(), to_worker.Drain(), to_broker.Ping(), to_broker.Cancel()):
+    for content in (to_worker.Heard(), to_worker.Drain(), from_client.Ping(), from_client.Cancel()):
         assert decode(encoded(content)).body == {}
 
 
@@ -136,13 +136,13 @@ def test_an_error_is_the_one_that_was_raised() -> None:
 @pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])
 def test_a_call_of_the_tokenizer_keeps_what_the_worker_reads(kind: str) -> None:
     body = {"model": "m", "text": True, "later": 1, "owner": "forged"}
-    call = to_broker.ModelCall.parse(kind, body, [b"long"], "me")
+    call = from_client.ModelCall.parse(kind, body, [b"long"], "me")
     assert (call.body(), call.blobs(), call.kind) == ({**body, "owner": "me"}, (b"long",), kind)
     with pytest.raises(BadRequest, match=f"{kind}: model must be a name"):
-        to_broker.ModelCall.parse(kind, {"model": 1}, [], "me")
+        from_client.ModelCall.parse(kind, {"model": 1}, [], "me")
 
 
-@pytest.mark.parametrize("module", [deltas, to_broker, to_worker, to_client])
+@pytest.mark.parametrize("module", [deltas, from_client, to_worker, to_client])
 def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     known = {value for name, value in vars(kinds).items() if name.isupper()}
     contents = [
@@ -154,16 +154,16 @@ def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     for each in contents:
         # A delta is filled step by step: a new object for each step would cost the hot path.
         assert vars(each)["__dataclass_params__"].frozen or each is to_client.StreamDelta, each
-        assert each in (to_broker.ModelCall, to_broker.CallAnswer) or each.kind in known
+        assert each in (from_client.ModelCall, from_worker.CallAnswer) or each.kind in known
 
 
 @pytest.mark.parametrize(
     ("parse", "body"),
     [
-        (to_broker.Hello.parse, {"slot": 1, "pid": "x", "digest": None, "context": -1}),
-        (to_broker.Credit.parse, {"sequences": "many", "works": -2}),
-        (to_broker.Beat.parse, {"phase": 1, "memory": [], "look": "x", "prefill": 3}),
-        (to_broker.Yield.parse, {"runs": [[ID], ["x", 1], 7]}),
+        (from_worker.Hello.parse, {"slot": 1, "pid": "x", "digest": None, "context": -1}),
+        (from_worker.Credit.parse, {"sequences": "many", "works": -2}),
+        (from_worker.Beat.parse, {"phase": 1, "memory": [], "look": "x", "prefill": 3}),
+        (from_worker.Yield.parse, {"runs": [[ID], ["x", 1], 7]}),
         (to_worker.Welcome.parse, {"boot": "x", "token": 7}),
         (to_worker.Stop.parse, {"error": "x"}),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import ALIASES, CHECKS
-from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.to_client import Accepted
 from mlxpool.common.protocol.unread_keys import KNOWN, MAX_WARNINGS, REFUSED
 

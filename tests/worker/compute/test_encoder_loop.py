@@ -13,7 +13,7 @@ import pytest
 
 from mlxpool.common.errors import OutOfMemory
 from mlxpool.common.protocol.encoder_calls import VECTORS
-from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.worker.compute.encoder_calls import EncoderCalls
 from mlxpool.worker.compute.encoder_loop import EncoderLoop
 from mlxpool.worker.compute.messages import (

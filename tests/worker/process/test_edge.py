@@ -15,8 +15,8 @@ from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import MAX_BACK_BODY, Content, Header, Message
+from mlxpool.common.protocol.from_worker import CallAnswer, Hello
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import CallAnswer, Hello
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Welcome
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History

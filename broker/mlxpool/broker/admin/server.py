@@ -13,7 +13,7 @@ from mlxpool.broker.core.events import AfterScan
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol import admin, frames, to_broker
+from mlxpool.common.protocol import admin, frames, from_client
 from mlxpool.common.protocol.frames import Header, Message, encoded
 from mlxpool.common.protocol.to_client import Failed
 
@@ -61,7 +61,7 @@ class AdminServer:
             return
         if message.kind == admin.WATCH and self.subscriptions.accepts(number):
             self._guarded(partial(self.subscriptions.renew, number, message.header.id), now)
-        elif message.kind == to_broker.ListModels.kind:
+        elif message.kind == from_client.ListModels.kind:
             self._after_scan(partial(self._answer, number, message), now)
         else:
             self._answer(number, message, now)

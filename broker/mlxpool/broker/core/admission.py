@@ -20,8 +20,8 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.images import VISION, no_image_input
-from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
 

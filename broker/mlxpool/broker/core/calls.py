@@ -23,7 +23,7 @@ from mlxpool.common.errors import (
     WorkerLost,
 )
 from mlxpool.common.protocol.frames import VERSION, Content
-from mlxpool.common.protocol.to_broker import Cancel, ModelCall
+from mlxpool.common.protocol.from_client import Cancel, ModelCall
 from mlxpool.common.protocol.to_client import Failed, ModelList, Pong
 
 MAX_LOSSES = 2  # of workers that had a call of the tokenizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import to_broker
+from mlxpool.common.protocol import from_client, from_worker
 from mlxpool.common.protocol.deltas import Delta
 
 
@@ -30,7 +30,7 @@ AfterScan = Callable[[Callable[[float], None], float], None]  # see Catalogue.af
 class ClientGenerate(Event):
     """A client sent `generate`.
 
-    `digest` is that of the sending, see `to_broker.request_digest`. `message` is the error that
+    `digest` is that of the sending, see `from_client.request_digest`. `message` is the error that
     parsing raised if the body is bad: a known id is answered before a bad body is. `entropy`
     becomes the seed of a request that names none.
     """
@@ -40,7 +40,7 @@ class ClientGenerate(Event):
     id: bytes
     attempt: int
     digest: bytes
-    message: to_broker.Generate | PoolError
+    message: from_client.Generate | PoolError
     entropy: int
 
 
@@ -58,7 +58,7 @@ class ClientAck(Event):
     """`ack` of a client, or the error that parsing it raised."""
 
     link: int
-    message: to_broker.Ack | PoolError
+    message: from_client.Ack | PoolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ClientModelCall(Event):
     link: int
     id: bytes
     attempt: int
-    message: to_broker.ModelCall | PoolError
+    message: from_client.ModelCall | PoolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class WorkerHello(Event):
     """
 
     slot: str
-    message: to_broker.Hello
+    message: from_worker.Hello
     token: str = ""
 
 
@@ -151,7 +151,7 @@ class WorkerDialled(Event):
 
     slot: str
     model: str
-    message: to_broker.Hello
+    message: from_worker.Hello
     token: str
 
 
@@ -168,7 +168,7 @@ class WorkerBeat(Event):
     """`beat` of a worker."""
 
     epoch: int
-    message: to_broker.Beat
+    message: from_worker.Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class WorkerCredit(Event):
     """`credit` of a worker."""
 
     epoch: int
-    message: to_broker.Credit
+    message: from_worker.Credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class WorkerAnswer(Event):
 
     epoch: int
     id: bytes
-    message: to_broker.CallAnswer
+    message: from_worker.CallAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class WorkerYield(Event):
     """`yield` of a drained worker."""
 
     epoch: int
-    message: to_broker.Yield
+    message: from_worker.Yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class WorkerPrompts(Event):
     """`prompts` of a worker: the sizes of prompts that it has prepared."""
 
     epoch: int
-    message: to_broker.PromptSizes
+    message: from_worker.PromptSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class WorkerBye(Event):
     """`bye` of a worker."""
 
     epoch: int
-    message: to_broker.Bye
+    message: from_worker.Bye
 
 
 @dataclass(frozen=True, slots=True)

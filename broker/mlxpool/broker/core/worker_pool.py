@@ -13,7 +13,8 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
 from mlxpool.broker.workers.worker import Slot, Worker, restart_delay
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
-from mlxpool.common.protocol.to_broker import Cancel, Credit, Hello
+from mlxpool.common.protocol.from_client import Cancel
+from mlxpool.common.protocol.from_worker import Credit, Hello
 from mlxpool.common.protocol.to_worker import Welcome
 
 ROUNDING = 1e-9  # seconds by which a timer may fire early

@@ -16,7 +16,7 @@ from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
-from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol import frames, from_client
 from mlxpool.common.protocol.frames import Header, Message, encoded
 from mlxpool.common.protocol.to_client import Failed
 
@@ -129,22 +129,22 @@ def new_seed() -> int:
 def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:
     """The event of a client's message. Raises BadRequest for one that a client cannot send."""
     header, kind = message.header, message.kind
-    if kind == to_broker.Ack.kind:
-        return ev.ClientAck(link, _parsed(to_broker.Ack.parse, message.body))
-    if kind == to_broker.Ping.kind:
+    if kind == from_client.Ack.kind:
+        return ev.ClientAck(link, _parsed(from_client.Ack.parse, message.body))
+    if kind == from_client.Ping.kind:
         return ev.ClientPing(link, header.id or bytes(frames.ID_BYTES), header.attempt)
     if header.id is None:
         raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
-    if kind == to_broker.Generate.kind:
-        digest = to_broker.request_digest(message.body, message.blobs)
-        parsed = _parsed(to_broker.Generate.parse, message.body, message.blobs)
+    if kind == from_client.Generate.kind:
+        digest = from_client.request_digest(message.body, message.blobs)
+        parsed = _parsed(from_client.Generate.parse, message.body, message.blobs)
         return ev.ClientGenerate(link, owner, header.id, header.attempt, digest, parsed, entropy())
-    if kind == to_broker.Cancel.kind:
+    if kind == from_client.Cancel.kind:
         return ev.CancelRequest(link, owner, header.id)
-    if kind == to_broker.ListModels.kind:
+    if kind == from_client.ListModels.kind:
         return ev.ClientListModels(link, header.id, header.attempt)
-    if kind in to_broker.CALLS:
-        parse = to_broker.ModelCall.parse
+    if kind in from_client.CALLS:
+        parse = from_client.ModelCall.parse
         call = _parsed(parse, kind, message.body, message.blobs, owner)
         return ev.ClientModelCall(link, header.id, header.attempt, call)
     if kind in HANDLERS:

@@ -16,10 +16,10 @@ from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol import frames, from_worker
 from mlxpool.common.protocol.deltas import Delta, Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Message, encoded
-from mlxpool.common.protocol.to_broker import Hello
+from mlxpool.common.protocol.from_worker import Hello
 from mlxpool.common.protocol.to_worker import Stop, Who
 
 log = logging.getLogger("mlxpool.broker")
@@ -121,19 +121,19 @@ class WorkerIngress:
     def _event(self, epoch: int, message: Message) -> ev.Event:
         """Raises BadRequest."""
         body, request_id = message.body, message.header.id or b""
-        if message.kind == to_broker.Beat.kind:
-            return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
-        if message.kind == to_broker.Credit.kind:
-            return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
-        if message.kind in to_broker.ANSWERS:
-            answer = to_broker.CallAnswer(body, message.blobs, message.kind)
+        if message.kind == from_worker.Beat.kind:
+            return ev.WorkerBeat(epoch, from_worker.Beat.parse(body))
+        if message.kind == from_worker.Credit.kind:
+            return ev.WorkerCredit(epoch, from_worker.Credit.parse(body))
+        if message.kind in from_worker.ANSWERS:
+            answer = from_worker.CallAnswer(body, message.blobs, message.kind)
             return ev.WorkerAnswer(epoch, request_id, answer)
-        if message.kind == to_broker.Yield.kind:
-            return ev.WorkerYield(epoch, to_broker.Yield.parse(body))
-        if message.kind == to_broker.PromptSizes.kind:
-            return ev.WorkerPrompts(epoch, to_broker.PromptSizes.parse(body))
-        if message.kind == to_broker.Bye.kind:
-            return ev.WorkerBye(epoch, to_broker.Bye.parse(body))
+        if message.kind == from_worker.Yield.kind:
+            return ev.WorkerYield(epoch, from_worker.Yield.parse(body))
+        if message.kind == from_worker.PromptSizes.kind:
+            return ev.WorkerPrompts(epoch, from_worker.PromptSizes.parse(body))
+        if message.kind == from_worker.Bye.kind:
+            return ev.WorkerBye(epoch, from_worker.Bye.parse(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
 
     # ---- hello -------------------------------------------------------------------------------

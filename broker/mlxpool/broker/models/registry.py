@@ -13,7 +13,7 @@ from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import BadRequest, ModelUnavailable, PoolError, UnknownModel, from_body
 from mlxpool.common.protocol.encoder_calls import TASKS
-from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.from_client import Generate
 
 GENERATE = Generate.kind
 MAX_NAMES_SHOWN = 20

@@ -31,7 +31,7 @@ from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
 from mlxpool.common.progress import PHASES, ProgressReading
 from mlxpool.common.protocol.frames import encoded
-from mlxpool.common.protocol.to_broker import Beat, Hello, ProgressSample
+from mlxpool.common.protocol.from_worker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
 
 MAX_REMOTE_WORKERS = 4096

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mlxpool.common.protocol.to_broker import ModelCall
+from mlxpool.common.protocol.from_client import ModelCall
 
 
 @dataclass(eq=False, slots=True)

@@ -11,8 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from mlxpool.broker.requests.request import Request
+from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
-from mlxpool.common.protocol.to_broker import MAX_PRIORITY, Generate
 
 QUANTUM = 512  # tokens that an owner's deficit grows by in each round
 MAX_COST = 64 * 1024  # tokens that one request costs at most

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import count_of
 

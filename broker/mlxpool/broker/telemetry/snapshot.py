@@ -17,7 +17,7 @@ from mlxpool.broker.models import listing as model_listing
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.workers.worker import Slot, Worker
-from mlxpool.common.protocol.to_broker import Beat
+from mlxpool.common.protocol.from_worker import Beat
 
 MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
 _NO_FIGURES = Figures()  # of a model that was never requested

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mlxpool.broker.workers.liveness import Watch
 from mlxpool.broker.workers.worker_states import TRANSITIONS, WorkerState
-from mlxpool.common.protocol.to_broker import Beat, Hello
+from mlxpool.common.protocol.from_worker import Beat, Hello
 
 PROVEN_TOKENS = 16  # a worker that made so many has served
 

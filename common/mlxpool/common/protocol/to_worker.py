@@ -1,4 +1,4 @@
-"""Messages of the broker to a worker. `cancel`: see `to_broker`."""
+"""Messages of the broker to a worker. `cancel`: see `from_client`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.from_client import DETOKENIZE, TOKENIZE
 from mlxpool.common.protocol.images import parse_images
 from mlxpool.common.protocol.prompts import (
     ChatPrompt,
@@ -19,7 +20,6 @@ from mlxpool.common.protocol.prompts import (
     blobs_of_prompt,
 )
 from mlxpool.common.protocol.resume import Resume
-from mlxpool.common.protocol.to_broker import DETOKENIZE, TOKENIZE
 
 
 @dataclass(frozen=True, slots=True)

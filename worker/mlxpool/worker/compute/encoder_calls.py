@@ -10,7 +10,7 @@ from time import monotonic
 import numpy as np
 
 from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, VECTORS
-from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.worker.compute.messages import CallKey, Compute
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.vectors import Vectors, finished

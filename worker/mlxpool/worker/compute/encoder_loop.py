@@ -12,7 +12,7 @@ from time import monotonic
 from typing import NoReturn
 
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.worker.compute.encoder_calls import EncoderCalls, PassInput
 from mlxpool.worker.compute.messages import (
     Answer,

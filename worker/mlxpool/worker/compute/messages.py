@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_broker import CallAnswer
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder

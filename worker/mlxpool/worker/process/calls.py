@@ -8,7 +8,7 @@ from itertools import count
 from mlxpool.common.errors import PoolError, TooLarge
 from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall, Task
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
 from mlxpool.worker.compute.messages import Answer, CallKey, Compute, DropCall, Inbound
 from mlxpool.worker.process.link import Link

@@ -20,9 +20,9 @@ import zmq
 from mlxpool.common.config.schema import WorkerConfig
 from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
-from mlxpool.common.protocol import to_broker, to_worker
+from mlxpool.common.protocol import from_client, to_worker
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, ProgressSample
+from mlxpool.common.protocol.from_worker import Beat, Bye, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop, Welcome
 from mlxpool.common.trace import History
 from mlxpool.common.transport.waker import Waker
@@ -338,9 +338,9 @@ class Edge:
         key = (header.id or b"", header.attempt)
         if kind == to_worker.Work.kind:
             self.runs.work(message, key)
-        elif kind in to_broker.CALLS:
+        elif kind in from_client.CALLS:
             self.calls.begin(message, self.runs.fence)
-        elif kind == to_broker.Cancel.kind:
+        elif kind == from_client.Cancel.kind:
             self._cancel(key)
         elif kind == to_worker.Drain.kind:
             self.runs.drain()

@@ -22,7 +22,7 @@ from mlxpool.common.protocol.frames import (
     decode,
     encoded,
 )
-from mlxpool.common.protocol.to_broker import Hello
+from mlxpool.common.protocol.from_worker import Hello
 from mlxpool.common.protocol.to_worker import Welcome
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets

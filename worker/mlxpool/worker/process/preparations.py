@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.encoder_calls import EncoderCall
-from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
 from mlxpool.common.protocol.token_ids import count_of
 from mlxpool.worker.compute.messages import Admit, Answer, CallKey, RunKey

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
 from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, EncoderCall
-from mlxpool.common.protocol.to_broker import CallAnswer
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.worker.compute.messages import Answer, CallKey, RunKey

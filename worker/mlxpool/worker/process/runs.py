@@ -14,7 +14,7 @@ from enum import Enum, auto
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Credit, PromptSizes, Yield
+from mlxpool.common.protocol.from_worker import Credit, PromptSizes, Yield
 from mlxpool.common.protocol.to_worker import Work, count_of_resume
 from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, Inbound, RunKey

@@ -1,4 +1,4 @@
-"""Messages to the broker: those of clients, then those of workers. `deltas`: see `deltas`."""
+"""Messages of clients to the broker."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import msgpack
 
-from mlxpool.common.checks import flag, integer, is_number, mapping, natural, text
+from mlxpool.common.checks import flag, integer, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
-from mlxpool.common.protocol.encoder_calls import TASKS, VECTORS
+from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
     Prompt,
@@ -24,9 +24,7 @@ from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.unread_keys import check_keys
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
-TOKENS = "tokens"  # the kind of their answer
 CALLS = frozenset({TOKENIZE, DETOKENIZE, *TASKS})  # the kinds of a `ModelCall`
-ANSWERS = frozenset({TOKENS, VECTORS})  # the kinds of a `CallAnswer`
 _OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that are not fields
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
@@ -236,240 +234,3 @@ class ModelCall(Content):
         deadline_ms = integer(body, "deadline_ms", 1, MAX_DEADLINE_MS)
         fields = {key: value for key, value in body.items() if key not in _OF_CALLS}
         return cls(kind, model, fields, tuple(blobs), owner, deadline_ms)
-
-
-# ---- workers ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Hello(Content):
-    """A worker introduces itself. `slot` is "" for one that dials in and asks for a slot.
-
-    `token` is the newest one that the broker gave it; `start_time` is seconds since 1970.
-    """
-
-    kind: ClassVar[str] = "hello"
-    slot: str
-    model: str | None = None
-    token: str = ""
-    pid: int = 0
-    start_time: float = 0.0
-    host: str | None = None
-    digest: str = ""
-    context: int = 0
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "slot": self.slot,
-            "model": self.model,
-            "pid": self.pid,
-            "start_time": self.start_time,
-            "host": self.host,
-            "digest": self.digest,
-            "context": self.context,
-            "token": self.token,
-        }
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Hello:
-        """Read leniently: a wrong type counts as absent."""
-        model, host, start = body.get("model"), body.get("host"), body.get("start_time")
-        return cls(
-            str(body.get("slot") or ""),
-            model if isinstance(model, str) else None,
-            str(body.get("token")),
-            natural(body.get("pid")),
-            float(start) if isinstance(start, int | float) else 0.0,
-            host if isinstance(host, str) else None,
-            str(body.get("digest") or ""),
-            natural(body.get("context")),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Credit(Content):
-    """Room for more work: `sequences` are free, `works` frames were received in this epoch."""
-
-    kind: ClassVar[str] = "credit"
-    sequences: int = 0
-    works: int = 0
-
-    def body(self) -> dict[str, Any]:
-        return {"sequences": self.sequences, "works": self.works}
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Credit:
-        return cls(natural(body.get("sequences")), natural(body.get("works")))
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressSample:
-    """What a worker that dialled in says in place of its progress block."""
-
-    tokens: int = 0  # of the prompt chunk it reads
-    fresh: bool = True  # whether a shape of the step is new
-    usual_token_ns: int = 0
-    usual_step_ns: int = 0
-
-    @classmethod
-    def parse(cls, look: object) -> ProgressSample:
-        """Four integers; anything else counts as a step of a new shape, which may take long."""
-        if isinstance(look, list) and len(look) == 4 and all(isinstance(v, int) for v in look):
-            return cls(look[0], bool(look[1]), look[2], look[3])
-        return cls()
-
-
-@dataclass(frozen=True, slots=True)
-class Beat(Content):
-    """A heartbeat: what the worker does now and what it holds. Memory is bytes.
-
-    `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
-    `load_progress` is the share of the weights that is loaded, 0 to 1; None: it did not say.
-    """
-
-    kind: ClassVar[str] = "beat"
-    phase: str | None = None
-    phase_age_ms: float = 0
-    progress: int = 0
-    prefill: bytes | None = None
-    step_ms: float = 0
-    running: int = 0
-    waiting: int = 0
-    layout: str = ""
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    prefix: Mapping[str, Any] = field(default_factory=dict)
-    look: ProgressSample | None = None
-    load_progress: float | None = None
-
-    def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "phase": self.phase,
-            "phase_age_ms": self.phase_age_ms,
-            "progress": self.progress,
-            "prefill": self.prefill,
-            "step_ms": self.step_ms,
-            "running": self.running,
-            "waiting": self.waiting,
-            "layout": self.layout,
-            "load_progress": self.load_progress,
-            "memory": self.memory,
-            "prefix": self.prefix,
-        }
-        if (look := self.look) is not None:
-            body["look"] = [look.tokens, look.fresh, look.usual_token_ns, look.usual_step_ns]
-        return body
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Beat:
-        """Read leniently: a wrong type counts as absent."""
-        phase, age, step = body.get("phase"), body.get("phase_age_ms"), body.get("step_ms")
-        prefill, layout = body.get("prefill"), body.get("layout")
-        loaded = body.get("load_progress")
-        return cls(
-            phase if isinstance(phase, str) else None,
-            age if isinstance(age, int | float) else 0,
-            natural(body.get("progress")),
-            prefill if isinstance(prefill, bytes) else None,
-            step if isinstance(step, int | float) else 0,
-            natural(body.get("running")),
-            natural(body.get("waiting")),
-            layout if isinstance(layout, str) else "",
-            mapping(body.get("memory")),
-            mapping(body.get("prefix")),
-            ProgressSample.parse(body["look"]) if "look" in body else None,
-            float(loaded) if is_number(loaded) and 0 <= loaded <= 1 else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CallAnswer(Content):
-    """The answer to a call; the body of an error if it has a `code`.
-
-    Its kind is `tokens` for those of the tokenizer, `vectors` for those that a model computed.
-    """
-
-    fields: Mapping[str, Any]
-    packed: tuple[bytes, ...] = ()
-    kind: str = TOKENS  # type: ignore[misc]  # one dataclass for two kinds
-
-    @property
-    def failed(self) -> bool:
-        return "code" in self.fields
-
-    def body(self) -> dict[str, Any]:
-        return dict(self.fields)
-
-    def blobs(self) -> tuple[bytes, ...]:
-        return self.packed
-
-
-@dataclass(frozen=True, slots=True)
-class Yield(Content):
-    """A drained worker hands back the runs that it has not finished: (id, run number) each."""
-
-    kind: ClassVar[str] = "yield"
-    runs: Sequence[tuple[bytes, int]] = ()
-
-    def body(self) -> dict[str, Any]:
-        return {"runs": [list(run) for run in self.runs]}
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Yield:
-        """Read leniently: entries that are no [id, run number] are left out."""
-        runs = body.get("runs")
-        pairs = runs if isinstance(runs, list) else []
-        return cls(
-            [
-                (pair[0], pair[1])
-                for pair in pairs
-                if isinstance(pair, list)
-                and len(pair) == 2
-                and isinstance(pair[0], bytes)
-                and isinstance(pair[1], int)
-            ]
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSizes(Content):
-    """How many tokens prompts have, before they are read: (id, run number, tokens) each."""
-
-    kind: ClassVar[str] = "prompts"
-    runs: Sequence[tuple[bytes, int, int]] = ()
-
-    def body(self) -> dict[str, Any]:
-        return {"runs": [list(run) for run in self.runs]}
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> PromptSizes:
-        """Read leniently: entries that are no [id, run number, tokens] are left out."""
-        runs = body.get("runs")
-        return cls([tuple(run) for run in runs if _is_size(run)] if isinstance(runs, list) else [])
-
-
-def _is_size(run: object) -> bool:
-    return (
-        isinstance(run, list)
-        and len(run) == 3
-        and isinstance(run[0], bytes)
-        and all(type(number) is int and number >= 0 for number in run[1:])
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Bye(Content):
-    """A worker leaves; `error` is the body of an error, if it cannot serve or no longer can."""
-
-    kind: ClassVar[str] = "bye"
-    error: Mapping[str, Any] | None = None
-
-    def body(self) -> dict[str, Any]:
-        return {} if self.error is None else {"error": dict(self.error)}
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Bye:
-        """Raises BadRequest unless `error` is a map."""
-        error = body.get("error")
-        if error is None or isinstance(error, Mapping):
-            return cls(error)
-        raise BadRequest(f"the error of a `bye` must be a map, is {error!r:.40}")
