@@ -32,6 +32,7 @@ ROOT_VARIABLE = "PROGRAM_STUBS_ROOT"  # environment variable: the folder that is
 REASONS = {
     "mlxpool bench": "measures for minutes: its own parser reads the arguments",
     "python bench/": "the same",
+    "python examples/train_demo_embedding.py": "trains for minutes: its own parser reads these",
     "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the arguments",
     "python -m pytest": "the suite runs these itself: they are collected",
     "python3 -m venv": "takes long: a folder with this environment's programs is made",
@@ -306,7 +307,7 @@ STUBS: dict[str, Callable[[Sequence[str]], None]] = {
 # Shell patterns of the arguments with which the stub runs; else the real program runs.
 STUBBED_ARGUMENTS = {
     "mlxpool": '*" bench "*',
-    "python": '" bench/"*|" examples/train_demo_model.py "*|" -m pytest "*',
+    "python": '" bench/"*|" examples/train_demo_"*|" -m pytest "*',
     "python3": '" -m venv "*',
 }
 

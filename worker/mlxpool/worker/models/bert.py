@@ -46,7 +46,8 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
         first=first,
         heads=Heads.from_config(config),
         width=integer(config, "intermediate_size"),
-        layers=layer_count(config),
+        # Without layers, as in the embedded model, a text is the mean of its tokens' vectors.
+        layers=layer_count(config) if config.get("num_hidden_layers") != 0 else 0,
         eps=number(config, "layer_norm_eps", 1e-12),
         activation=activation(config, "hidden_act"),
         labels=label_count(config),

@@ -12,7 +12,9 @@ from mlxpool.worker.weights.files import ModelFiles, folder_files
 
 COUNTING = f"{BUILTIN_PREFIX}counting"
 DEMO = f"{BUILTIN_PREFIX}demo"
+DEMO_EMBED = f"{BUILTIN_PREFIX}demo-embed"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+FOLDERS = {DEMO: DEMO_FOLDER, DEMO_EMBED: DEMO_FOLDER.with_name("demo_embed")}
 
 
 def locate(config: ModelConfig) -> Path | ModelFiles:
@@ -22,10 +24,11 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
     exists. Raises ModelLoadFailed for a model that is not found, saying how to get it, and for one
     in the models folder with a link that leads outside of it.
     """
-    if config.path == DEMO:
-        return DEMO_FOLDER
+    if config.path in FOLDERS:
+        return FOLDERS[config.path]
     if config.path.startswith(BUILTIN_PREFIX):
-        raise ModelLoadFailed(f"there is no {config.path!r}; built in are {DEMO} and {COUNTING}")
+        names = ", ".join((*FOLDERS, COUNTING))
+        raise ModelLoadFailed(f"there is no {config.path!r}; built in are {names}")
     if config.path.startswith(ollama_store.PREFIX):
         return ollama_store.open_model(config.path.removeprefix(ollama_store.PREFIX))
     path = Path(config.path)
