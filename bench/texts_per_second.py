@@ -1,11 +1,12 @@
-"""Measures texts per second of the encoder engine beside sentence-transformers, on a CPU.
+"""Measures texts per second of the encoder engine and of a pool beside sentence-transformers.
 
     python bench/texts_per_second.py --beside reference/bin/python [--rounds 7] [--out FOLDER]
 
 The checkpoint is random, of the shape of all-MiniLM-L6-v2: a BERT of 6 layers and 384 numbers.
-Texts have from 4 to 256 tokens, most of them few. Both sides tokenise and embed the same list of
-texts; sentence-transformers runs in the interpreter that is named, which has to have it. They take
-turns, and the vectors are compared once.
+Texts have from 4 to 256 tokens, most of them few. All sides tokenise and embed the same list of
+texts on a CPU: the engine in this process, a pool with one worker for one call of `embed`, and
+sentence-transformers in the interpreter that is named, which has to have it. They take turns, and
+the vectors are compared once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
+from mlxpool.bench.pools import serving
 from mlxpool.broker.processes.blas import preload
+from mlxpool.client import Client
 from mlxpool.worker.encoders.folder import inspect_encoder
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import EncoderText
@@ -219,33 +222,41 @@ def measured(options: argparse.Namespace, folder: Path) -> Figures:
     """Writes the checkpoint and measures both sides in turns."""
     model, texts_file, vectors = folder / "model", folder / "texts.json", folder / "vectors.npy"
     model.mkdir()
+    (folder / "run").mkdir(mode=0o700)
     write_checkpoint(model, seed=0)
     texts = make_texts(options.texts, seed=1)
     texts_file.write_text(json.dumps(texts))
     ours = Ours(model)
-
-    def seconds() -> float:
-        begin = time.perf_counter()
-        ours.embed(texts)
-        return time.perf_counter() - begin
-
     tokens = sum(len(one.ids) for one in ours.text.encode_texts(texts))
-    with running(options.beside, model, texts_file, options.batch, vectors) as beside:
-        cosine = float((ours.embed(texts) * np.load(vectors)).sum(1).min())
+
+    def rate(embed: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        embed()
+        return len(texts) / (time.perf_counter() - begin)
+
+    with (
+        running(options.beside, model, texts_file, options.batch, vectors) as beside,
+        serving(folder / "run", f'[models.bench]\npath = "{model}"\n'),
+        Client(folder / "run") as client,
+    ):
+        wanted = np.load(vectors)
+        pooled = np.array(list(client.embed("bench", texts, truncate=True)), np.float32)
+        cosine = float(min((some * wanted).sum(1).min() for some in (ours.embed(texts), pooled)))
         if cosine < MIN_COSINE:
             raise SystemExit(f"vectors differ: a cosine of {cosine:.6f}, must be {MIN_COSINE}")
         sides = in_turn(
             {
-                OURS: lambda: len(texts) / seconds(),
+                "engine": lambda: rate(lambda: ours.embed(texts)),
+                "pool": lambda: rate(lambda: client.embed("bench", texts, truncate=True)),
                 OTHER: lambda: len(texts) / beside.seconds(),
             },
             options.rounds,
         )
         versions = f"{report.versions()}; {beside.versions}"
-    name = f"{len(texts)} texts, {tokens / len(texts):.0f} tokens each in the mean"
     about = (
-        f"Random weights, 6 layers, 384 numbers, float32; {OTHER} embeds {options.batch} texts at a"
-        f" time; the least cosine of a text's vectors is {cosine:.6f}."
+        f"{len(texts)} texts, {tokens / len(texts):.0f} tokens each in the mean. Random weights, 6"
+        f" layers, 384 numbers, float32; {OTHER} embeds {options.batch} texts at a time; the least"
+        f" cosine of a text's vectors is {cosine:.6f}."
     )
     return Figures(
         what="texts",
@@ -253,7 +264,10 @@ def measured(options: argparse.Namespace, folder: Path) -> Figures:
         about=about,
         versions=versions,
         machine=report.machine(),
-        lines=[Measurement("embedding", name, "texts/s", sides)],
+        lines=[
+            Measurement("embedding", name, "texts/s", {OURS: sides[name], OTHER: sides[OTHER]})
+            for name in ("engine", "pool")
+        ],
     )
 
 
