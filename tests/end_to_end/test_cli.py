@@ -62,7 +62,12 @@ def test_ps_stats_and_models(pool: Pool) -> None:
     assert "counting/0" in text and str(row["pid"]) in text
     assert pool.cli_json("stats")["requests"]["accepted"] >= 1
     assert "requests.accepted" in pool.cli("stats").stdout
-    assert {m["name"] for m in pool.cli_json("models")["models"]} == {"demo", "counting", "slow"}
+    assert {m["name"] for m in pool.cli_json("models")["models"]} == {
+        "demo",
+        "demo-embed",
+        "counting",
+        "slow",
+    }
     assert "NAME" in pool.cli("models").stdout
 
 
@@ -128,7 +133,7 @@ def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:
     arguments = ("--models-dir", str(tmp_path / "models"), "--model", f"other={tmp_path}")
     with Pool(tmp_path, arguments=arguments) as pool:
         names = {m["name"] for m in pool.cli_json("models")["models"]}
-    assert names == {"demo", "counting", "mine", "other"}
+    assert names == {"demo", "demo-embed", "counting", "mine", "other"}
 
 
 def test_stop_ends_the_broker(tmp_path: Path) -> None:

@@ -222,3 +222,50 @@ def test_the_completion_is_unaffected_by_killed_workers() -> None:
     assert "90 tokens, the same as in peace" in done.stderr
     peace, fire = done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :]
     assert peace == fire and len(peace) > 90
+
+
+# ---- retrieval -----------------------------------------------------------------------------------
+
+MODULE = '''
+def add(a, b):
+    """Return the sum."""
+    return a + b
+
+
+def read_settings(path):
+    with open(path) as file:
+        return json.load(file)
+
+
+class Stack:
+    def push(self, item):
+        self.items.append(item)
+'''
+
+
+def retrieval(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "retrieval.py"), *arguments, "--run-dir", pool.run_dir],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_retrieval_finds_the_function_that_is_described(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def (")
+    for description, name in (
+        ("read the settings from a JSON file", "module.py:7 read_settings"),
+        ("push an item on a stack", "module.py:13 push"),
+    ):
+        done = retrieval(pool, str(tmp_path), description, "--top", "1")
+        assert done.stderr == "" and done.stdout.split(" ", 1)[1] == f"{name}\n"
+
+
+def test_retrieval_says_what_is_wrong(pool: Pool, tmp_path: Path) -> None:
+    done = retrieval(pool, str(tmp_path), "x")
+    assert done.returncode == 1 and "there are no functions" in done.stderr
+    (tmp_path / "module.py").write_text(MODULE)
+    done = retrieval(pool, str(tmp_path), "x", "--model", "counting")
+    assert done.returncode == 1 and "generates text" in done.stderr
