@@ -6,6 +6,7 @@ a msgpack array of texts. In the place of a text `classify` takes a pair of text
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,13 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 Task: TypeAlias = Literal["embed", "rerank", "classify"]
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify")
 VECTORS = "vectors"  # the kind of their answer
+_OF_ALL = frozenset({"model", "owner", "alone", "truncate"})
+_OF_BROKER = frozenset({"owner", "alone"})  # keys that the broker adds
+KEYS: Mapping[Task, frozenset[str]] = {
+    "embed": _OF_ALL | {"inputs", "tokens", "prompt_name", "prompt", "dimensions", "normalise"},
+    "rerank": _OF_ALL | {"query", "documents", "prompt"},
+    "classify": _OF_ALL | {"inputs", "tokens"},
+}
 MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
 MAX_DIMENSIONS = 1 << 16
 NUMBER_BYTES = 4  # of a number in `vectors`, a little-endian float32
@@ -66,18 +74,33 @@ class EncoderCall:
     @classmethod
     def parse(cls, task: Task, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
         """Check a call. Raises BadRequest naming the key, its value and its bound."""
+        _check_keys(task, body)
         owner = body.get("owner")
         call = cls(
             task,
             truncate=flag(body, "truncate", False),
             prompt_name=_text(body, "prompt_name") or "",
             prompt=_text(body, "prompt"),
-            dimensions=_of_embed(task, body, "dimensions") or 0,
-            normalise=_normalise(task, body),
+            dimensions=integer(body, "dimensions", 1, MAX_DIMENSIONS) or 0,
+            normalise=None if body.get("normalise") is None else flag(body, "normalise", False),
             alone=body.get("alone") is True,
             owner=owner if isinstance(owner, str) else "",
         )
         return _with_inputs(call, body, blobs)
+
+
+def _check_keys(task: Task, body: Mapping[str, Any]) -> None:
+    """Raises BadRequest for a key without which the answer would be another one, or a misspelt one.
+
+    nil means absent.
+    """
+    unknown = next((key for key in body if key not in KEYS[task] and body[key] is not None), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(str(unknown), KEYS[task] - _OF_BROKER, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadRequest(f"{task} has no key {unknown!r:.60}{hint}")
+    if body.get("tokens") is not None and body.get("inputs") is not None:
+        raise BadRequest(f"{task} takes one of inputs and tokens, got both")
 
 
 def _with_inputs(call: EncoderCall, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
@@ -155,20 +178,6 @@ def _text(body: Mapping[str, Any], key: str) -> str | None:
     if not isinstance(value, str | None):
         raise BadRequest(f"{key} must be a text, got {shown(value)}")
     return value
-
-
-def _of_embed(task: Task, body: Mapping[str, Any], key: str) -> int | None:
-    if task != "embed" and body.get(key) is not None:
-        raise BadRequest(f"{key} is for embed, {task} has no vectors; leave it out")
-    return integer(body, key, 1, MAX_DIMENSIONS)
-
-
-def _normalise(task: Task, body: Mapping[str, Any]) -> bool | None:
-    if body.get("normalise") is None:
-        return None
-    if task != "embed":
-        raise BadRequest(f"normalise is for embed, {task} has no vectors; leave it out")
-    return flag(body, "normalise", False)
 
 
 def pack_texts(texts: Texts) -> bytes:
