@@ -85,7 +85,7 @@ class Harness:
         self.encoder = FakeEncoder()
         self.inbox = Inbox()
         self.posted: list[Outbound] = []
-        progress = Progress(lambda: None)
+        self.progress = progress = Progress(lambda: None)
         delta_queue = DeltaQueue(self.posted.append, progress)
         threads = CpuThreads(None, 1)
         self.loop = EncoderLoop(
@@ -217,6 +217,22 @@ def test_dimensions_and_length_are_those_of_the_call() -> None:
     answers = harness.run()
     assert rows_of(answers[1]) == [[pytest.approx(0.6), pytest.approx(0.8)]]
     assert rows_of(answers[2]) == [[3]]
+
+
+def test_the_first_pass_may_take_as_long_as_a_new_shape() -> None:
+    """The usual time of a token, which bounds later passes, is known from the first one on."""
+    harness, seen = Harness(), []
+    encode = harness.encoder.encode
+
+    def noted(inputs: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
+        now = harness.progress.block.read()
+        seen.append((now.fresh, now.usual_token_ns > 0))
+        return encode(inputs)
+
+    harness.encoder.encode = noted  # type: ignore[method-assign]
+    harness.ask(1, (1,) * 9, (2,) * 9)
+    harness.run()
+    assert seen == [(True, False), (False, True)]
 
 
 def test_an_empty_table_has_no_pass() -> None:

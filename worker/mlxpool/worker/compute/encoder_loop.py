@@ -57,6 +57,7 @@ class EncoderLoop:
         self._cpu_threads = cpu_threads
         self._post = post
         self._calls = EncoderCalls()
+        self._has_computed = False  # any pass
         self._reported = 0.0  # when the memory was read last
         self._report_memory(monotonic())
 
@@ -103,11 +104,13 @@ class EncoderLoop:
         self._progress.running = len(calls)
         self._progress.waiting = len(self._calls) - len(calls)
         self._progress.awaits(request, tokens, len(inputs))
+        self._progress.compiles(fresh=not self._has_computed)  # nobody knows yet how long one takes
         try:
             rows = self._encoder.encode([one.input for one in inputs])
         except Exception as error:
             self._failed(error, inputs, request)
             return
+        self._has_computed = True
         self._progress.ended(fresh=False)
         self._deliver(inputs, rows)
 
