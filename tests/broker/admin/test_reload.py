@@ -16,7 +16,10 @@ from mlxpool.broker.metrics.counters import Counters
 from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 
 ALICE = "a" * 40
-POOL = PoolConfig(models=BUILTIN, keys={"alice": KeyConfig("client", ALICE)})
+POOL = PoolConfig(
+    models={name: BUILTIN[name] for name in ("demo", "counting")},
+    keys={"alice": KeyConfig("client", ALICE)},
+)
 
 
 def test_the_same_settings_change_nothing() -> None:
