@@ -1,6 +1,7 @@
 """Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
 
-The file of keys has one key a line and is read again when the process gets SIGHUP.
+The file of keys has one key a line, or a name and a key, and is read again when the process gets
+SIGHUP.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
@@ -23,7 +24,20 @@ from mlxpool.gateway.settings import LOOPBACK
 log = logging.getLogger("mlxpool.gateway")
 
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # of a key, in logs
+SHOWN_DIGITS = 8  # of the digest of a key without a name, in its place
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who sends a request: the digest of the key, and its name in logs, None without keys."""
+
+    digest: bytes
+    name: str | None
+
+
+NOBODY = Owner(b"", None)
 
 
 class ApiKeys:
@@ -32,7 +46,7 @@ class ApiKeys:
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._digests = () if file is None else _read_digests(file)
+        self._names = {} if file is None else _read_keys(file)
 
     @property
     def required(self) -> bool:
@@ -43,23 +57,25 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            self._digests = _read_digests(self._file)
+            self._names = _read_keys(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
-            log.info("%s has %d keys", self._file, len(self._digests))
+            log.info("%s has %d keys", self._file, len(self._names))
 
-    def owner(self, authorization: str | None) -> bytes | None:
-        """The digest of the key in this header, None if the key is unknown.
+    def owner(self, authorization: str | None) -> Owner | None:
+        """Whose key is in this header; None if the key is unknown.
 
-        Takes the same time for every key. Without a file all requests have the owner b"".
+        Takes the same time for every key. Without a file all requests have the same owner.
         """
         if self._file is None:
-            return b""
+            return NOBODY
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return given if any(known) and scheme.lower() == "bearer" else None
+        known = [hmac.compare_digest(given, digest) for digest in self._names]
+        if not any(known) or scheme.lower() != "bearer":
+            return None
+        return Owner(given, self._names[given])
 
 
 class ConcurrencyLimit:
@@ -97,7 +113,8 @@ class AccessControl:
         self._keys = keys
         self._limit = limit
 
-    def admitted(self, request: Request) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def admitted(self, request: Request) -> Iterator[Owner]:
         """To be entered for as long as the request takes. Raises HttpError."""
         host = HOST.fullmatch(request.headers.get("host", ""))
         if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
@@ -107,29 +124,38 @@ class AccessControl:
         if owner is None:
             message = "a known key is wanted: Authorization: Bearer KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
-        return self._limit.request(owner)
+        with self._limit.request(owner.digest):
+            yield owner
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _read_digests(file: Path) -> tuple[bytes, ...]:
+def _read_keys(file: Path) -> dict[bytes, str]:
+    """The name of each key by its digest. Raises ValueError."""
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the keys in {file} cannot be read: {error}") from error
-    digests = []
+    names: dict[bytes, str] = {}
     for number, line in enumerate(lines, 1):
-        key = line.strip()
-        if not key or key.startswith("#"):
+        words = line.split()
+        if not words or words[0].startswith("#"):
             continue
-        if len(key) < MIN_KEY_LENGTH or len(key.split()) > 1:
+        key, name = words[-1], words[0] if len(words) > 1 else None
+        if len(words) > 2 or len(key) < MIN_KEY_LENGTH:
             raise ValueError(
-                f"{file}, line {number}: a key is one word of at least {MIN_KEY_LENGTH} characters;"
-                f" it has {len(key)} (make one with `openssl rand -hex 32`)"
+                f"{file}, line {number}: a line is KEY or NAME KEY, and a key is one word of at"
+                f" least {MIN_KEY_LENGTH} characters; it has {len(words)} words, the last of"
+                f" {len(key)} characters (make a key with `openssl rand -hex 32`)"
             )
-        digests.append(_digest(key))
-    if not digests:
+        if name is not None and not NAME.fullmatch(name):
+            raise ValueError(
+                f"{file}, line {number}: a name has 1 to 64 letters, digits and . _ @ -"
+            )
+        digest = _digest(key)
+        names[digest] = name or f"sha256:{digest.hex()[:SHOWN_DIGITS]}"
+    if not names:
         raise ValueError(f"{file} has no key: write one a line")
-    return tuple(digests)
+    return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import sockets
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ANY_ORIGIN = "*"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write it: no path
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,9 @@ class Settings:
     deadline: float | None = None  # seconds for a request; None: the pool's own
     per_key: int | None = None  # requests in flight of a key (without keys: of all)
     broker_grace: float = 10.0  # seconds without the broker until a request is answered 503
+    drain_timeout: float = 30.0  # seconds that running requests have after SIGTERM
+    cors_origins: tuple[str, ...] = ()  # whose pages in browsers may use the gateway; "*": all
+    access_log: bool = True  # a line for each request
 
     @property
     def broker(self) -> str:
@@ -45,3 +51,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
                 raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")
+        if not 0 <= self.drain_timeout < 1e9:
+            raise ValueError(f"drain_timeout is {self.drain_timeout}, must be 0 to 1e9 seconds")
+        for origin in self.cors_origins:
+            if origin != ANY_ORIGIN and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins has {origin!r}: an origin is scheme://host or"
+                    " scheme://host:port in lower case, without a path, or '*' for all"
+                )

@@ -173,6 +173,8 @@ class PoolConfig:
     stop_grace: Annotated[Seconds, Within(0.0, 600.0)] = 5.0
     # How long a drain lets streams finish on their worker.
     drain_grace: Annotated[Seconds, Within(0.0, 10**6)] = 30.0
+    # For how long clients may keep an idle model beyond its keep_alive; -1: for any time.
+    client_keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = -1.0
     # Of all workers together; 0: 80 % of the machine's memory.
     memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
     # How long a request that ended workers is refused.
