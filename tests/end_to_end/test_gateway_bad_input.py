@@ -79,7 +79,8 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     """Assert an error in OpenAI's form and return it."""
     error: dict[str, Any] = response.json()["error"]
     assert (response.status_code, error["code"]) == (status, code), error
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == response.headers["x-request-id"]
     return error
 
 
@@ -206,7 +207,11 @@ def test_another_content_type(http: httpx.Client) -> None:
         ({"tools": [{"type": "web"}]}, "tools", "bad_request"),
         ({"prompt": "x"}, "prompt", "unsupported_parameter"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort", None),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs.enable_thinking",
+            None,
+        ),
     ],
 )
 def test_an_unsupported_field_is_named(
