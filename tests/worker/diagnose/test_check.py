@@ -102,7 +102,7 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
         "features": ["batching", "tree", "resume", "deterministic"],
         "details": {
             "modified": int((good / "config.json").stat().st_mtime),
-            "width": 64,
+            "width": 32,
             "heads": 4,
             "kv_heads": 2,
             "template": json.loads((good / "tokenizer_config.json").read_text())["chat_template"],

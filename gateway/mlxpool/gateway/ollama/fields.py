@@ -102,6 +102,10 @@ MESSAGE: Schema = {
     },
     "required": ["role"],
 }
+_FUNCTION: Schema = {"type": "object", "properties": {"name": NAME}, "required": ["name"]}
+TOOL = one_of(
+    {"type": "object", "properties": {"function": _FUNCTION}, "required": ["function"]}, _FUNCTION
+)
 COMMON: Mapping[str, Schema] = {
     "model": described("a name of /api/tags", NAME),
     "stream": described("true if it is absent", FLAG),
@@ -124,7 +128,7 @@ GENERATE = Body(
         "raw": FLAG,
         "images": IMAGES,
         "context": described(
-            "deprecated: the `context` of an earlier answer", one_of(TOKEN_IDS, {"maxItems": 0})
+            "deprecated: the `context` of an earlier answer", {**TOKEN_IDS, "minItems": 0}
         ),
     },
     required=("model",),
@@ -134,7 +138,7 @@ CHAT = Body(
     {
         **COMMON,
         "messages": listed(MESSAGE, 0, MAX_MESSAGES),
-        "tools": listed(MAP, 0, MAX_TOOLS),
+        "tools": listed(TOOL, 0, MAX_TOOLS),
     },
     required=("model",),
     refused={**REFUSED, "images": (([],), "give them in a message: messages[n].images")},

@@ -76,8 +76,8 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/chat. Raises HttpError naming the field."""
     CHAT.check(body, elsewhere=IN_OPTIONS)
-    given = body.get("messages") or []
-    messages, images = _messages(given) if given else ([], [])
+    given = body.get("messages")
+    messages, images = ([], []) if given is None or given == [] else _messages(given)
     tools = fields.checked("tools", check_tools, body.get("tools"))
     return OllamaRequest(**_common(body), messages=messages, tools=tools, images=images)
 
@@ -99,7 +99,7 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
     EMBED.check(body)
     ignored = _check_embed_options(body)
     given = body.get("input")
-    inputs = [given] if isinstance(given, str) else given or []
+    inputs = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(inputs, list) or not all(isinstance(one, str) for one in inputs):
         raise bad_request(f"'input' must be text or a list of texts, got {shown(given)}", "input")
     return OllamaEmbedRequest(
@@ -151,8 +151,8 @@ def pull(body: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _named(body: Mapping[str, Any]) -> str:
     """The model of a request whose older form is `name`."""
-    older = body.get("model") is None and body.get("name") is not None
-    return fields.text(body, "name" if older else "model")
+    older = fields.text(body, "name", "")
+    return older if older and body.get("model") is None else fields.text(body, "model")
 
 
 def _context(given: object) -> list[int]:

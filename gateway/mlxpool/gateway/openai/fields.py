@@ -80,7 +80,10 @@ MESSAGE: Schema = {
 }
 TOOL: Schema = {
     "type": "object",
-    "properties": {"type": {"const": "function"}, "function": MAP},
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+    },
     "required": ["type", "function"],
 }
 PROMPT = one_of(
