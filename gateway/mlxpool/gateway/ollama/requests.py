@@ -185,10 +185,19 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(given: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
     """Checked messages, with the pool's names of their members, and the images of all."""
+    if isinstance(given, list):
+        given = [_with_content(message) for message in given]
     checked = fields.checked("messages", check_messages, given)
     images: list[bytes] = []
     found = [_message(f"messages[{number}]", one, images) for number, one in enumerate(checked)]
     return found, images
+
+
+def _with_content(message: Any) -> Any:
+    """A message without a content gets an empty one: Ollama's own client leaves such out."""
+    if isinstance(message, Mapping) and message.get("content") is None:
+        return {**message, "content": ""}
+    return message
 
 
 def _message(path: str, message: Mapping[str, Any], images: list[bytes]) -> Mapping[str, Any]:
