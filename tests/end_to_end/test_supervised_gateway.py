@@ -138,7 +138,7 @@ def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]) -> None:
-    with Pool(tmp_path, settings(more="http_drain = 50", step=30_000)) as pool:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 50", step=30_000)) as pool:
         url = pool.gateway(state="ready")["url"]
         completions.append(stream := Completion(url))
         assert pool.process is not None
@@ -154,14 +154,14 @@ def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]
 def test_answers_that_do_not_finish_in_time_end_with_an_error(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
-    with Pool(tmp_path, settings(more="http_drain = 0.1", step=1_000_000)) as pool:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 0.1", step=1_000_000)) as pool:
         completions.append(stream := Completion(pool.gateway(state="ready")["url"]))
         assert pool.stop() == 0
         assert stream.rest()["code"] == "draining"
 
 
 def test_a_second_signal_waits_for_no_answer(tmp_path: Path, completions: list[Completion]) -> None:
-    with Pool(tmp_path, settings(more="http_drain = 3000", step=1_000_000)) as pool:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 3000", step=1_000_000)) as pool:
         completions.append(Completion(pool.gateway(state="ready")["url"]))
         assert pool.process is not None
         pool.process.terminate()

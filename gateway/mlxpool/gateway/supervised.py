@@ -89,7 +89,6 @@ def settings_of(config: GatewayConfig) -> Settings:
         keys=Path(config.keys) if config.keys else None,
         per_key=config.per_key or None,
         max_body=config.max_body,
-        keep_alive=config.keep_alive,
     )
 
 
@@ -104,6 +103,6 @@ def run(config: GatewayConfig) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with listening.inherited(config.listen_fd) as bound:
         server = SupervisedServer(
-            server_config(gateway, config.drain), config.notify_fd, config.beat_interval
+            server_config(gateway, config.drain_timeout), config.notify_fd, config.beat_interval
         )
         server.run([bound])

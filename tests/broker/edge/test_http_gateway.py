@@ -11,7 +11,9 @@ import pytest
 from mlxpool.broker.edge.http_gateway import ABORT_GRACE, PROVEN_AFTER, HttpGateway
 from mlxpool.common.config.schema import PoolConfig
 
-CONFIG = PoolConfig(restart_delay=1.0, restart_delay_max=8.0, beat_limit=10.0, http_drain=4.0)
+CONFIG = PoolConfig(
+    restart_delay=1.0, restart_delay_max=8.0, beat_limit=10.0, http_drain_timeout=4.0
+)
 
 
 class FakeProcess:
@@ -157,7 +159,7 @@ def test_a_drain_ends_with_the_process() -> None:
 def test_a_drain_takes_no_longer_than_its_limit() -> None:
     one, ended = Supervised().started(), list[float]()
     one.gateway.drain(5.0, ended.append)
-    limit = 5.0 + CONFIG.http_drain + ABORT_GRACE
+    limit = 5.0 + CONFIG.http_drain_timeout + ABORT_GRACE
     assert one.gateway.next_wake() == limit
     one.gateway.check(limit)
     assert one.process.signals == [signal.SIGTERM, signal.SIGKILL]

@@ -15,7 +15,7 @@ from mlxpool.common.config.schema import PoolConfig
 log = logging.getLogger("mlxpool.broker")
 
 PROVEN_AFTER = 60.0  # seconds: the end of a gateway that lived for longer is no failed start
-ABORT_GRACE = 2.0  # seconds beyond `http_drain` in which it ends its last answers itself
+ABORT_GRACE = 2.0  # seconds beyond `http_drain_timeout` in which it ends its last answers itself
 RUNNING = ("starting", "ready", "draining")
 
 
@@ -172,10 +172,12 @@ class HttpGateway:
     # ---- end -----------------------------------------------------------------------------------
 
     def drain(self, now: float, then: Callable[[float], None]) -> None:
-        """Let running answers finish, for `http_drain` seconds; call `then` when it has ended."""
+        """Let answers finish for `http_drain_timeout` s; call `then` when it has ended."""
         self._then = then
-        log.info("answers over HTTP may finish", extra={"seconds": self._settings().http_drain})
-        self._stop(now, signal.SIGTERM, self._settings().http_drain + ABORT_GRACE)
+        log.info(
+            "answers over HTTP may finish", extra={"seconds": self._settings().http_drain_timeout}
+        )
+        self._stop(now, signal.SIGTERM, self._settings().http_drain_timeout + ABORT_GRACE)
 
     def abort(self, now: float) -> None:
         """End it and its answers."""

@@ -204,10 +204,8 @@ class PoolConfig:
     http_per_key: Annotated[int, Within(0, 10**6)] = 0
     # Of one request's body.
     http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
-    # Without output until a stream over HTTP sends a comment, so that proxies keep it open.
-    http_keep_alive: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
     # How long answers over HTTP may go on after SIGTERM, before the broker ends.
-    http_drain: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
+    http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
@@ -262,8 +260,7 @@ class GatewayConfig:
     keys: str = ""  # see http_keys and the settings that follow it; "": no keys
     per_key: int = 0
     max_body: int = 8 * 1024 * 1024
-    keep_alive: float = 10.0
-    drain: float = 10.0
+    drain_timeout: float = 10.0
     beat_interval: float = 1.0
     log_format: str = "text"
     log_level: str = "info"
