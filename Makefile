@@ -20,7 +20,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
 	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
 
-.PHONY: all demo test chaos soak check format pages docs demo-model bench lock upgrade audit clean
+.PHONY: all demo test chaos soak check format pages docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
@@ -91,6 +91,9 @@ upgrade: $(READY)         ## the newest version of everything, in a clean .venv;
 
 licences: $(READY)        ## make docs/licences.md again, from the packages of the images
 	$(BIN)/python docs/make_licences.py
+
+images: $(READY)          ## the steps of the images' builds, without Docker
+	$(BIN)/python -m pytest tests/deploy/test_image_steps.py -m '' -s
 
 audit: $(READY)           ## known vulnerabilities of the pinned versions; asks pypi.org
 	$(BIN)/python -m venv $(VENV)/audit
