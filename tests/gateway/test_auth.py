@@ -59,5 +59,5 @@ def test_an_origin(origin: str) -> None:
     "origin", ["app.example", "https://app.example/", "https://*.a", "null", ""]
 )
 def test_what_is_no_origin(origin: str) -> None:
-    with pytest.raises(ValueError, match="an origin is scheme://host"):
+    with pytest.raises(ValueError, match="is no origin: write scheme://host"):
         Settings(cors_origins=(origin,))

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from mlxpool.client import AsyncClient
+from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
 from mlxpool.gateway.drain import Drain
@@ -31,7 +32,7 @@ from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.operations import OperationRoutes
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES, Call, RouteSpec, Services
-from mlxpool.gateway.settings import ANY_ORIGIN, Settings
+from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 

@@ -7,7 +7,6 @@ SIGHUP.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import re
@@ -18,14 +17,12 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from mlxpool.common.api_keys import digest, read_keys
+from mlxpool.common.config.bounds import LOOPBACK
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.settings import LOOPBACK
 
 log = logging.getLogger("mlxpool.gateway")
 
-MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
-NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # of a key, in logs
-SHOWN_DIGITS = 8  # of the digest of a key without a name, in its place
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
 
 
@@ -46,7 +43,7 @@ class ApiKeys:
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._names = {} if file is None else _read_keys(file)
+        self._names = {} if file is None else read_keys(file)
 
     @property
     def required(self) -> bool:
@@ -57,7 +54,7 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            self._names = _read_keys(self._file)
+            self._names = read_keys(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
@@ -71,8 +68,8 @@ class ApiKeys:
         if self._file is None:
             return NOBODY
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
-        known = [hmac.compare_digest(given, digest) for digest in self._names]
+        given = digest(key.strip())
+        known = [hmac.compare_digest(given, each) for each in self._names]
         if not any(known) or scheme.lower() != "bearer":
             return None
         return Owner(given, self._names[given])
@@ -126,36 +123,3 @@ class AccessControl:
             raise HttpError(401, message, "invalid_api_key", retry=False)
         with self._limit.request(owner.digest):
             yield owner
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _read_keys(file: Path) -> dict[bytes, str]:
-    """The name of each key by its digest. Raises ValueError."""
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the keys in {file} cannot be read: {error}") from error
-    names: dict[bytes, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        key, name = words[-1], words[0] if len(words) > 1 else None
-        if len(words) > 2 or len(key) < MIN_KEY_LENGTH:
-            raise ValueError(
-                f"{file}, line {number}: a line is KEY or NAME KEY, and a key is one word of at"
-                f" least {MIN_KEY_LENGTH} characters; it has {len(words)} words, the last of"
-                f" {len(key)} characters (make a key with `openssl rand -hex 32`)"
-            )
-        if name is not None and not NAME.fullmatch(name):
-            raise ValueError(
-                f"{file}, line {number}: a name has 1 to 64 letters, digits and . _ @ -"
-            )
-        digest = _digest(key)
-        names[digest] = name or f"sha256:{digest.hex()[:SHOWN_DIGITS]}"
-    if not names:
-        raise ValueError(f"{file} has no key: write one a line")
-    return names

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mlxpool.gateway.errors import HttpError
 
 RETRY_AFTER = 1.0  # seconds; another gateway behind the same balancer may answer at once
-ABORT_TIME = 2.0  # seconds for the error events of requests that outlast the drain
+ABORT_TIME = 1.0  # seconds for the error events of requests that outlast the drain
 
 
 class Drain:

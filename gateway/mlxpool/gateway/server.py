@@ -12,12 +12,12 @@ from types import FrameType
 
 import uvicorn
 
+from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-BACKLOG = 1024  # connections that wait to be accepted
 SHUTDOWN_TIMEOUT = 5  # seconds that uvicorn waits for connections when nothing runs any more
 # Seconds. With the default of 5 ms the thread that reads the pool waits for the loop's thread.
 THREAD_SWITCH_INTERVAL = 0.0005
@@ -25,19 +25,12 @@ THREAD_SWITCH_INTERVAL = 0.0005
 
 def listen(settings: Settings) -> socket.socket:
     """A bound and listening socket. Raises OSError naming the address."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is named; without it small pieces take 40 ms.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((settings.host, settings.port))
-        bound.listen(BACKLOG)
+        return listening.listen(settings.host, settings.port)
     except OSError as error:
-        bound.close()
         where = f"{settings.host}:{settings.port}"
         words = f"cannot listen on {where}: {error.strerror}; take another --host or --port"
         raise OSError(error.errno, words) from error
-    return bound
 
 
 class DrainingServer(uvicorn.Server):
@@ -75,9 +68,9 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
 
-def make_server(gateway: Gateway) -> DrainingServer:
-    """A uvicorn server of this application, without access log or log configuration."""
-    config = uvicorn.Config(
+def server_config(gateway: Gateway) -> uvicorn.Config:
+    """How uvicorn serves this application: without access log or log configuration."""
+    return uvicorn.Config(
         gateway.app,
         lifespan="on",
         log_config=None,
@@ -85,7 +78,11 @@ def make_server(gateway: Gateway) -> DrainingServer:
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         server_header=False,
     )
-    return DrainingServer(config, gateway)
+
+
+def make_server(gateway: Gateway) -> DrainingServer:
+    """A server of this application."""
+    return DrainingServer(server_config(gateway), gateway)
 
 
 def run(settings: Settings, ready: Callable[[str], None]) -> None:
@@ -99,8 +96,7 @@ def run(settings: Settings, ready: Callable[[str], None]) -> None:
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
     signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    host, port = bound.getsockname()[:2]
-    ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    ready(listening.url_of(bound))
     server = make_server(gateway)
     with bound:
         server.run([bound])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxpool.common.config.bounds import LOOPBACK, origin_faults
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import sockets
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-ANY_ORIGIN = "*"
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write it: no path
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +49,5 @@ class Settings:
                 raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")
         if not 0 <= self.drain_timeout < 1e9:
             raise ValueError(f"drain_timeout is {self.drain_timeout}, must be 0 to 1e9 seconds")
-        for origin in self.cors_origins:
-            if origin != ANY_ORIGIN and not ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"cors_origins has {origin!r}: an origin is scheme://host or"
-                    " scheme://host:port in lower case, without a path, or '*' for all"
-                )
+        for fault in origin_faults(self.cors_origins):
+            raise ValueError(fault)
