@@ -11,10 +11,10 @@ import pytest
 from starlette.requests import Request
 
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
-from mlxpool.gateway.drain import Drain
 from mlxpool.gateway.endpoint import Endpoint, Handler, Surroundings
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect
-from mlxpool.gateway.metrics import Metrics
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.metrics import Metrics
 
 SCOPE = {"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""}
 

@@ -18,19 +18,19 @@ from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
-from mlxpool.gateway.drain import Drain
 from mlxpool.gateway.endpoint import ANY, READ, Endpoint, Handler, Surroundings
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
-from mlxpool.gateway.metrics import Metrics
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
 from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.openapi import document
-from mlxpool.gateway.operations import OperationRoutes
+from mlxpool.gateway.operation_routes import OperationRoutes
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
+from mlxpool.gateway.operations.metrics import Metrics
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES, Call, RouteSpec, Services
 from mlxpool.gateway.settings import Settings
 

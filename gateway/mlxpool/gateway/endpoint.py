@@ -17,11 +17,17 @@ from starlette.types import Receive, Scope, Send
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.auth import AccessControl
-from mlxpool.gateway.drain import Drain
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.exchange import DISCONNECTED, OTHER_ROUTE, REQUEST_ID, Exchange, request_id
 from mlxpool.gateway.http import ResponseWriter
-from mlxpool.gateway.metrics import Metrics
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.exchange import (
+    DISCONNECTED,
+    OTHER_ROUTE,
+    REQUEST_ID,
+    Exchange,
+    request_id,
+)
+from mlxpool.gateway.operations.metrics import Metrics
 from mlxpool.gateway.route_table import OPENAI, Interface
 
 log = logging.getLogger("mlxpool.gateway")

@@ -15,11 +15,11 @@ from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.exchange import Exchange
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelList
+from mlxpool.gateway.operations.exchange import Exchange
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")

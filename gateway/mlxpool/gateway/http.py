@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Send
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.exchange import REQUEST_ID, Exchange
+from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data

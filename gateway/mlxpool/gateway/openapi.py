@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxpool.gateway.answers import COMPONENTS, ref
-from mlxpool.gateway.exchange import REQUEST_ID
+from mlxpool.gateway.operations.exchange import REQUEST_ID
 from mlxpool.gateway.route_table import RouteSpec
 
 DESCRIPTION = (

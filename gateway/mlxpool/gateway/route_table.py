@@ -1,6 +1,6 @@
 """The table of all routes. The application serves it, and openapi.json is made of it.
 
-To add a route: its line here, and its method in openai/, ollama/ or operations.py.
+To add a route: its line here, and its method in openai/, ollama/ or operation_routes.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxpool.gateway.openai import fields as openai
 from mlxpool.gateway.openai.responses import error_event
 from mlxpool.gateway.openai.routes import EVENT_STREAM, OpenAIRoutes
 from mlxpool.gateway.openai.vector_routes import VectorRoutes
-from mlxpool.gateway.operations import OperationRoutes
+from mlxpool.gateway.operation_routes import OperationRoutes
 
 Work: TypeAlias = Coroutine[Any, Any, None]
 

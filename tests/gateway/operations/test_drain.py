@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.gateway.drain import Drain
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.operations.drain import Drain
 
 LONG = 3600.0
 

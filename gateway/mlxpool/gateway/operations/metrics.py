@@ -12,7 +12,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from mlxpool.gateway.exchange import OTHER_ROUTE, Exchange
+from mlxpool.gateway.operations.exchange import OTHER_ROUTE, Exchange
 
 # Upper bounds in seconds; those of the broker's histograms of the same things.
 FIRST_TOKEN_BUCKETS = (

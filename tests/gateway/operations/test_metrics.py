@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlxpool.gateway.exchange import OTHER_ROUTE, Exchange
-from mlxpool.gateway.metrics import Metrics
+from mlxpool.gateway.operations.exchange import OTHER_ROUTE, Exchange
+from mlxpool.gateway.operations.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
 

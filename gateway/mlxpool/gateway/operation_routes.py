@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from mlxpool.gateway.drain import Drain
 from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
-from mlxpool.gateway.metrics import Metrics
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.metrics import Metrics
 
 
 class OperationRoutes:

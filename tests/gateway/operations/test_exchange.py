@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.gateway.exchange import Exchange, request_id
+from mlxpool.gateway.operations.exchange import Exchange, request_id
 
 
 @pytest.mark.parametrize(
