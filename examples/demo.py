@@ -18,7 +18,7 @@ PROMPT = '''class Stack:
     def push(self, item):
 '''
 OPTIONS = ("--max-tokens", "120", "--temperature", "0.4", "--seed", "7")
-START_TIMEOUT = 60  # seconds until the broker answers
+START_TIMEOUT = 60  # seconds until the broker answers, and until it has ended
 
 
 def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
@@ -47,7 +47,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder, broker(Path(folder)):
         say("run", "demo", '"class Stack: …"', *OPTIONS)
         print(PROMPT, end="", flush=True)
-        done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS))
+        wait = ("--connect-timeout", str(START_TIMEOUT))
+        done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS, *wait))
         say("ps")
         subprocess.run(mlxpool(Path(folder), "ps"), check=True)
     print("\nthe broker and its worker have ended", flush=True)

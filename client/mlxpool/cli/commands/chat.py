@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.request_flags import (
+    add_connect_timeout,
     add_options,
     admin_target_of,
     client_of,
@@ -43,6 +44,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     add_options(parser)
+    add_connect_timeout(parser)
     parser.set_defaults(run=run)
 
 
@@ -82,12 +84,10 @@ class Conversation:
 
 def run(options: argparse.Namespace) -> int:
     """Answer lines until the input ends. Exit code 1 if the last answer failed."""
-    from mlxpool.client import Client
-
     given = options_of(options)
     conversation = Conversation(options.system or "")
     code = 0
-    with client_of(options, Client) as client:
+    with client_of(options) as client:
         for line in lines():
             if line.startswith("/") and not line.startswith("//"):
                 reply = conversation.command(line)

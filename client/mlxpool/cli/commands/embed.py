@@ -6,14 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxpool.cli.formatting import count, table
-from mlxpool.cli.request_flags import client_of, decode_utf8, seconds
+from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
-
-if TYPE_CHECKING:
-    from mlxpool.client import Client
 
 TEXTS_HELP = "texts; none, or -: the lines of standard input"
 
@@ -53,12 +50,13 @@ def _add(
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"
     )
+    add_connect_timeout(parser)
     return parser
 
 
 def run_embed(options: argparse.Namespace) -> int:
     """Print a line of JSON for each text: its vector; with --json one object for all."""
-    with _client(options) as client:
+    with client_of(options) as client:
         found = client.embed(
             options.model,
             _texts(options),
@@ -78,7 +76,7 @@ def run_embed(options: argparse.Namespace) -> int:
 def run_rerank(options: argparse.Namespace) -> int:
     """Print the documents, best first, with their scores."""
     texts = _texts(options)
-    with _client(options) as client:
+    with client_of(options) as client:
         found = client.rerank(
             options.model, options.query, texts, top=options.top, **_settings(options)
         )
@@ -94,7 +92,7 @@ def run_rerank(options: argparse.Namespace) -> int:
 def run_classify(options: argparse.Namespace) -> int:
     """Print the labels of each text with their probabilities, the most probable first."""
     texts = _texts(options)
-    with _client(options) as client:
+    with client_of(options) as client:
         found = client.classify(options.model, texts, **_settings(options))
     if options.json:
         print(json.dumps({"labels": found.labels, "probabilities": found.tolist()}))
@@ -104,12 +102,6 @@ def run_classify(options: argparse.Namespace) -> int:
         shares = ", ".join(f"{label} {share:.3f}" for share, label in best)
         print(escape_line(f"{shares}: {text}"))
     return 0
-
-
-def _client(options: argparse.Namespace) -> Client:
-    from mlxpool.client import Client  # here: the other commands start faster without
-
-    return client_of(options, Client)
 
 
 def _texts(options: argparse.Namespace) -> Sequence[str]:

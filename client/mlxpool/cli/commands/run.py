@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.request_flags import (
+    add_connect_timeout,
     add_options,
     admin_target_of,
+    check_broker,
     client_of,
     decode_utf8,
     options_of,
@@ -46,6 +48,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="an image in front of the prompt, or where it has [img-n]; may be repeated",
     )
     add_options(run_parser)
+    add_connect_timeout(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
     run_parser.set_defaults(run=run, take_rest=take_prompt)
 
@@ -66,17 +69,17 @@ def run(options: argparse.Namespace) -> int:
     """Print the completion to standard output, the figures to standard error."""
     # Here and not above: the other commands start faster without.
     from mlxpool.cli.load_progress import LoadProgress
-    from mlxpool.client import Client
 
+    given = options_of(options)
+    check_broker(options)  # before a prompt is typed
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
-    given = options_of(options)
     prompt_arguments = _prompt(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
     with (
-        client_of(options, Client) as client,
+        client_of(options) as client,
         client.stream(options.model, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
