@@ -37,7 +37,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "chat",
         parents=[common],
-        help="talk with a model; each line is a message",
+        help="talk with a model in the terminal",
         description="A conversation: the model sees what was said before. Without a terminal each"
         " line of standard input is a message. /help lists what else can be typed.",
     )

@@ -24,9 +24,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "check",
         parents=[common],
-        help="what a model is, what it needs, and everything that is wrong with it",
-        description="Looks at a model without serving it. Exit code 0: it is sound and can run"
-        " here; 1: it is not, or cannot.",
+        help="examine a model without serving it",
+        description="Says what a model is and needs, and everything that is wrong with it. Exit"
+        " code 0: it is sound and can run here; 1: it is not, or cannot.",
     )
     parser.add_argument(
         "name", metavar="MODEL", help="a name of the settings, or a folder or a reference"

@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "completion",
         parents=[common],
-        help="a script that teaches a shell this command line",
+        help="print a script by which a shell completes this command line",
         description='For this session: `eval "$(mlxpool completion bash)"`, or with zsh;'
         " `mlxpool completion fish | source`. docs/cli.md says where the script can stay.",
     )

@@ -17,7 +17,7 @@ TEXTS_HELP = "texts; none, or -: the lines of standard input"
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `embed`, `rerank` and `classify`."""
-    embed = _add(commands, common, "embed", "print a vector for each text, as a line of JSON")
+    embed = _add(commands, common, "embed", "print a vector for each text")
     embed.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
     embed.add_argument("--dimensions", type=count, help="keep so many numbers of a vector")
     embed.add_argument(
@@ -29,12 +29,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--prompt-name", metavar="NAME", help="put this prompt of the model before each text"
     )
     embed.set_defaults(run=run_embed)
-    rerank = _add(commands, common, "rerank", "rate documents for a query, best first")
+    rerank = _add(commands, common, "rerank", "order documents by how well they fit a query")
     rerank.add_argument("query", metavar="QUERY")
     rerank.add_argument("texts", metavar="DOCUMENT", nargs="*", help=TEXTS_HELP)
     rerank.add_argument("--top", type=count, metavar="N", help="print the best N only")
     rerank.set_defaults(run=run_rerank)
-    classify = _add(commands, common, "classify", "print the probability of each label")
+    classify = _add(commands, common, "classify", "print the probability of each label of a text")
     classify.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
     classify.set_defaults(run=run_classify)
 

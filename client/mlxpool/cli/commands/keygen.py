@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "keygen",
         parents=[common],
-        help="make a key for tcp, and print what the broker has to know of it",
+        help="make a key for tcp",
         description="Writes NAME.key, which only you can read, and never overwrites one. Clients,"
         " workers and operators come in when the broker's config names their public key; the"
         " broker's own key (--role server) is named there by pool.secret_key.",

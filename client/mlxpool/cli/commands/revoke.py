@@ -23,7 +23,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "revoke",
         parents=[common],
-        help="take a key away: out of the settings, and what it has open ends at once",
+        help="take a key away at once",
         description="Removes [keys.NAME] from the broker's config, writes that anew as a whole, and"
         " has the broker read it. The key's file stays where it is.",
     )

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `run`."""
     run_parser = commands.add_parser(
-        "run", parents=[common], help="complete a text, from the arguments or standard input"
+        "run",
+        parents=[common],
+        help="complete a text, printed as it is generated",
+        description="Completes a text that is an argument or standard input.",
     )
     run_parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     run_parser.add_argument(

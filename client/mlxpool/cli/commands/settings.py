@@ -21,9 +21,7 @@ SOUND, UNSOUND = 0, 1
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `config show` and `config check`."""
-    config = commands.add_parser(
-        "config", help="the settings: what they are, whether they are sound"
-    )
+    config = commands.add_parser("config", help="show or check the settings")
     verbs = config.add_subparsers(dest="verb", metavar="VERB", required=True)
     parser = verbs.add_parser(
         "show",
