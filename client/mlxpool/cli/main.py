@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from mlxpool.cli import target
 from mlxpool.cli.command_table import COMMAND_MODULES, GROUPS, REMOTE_MODULES
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.parser import Parser, RootParser
 from mlxpool.cli.style import ERROR, paint_of
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
@@ -134,7 +134,7 @@ def _print_error(
 ) -> int:
     """Print the message, or these lines of it; returns the exit code."""
     if options.json:
-        print(json.dumps({"error": error.body()}))
+        print(json_text({"error": error.body()}))
     code_shown = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
     message = "\n  ".join(map(escape_line, lines or [error.message]))
     print(f"{paint_of(sys.stderr)('mlxpool:', ERROR)} {code_shown}{message}", file=sys.stderr)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.common.version import VERSION
 
 
@@ -30,5 +30,5 @@ def show_help(options: argparse.Namespace) -> int:
 
 def show_version(options: argparse.Namespace) -> int:
     """Print the version."""
-    print(json.dumps({"version": VERSION}) if options.json else f"mlxpool {VERSION}")
+    print(json_text({"version": VERSION}) if options.json else f"mlxpool {VERSION}")
     return 0

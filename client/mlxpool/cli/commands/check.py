@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.formatting import size, table
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
 
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report; returns the exit code."""
     report = diagnose(options)
     if options.json:
-        print(json.dumps(report))
+        print(json_text(report))
     else:
         print("\n".join(map(escape_line, lines(report))))
     fits = report.get("machine", {}).get("fits", True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from typing import Any
+
+from mlxpool.cli.json_text import json_text
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -26,7 +27,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
     text = script(options.whole_parser(), options.shell)
-    print(json.dumps({"shell": options.shell, "script": text}) if options.json else text)
+    print(json_text({"shell": options.shell, "script": text}) if options.json else text)
     return 0
 
 

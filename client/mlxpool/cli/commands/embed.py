@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from mlxpool.cli.formatting import count, table
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
 
@@ -66,10 +66,10 @@ def run_embed(options: argparse.Namespace) -> int:
             **_settings(options),
         )
     if options.json:
-        print(json.dumps({"vectors": found.tolist(), "usage": found.usage}))
+        print(json_text({"vectors": found.tolist(), "usage": found.usage}))
     else:
         for row in found:
-            print(json.dumps(row))
+            print(json_text(row))
     return 0
 
 
@@ -82,7 +82,7 @@ def run_rerank(options: argparse.Namespace) -> int:
         )
     if options.json:
         results = [{"index": one.index, "score": one.score} for one in found]
-        print(json.dumps({"results": results}))
+        print(json_text({"results": results}))
     else:
         rows = [(f"{one.score:.4f}", str(one.index), texts[one.index]) for one in found]
         print("\n".join(table([("score", "index", "document"), *rows])))
@@ -95,7 +95,7 @@ def run_classify(options: argparse.Namespace) -> int:
     with client_of(options) as client:
         found = client.classify(options.model, texts, **_settings(options))
     if options.json:
-        print(json.dumps({"labels": found.labels, "probabilities": found.tolist()}))
+        print(json_text({"labels": found.labels, "probabilities": found.tolist()}))
         return 0
     for text, row in zip(texts, found, strict=True):
         best = sorted(zip(row, found.labels, strict=True), reverse=True)

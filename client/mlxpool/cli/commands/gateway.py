@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.target import target_of
 
 MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     )
 
     def print_url(url: str) -> None:
-        print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
+        print(json_text({"url": url}) if options.json else f"listening on {url}", flush=True)
 
     server.run(settings, print_url)
     return 0

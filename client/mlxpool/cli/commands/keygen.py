@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.common.transport import keys
 
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}
     section = keys.section(pair.name)
     print(
-        json.dumps(answer) if options.json else _config_text(section, pair.role, pair.public, path)
+        json_text(answer) if options.json else _config_text(section, pair.role, pair.public, path)
     )
     return 0
 

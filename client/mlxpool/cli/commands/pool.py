@@ -6,7 +6,6 @@ Each sends one message to the broker's admin socket.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration
+from mlxpool.cli.json_text import json_text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol import frames
@@ -89,7 +89,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace, answer: Mapping[str, Any], *lines: str) -> int:
-    print(json.dumps(answer) if options.json else "\n".join(map(escape_line, lines)))
+    print(json_text(answer) if options.json else "\n".join(map(escape_line, lines)))
     return 0
 
 

@@ -6,7 +6,6 @@ On a terminal they have the columns for which there is room; elsewhere all.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column, fitted, joined
 from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.style import ERROR, left_out, paint_of, table_lines, width_of
 from mlxpool.common.escapes import escape_line
 
@@ -76,7 +76,7 @@ def ps(options: argparse.Namespace) -> int:
     """Print the broker, a row for each worker, and what is wrong."""
     answer = ask(options.admin_target, "ps")
     if options.json:
-        print(json.dumps(answer))
+        print(json_text(answer))
         return 0
     workers, broker = answer["workers"], answer["broker"]
     parts = (
@@ -139,7 +139,7 @@ def models(options: argparse.Namespace) -> int:
     """Print a row for each model, and which of them cannot be had and why."""
     answer = ask(options.admin_target, "models")
     if options.json:
-        print(json.dumps(answer))
+        print(json_text(answer))
         return 0
     found = answer["models"]
     _print_table(
@@ -183,7 +183,7 @@ def requests(options: argparse.Namespace) -> int:
     """Print a row for each live request; ids that have no room are prefixes for `cancel`."""
     answer = ask(options.admin_target, "requests")
     if options.json:
-        print(json.dumps(answer))
+        print(json_text(answer))
         return 0
     rows = [
         (one["id"], one["model"], one["state"], str(one["tokens"]), duration(one["age_s"]))

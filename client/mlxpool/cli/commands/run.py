@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.cli.figures import figures
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,
@@ -20,6 +21,7 @@ from mlxpool.cli.request_flags import (
     options_of,
     shown_form,
 )
+from mlxpool.cli.style import NOTE, paint_of
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol.images import images_of_text
 
@@ -92,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
                 first = first or time.monotonic()
                 progress.close()
                 if options.json:
-                    print(json.dumps(_delta_as_json(delta)), flush=True)
+                    print(json_text(_delta_as_json(delta)), flush=True)
                 else:
                     print(form(delta.text), end="", flush=True)
                 shown = True
@@ -102,12 +104,13 @@ def run(options: argparse.Namespace) -> int:
             raise
         result = stream.result
     if options.json:
-        print(json.dumps(as_json(result)), flush=True)
+        print(json_text(as_json(result)), flush=True)
     else:
         print()
         if not options.quiet:
             now = time.monotonic()
-            print(escape_line(figures(result, now - started, now - first)), file=sys.stderr)
+            line = escape_line(figures(result, now - started, now - first))
+            print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
     return int(result.reason == "cancelled")  # by another client: the text is not complete
 
 
@@ -141,19 +144,3 @@ def as_json(result: Result) -> dict[str, Any]:
         "seed": result.seed,
         "attempts": result.attempts,
     }
-
-
-def figures(result: Result, seconds: float, streamed: float) -> str:
-    """One line about a finished completion; times are seconds, `streamed` since the first token.
-
-    A worker reports the decode time of its own tokens only, which is too short after a failover.
-    """
-    generated = result.usage.get("completion_tokens", 0)
-    decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
-    rate = f"{generated / decode:.0f} tokens/s, " if decode and generated > 1 else ""
-    prompt = result.usage.get("prompt_tokens", 0)
-    cached = result.usage.get("cached_tokens", 0)
-    return (
-        f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
-        f" ended: {result.reason}, seed {result.seed}]"
-    )

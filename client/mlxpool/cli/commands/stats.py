@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from mlxpool.cli import stats_view
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import count
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.stats_view import RATE_SNAPSHOTS
 from mlxpool.cli.style import paint_of, width_of
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     answer = ask(options.admin_target, "stats")
     width, paint = width_of(sys.stdout), paint_of(sys.stdout)
     print(
-        json.dumps(answer) if options.json else "\n".join(stats_view.lines([answer], width, paint))
+        json_text(answer) if options.json else "\n".join(stats_view.lines([answer], width, paint))
     )
     return 0
 
@@ -83,7 +83,7 @@ def _watch(options: argparse.Namespace) -> int:
 
     if options.json:
         for snapshot in snapshots(options.admin_target, options.count):
-            print(json.dumps(_stats_of(snapshot)), flush=True)
+            print(json_text(_stats_of(snapshot)), flush=True)
         return 0
     pages, left, paint = Pages(), options.count, paint_of(sys.stdout)
     with Subscription(options.admin_target) as subscription, screen() as terminal:

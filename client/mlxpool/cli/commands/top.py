@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import deque
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from mlxpool.cli import top_view
 from mlxpool.cli.columns import joined
 from mlxpool.cli.formatting import count
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.style import NOTE, Paint, paint_of, plain, table_lines
 from mlxpool.cli.top_view import COLUMNS, MAX_SNAPSHOTS, SORT_ORDERS, Row, Snapshot, SortOrder
 from mlxpool.common.escapes import escape_line
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         for snapshot in snapshots(options.admin_target, options.count):
             view.history.append(snapshot)
-            print(json.dumps(as_json(view)), flush=True)
+            print(json_text(as_json(view)), flush=True)
         return 0
     left, paint = options.count, paint_of(sys.stdout)
     with Subscription(options.admin_target) as subscription, screen() as terminal:
