@@ -110,7 +110,7 @@ class Conversation:
         if name in ("think", "nothink"):
             return self._set_think(name, value)
         self.options[_option(name)] = read_option(name, value)
-        return f"{name} is {value}"
+        return f"{name} is {escape_line(value)}"
 
     def _unset(self, name: str) -> str:
         key = "think" if name in ("think", "nothink") else _option(name.replace("-", "_"))

@@ -27,12 +27,12 @@ OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
 `mlxpool help COMMAND` shows the options of a command.
-exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupted
+exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 Ctrl-C
 
   mlxpool serve &                     start a broker
   mlxpool run demo "def main():"      complete a text
   mlxpool ps                          workers and what they are doing
-  mlxpool check /path/to/model        what a model is, needs, and what is wrong with it
+  mlxpool check /path/to/model        what a model is and needs
 """
 
 

@@ -52,10 +52,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _unknown_choice(argument: str, given: str, known: str) -> str:
+    """The message for a word that is none of the known ones; argparse has escaped it."""
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)
     hint = nearest(given, words) or f"; known: {', '.join(words)}"
-    return f"there is no {kind} {given!r}{hint}" if kind else f"{argument}not {given!r}{hint}"
+    return f"there is no {kind} '{given}'{hint}" if kind else f"{argument}not '{given}'{hint}"
 
 
 class RootParser(Parser):

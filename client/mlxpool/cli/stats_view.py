@@ -67,7 +67,8 @@ def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
     found = _head(now, width)
     for title, counters in GROUPS.items():
         rows = [_counter_row(one, values, old, seconds) for one in counters if one.key in values]
-        found += ["", paint(_row(title, "total", "a second"), HEAD), *rows]
+        if rows:
+            found += ["", paint(_row(title, "total", "a second"), HEAD), *rows]
         for counter in counters:
             values.pop(counter.key, None)
     found += _means(now, values, paint)
