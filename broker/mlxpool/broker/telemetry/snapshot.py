@@ -42,6 +42,19 @@ class BrokerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayInfo:
+    """The gateway that the broker runs; the fields are the keys of `gateway` in `ps`, `stats`."""
+
+    url: str
+    state: str  # starting | ready | restarting | draining | stopped
+    pid: int | None  # None while no process runs
+    uptime_s: float | None
+    rss: int  # bytes
+    restarts: int
+    last_exit: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSnapshot:
     """One model. `histograms` is empty until its first request, so that unused models are cheap."""
 
@@ -129,10 +142,17 @@ class Snapshot:
     memory_limit: int  # bytes that all workers may take together
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
     process: ProcessFigures = ProcessFigures()
+    gateway: GatewayInfo | None = None  # None: the broker runs none
 
 
 def take(
-    state: State, broker: BrokerInfo, lag: float, now: float, *, listing: bool = False
+    state: State,
+    broker: BrokerInfo,
+    lag: float,
+    now: float,
+    *,
+    listing: bool = False,
+    gateway: GatewayInfo | None = None,
 ) -> Snapshot:
     """The pool as it is now; with `listing` also the rows of models that only `ps` renders."""
     registry = state.registry
@@ -146,6 +166,7 @@ def take(
         lag,
         registry.memory,
         tuple(_listing(registry, now)) if listing else (),
+        gateway=gateway,
     )
 
 

@@ -13,7 +13,12 @@ from mlxpool.broker.telemetry.history import (
     recent_rates,
 )
 from mlxpool.broker.telemetry.reports import pool_stats
-from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
+from mlxpool.broker.telemetry.snapshot import (
+    GatewayInfo,
+    ModelSnapshot,
+    Snapshot,
+    WorkerSnapshot,
+)
 
 MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
 FAULTY = ("failed", "broken", "suspect", "condemned")
@@ -38,6 +43,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
             "uptime_s": broker.uptime_s,
             "links": broker.links,
         },
+        "gateway": _gateway(snapshot.gateway),
         "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],
@@ -54,6 +60,17 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
         "models_hidden": len(snapshot.models) - len(models),
         "workers": [_worker(worker) for worker in workers],
         "workers_hidden": len(snapshot.workers) - len(workers),
+    }
+
+
+def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
+    if gateway is None:
+        return None
+    return {
+        "state": gateway.state,
+        "url": gateway.url,
+        "restarts": gateway.restarts,
+        "last_exit": gateway.last_exit or "",
     }
 
 

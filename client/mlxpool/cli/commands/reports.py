@@ -78,7 +78,7 @@ def ps(options: argparse.Namespace) -> int:
     if options.json:
         print(json_text(answer))
         return 0
-    workers, broker = answer["workers"], answer["broker"]
+    workers, broker, width = answer["workers"], answer["broker"], width_of(sys.stdout)
     parts = (
         f"broker {broker['pid']} {broker['state']}",
         f"up {duration(broker['uptime_s'])}",
@@ -89,11 +89,25 @@ def ps(options: argparse.Namespace) -> int:
     _print_table(
         PS,
         rows,
-        above=joined(parts, width_of(sys.stdout)),
+        above=[*joined(parts, width), *joined(_gateway(answer.get("gateway")), width)],
         errors=[f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")],
         notes=[*_last_exits(rows), *dumps],
     )
     return 0
+
+
+def _gateway(gateway: Mapping[str, Any] | None) -> list[str]:
+    """What is said of the gateway that the broker runs."""
+    if gateway is None:
+        return []
+    restarts, last = gateway["restarts"], gateway["last_exit"]
+    return [
+        f"gateway {gateway['pid'] or '-'} {gateway['state']}",
+        *([f"up {duration(gateway['uptime_s'])}"] if gateway["uptime_s"] is not None else []),
+        gateway["url"],
+        f"rss {size(gateway['rss'])}",
+        *([f"{restarts} restarts", f"last exit: {last}"] if restarts else []),
+    ]
 
 
 def _last_exits(rows: Sequence[Cells]) -> list[str]:

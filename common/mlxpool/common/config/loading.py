@@ -16,7 +16,14 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from mlxpool.common.config.bounds import ConfigError, Declaration, Problems, declarations
+from mlxpool.common.config.bounds import (
+    LOOPBACK,
+    ConfigError,
+    Declaration,
+    Problems,
+    declarations,
+    host_port,
+)
 from mlxpool.common.config.model_names import fault_of_name, scan
 from mlxpool.common.config.schema import (
     BUILTIN,
@@ -175,7 +182,8 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     known = {
         name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
     }
-    values, problems = dict[str, Any](), Problems()
+    values: dict[str, Any] = {}
+    problems = Problems()
     for key, value in table.items():
         with problems.collected():
             values[key] = _setting(key, known, value, where)
@@ -185,7 +193,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        problems.found += _bad_endpoints(values, where)
+        problems.found += [*_bad_endpoints(values, where), *_open_http(values, where)]
     problems.check()
     return kind(**values)
 
@@ -226,6 +234,16 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
             fault = endpoints.fault(endpoint, secured=secured, local=name == "front")
             if fault is not None:
                 yield f"{where}.{name}: {endpoint!r} {fault}"
+
+
+def _open_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """The problem of an HTTP address that others reach and that asks for no key."""
+    address = values.get("http", "")
+    if address and not values.get("http_keys") and host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.http: others can reach {address!r}: name the keys that may ask with"
+            f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
+        )
 
 
 def check_run_dir(run_dir: Path) -> None:
