@@ -191,6 +191,7 @@ class PoolConfig:
     prepare_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
     # A larger log of a worker is cut to half of this at its next start.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
+    # text: logfmt.
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
     # debug: also what the prefix cache had for each request, and the names of tensors.
     log_level: Annotated[str, OneOf(("info", "debug"))] = "info"
