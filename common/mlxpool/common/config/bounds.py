@@ -195,6 +195,9 @@ def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
+
+
 def check_host_port(value: str, where: str) -> None:
     """Raises ConfigError unless the text is empty or HOST:PORT."""
     if value:

@@ -15,7 +15,14 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from mlxpool.common.config.bounds import ConfigError, Declaration, Problems, declarations
+from mlxpool.common.config.bounds import (
+    LOOPBACK,
+    ConfigError,
+    Declaration,
+    Problems,
+    declarations,
+    host_port,
+)
 from mlxpool.common.config.model_names import fault_of_name, scan
 from mlxpool.common.config.schema import (
     BUILTIN,
@@ -174,7 +181,8 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     known = {
         name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
     }
-    values, problems = dict[str, Any](), Problems()
+    values: dict[str, Any] = {}
+    problems = Problems()
     for key, value in table.items():
         with problems.collected():
             values[key] = _setting(key, known, value, where)
@@ -184,7 +192,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        problems.found += _bad_endpoints(values, where)
+        problems.found += [*_bad_endpoints(values, where), *_bad_admin_token(values, where)]
     problems.check()
     return kind(**values)
 
@@ -225,6 +233,19 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
             fault = endpoints.fault(endpoint, secured=secured, local=name == "front")
             if fault is not None:
                 yield f"{where}.{name}: {endpoint!r} {fault}"
+
+
+def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """The problem of a token that would cross a network unencrypted, or that nothing asks for."""
+    if values.get("metrics_admin_token") is None:
+        return
+    address = values.get("metrics", "")
+    if not address or host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.metrics_admin_token needs {where}.metrics on the loopback interface, such as"
+            f' "127.0.0.1:9464", got {address!r}: HTTP is not encrypted; reach it from elsewhere'
+            " through ssh -L"
+        )
 
 
 def check_run_dir(run_dir: Path) -> None:

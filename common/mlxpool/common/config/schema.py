@@ -197,6 +197,8 @@ class PoolConfig:
     log_level: Annotated[str, OneOf(("info", "debug"))] = "info"
     # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none.
     metrics: Annotated[str, check_host_port] = ""
+    # The file of the token with which operators cancel requests on the status page.
+    metrics_admin_token: Path | None = None
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
