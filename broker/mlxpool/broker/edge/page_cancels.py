@@ -26,9 +26,10 @@ class PageCancels:
 
     def serve(self, now: float) -> None:
         """Answer what waits in the queue."""
-        self._queue.serve(self._cancel, now)
+        self._queue.serve(self.cancel, now)
 
-    def _cancel(self, prefix: str, now: float) -> Fate:
+    def cancel(self, prefix: str, now: float) -> Fate:
+        """Cancel the live request whose id begins so. Raises BadRequest if there is not one."""
         found = [id for id in self._state.requests if id.hex().startswith(prefix)]
         if not found:
             raise BadRequest(f"no live request has an id that begins with {prefix}: it has ended")

@@ -59,17 +59,18 @@ def read_token(file: Path) -> bytes:
 
 def refusal(headers: Message, token: bytes) -> Refusal | None:
     """Why a request with these headers is refused; None: it may change the pool."""
-    host = headers.get("Host", "")
+    host, origin, authorization = (
+        str(headers.get(name, "")) for name in ("Host", "Origin", "Authorization")
+    )
     if not is_loopback(_name(f"//{host}")):
         return Refusal(
             HTTPStatus.FORBIDDEN,
             f"the host {host!r:.80} is not this machine's loopback address: open the page as"
             " http://127.0.0.1:PORT, from elsewhere through ssh -L",
         )
-    origin = headers.get("Origin", "")
     if origin.lower() != f"http://{host}".lower():
         return Refusal(HTTPStatus.FORBIDDEN, f"the origin {origin!r:.80} is not http://{host}")
-    scheme, _, given = headers.get("Authorization", "").partition(" ")
+    scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), token):
         return Refusal(HTTPStatus.UNAUTHORIZED, "the operators' token is missing or wrong")
     return None

@@ -13,11 +13,19 @@ from itertools import islice
 from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.telemetry.history import RecentEvents
 from mlxpool.broker.telemetry.snapshot import Snapshot, WorkerSnapshot
-from mlxpool.common.errors import BY_CODE, Draining, Internal, PoolFault
+from mlxpool.common.errors import (
+    BY_CODE,
+    Draining,
+    Internal,
+    ModelLoadFailed,
+    ModelUnavailable,
+    PoolFault,
+)
 
 LATE, VERY_LATE = 0.2, 1.0  # seconds that the broker's loop did not read its sockets
 LONG_WAIT = 30.0  # seconds of the oldest request in a queue
 FAILING_SHARE = 0.05  # of the streams that ended, by the pool's fault
+OF_MODELS = (ModelLoadFailed.code, ModelUnavailable.code)  # errors that a fault explains
 MAX_DETAILS = 5
 MAX_DETAIL_CHARS = 300
 
@@ -45,9 +53,9 @@ def problems(snapshot: Snapshot, recent: RecentEvents, minutes: int) -> list[Pro
         *_models(snapshot.faults),
         *_broker(snapshot),
         *_workers(snapshot.workers),
-        *_restarts(snapshot.workers, recent.restarts, minutes),
+        *_restarts(snapshot, recent.restarts, minutes),
         *_queues(snapshot),
-        *_failures(recent, minutes),
+        *_failures(snapshot.faults, recent, minutes),
     )
     return sorted(found, key=lambda problem: problem.level is not Level.BAD)
 
@@ -99,12 +107,15 @@ def _workers(workers: tuple[WorkerSnapshot, ...]) -> Iterator[Problem]:
 
 
 def _restarts(
-    workers: tuple[WorkerSnapshot, ...], restarts: Mapping[str, int], minutes: int
+    snapshot: Snapshot, all_restarts: Mapping[str, int], minutes: int
 ) -> Iterator[Problem]:
+    """Those of models that cannot be had are told with these."""
+    faulty = {fault.name for fault in snapshot.faults}
+    ends = {w.slot: w.last_exit for w in snapshot.workers if w.model not in faulty}
+    restarts = {slot: count for slot, count in all_restarts.items() if slot in ends}
     if restarts:
-        ends = {worker.slot: worker.last_exit for worker in workers}
         what = f"{_count(sum(restarts.values()), 'worker restart')} in the last {minutes} min"
-        lines = (f"{slot}: {ends[slot]}" for slot in restarts if slot in ends)
+        lines = (f"{slot}: {ends[slot]}" for slot in restarts)
         yield Problem(Level.WARNING, what, _details(lines))
 
 
@@ -115,11 +126,18 @@ def _queues(snapshot: Snapshot) -> Iterator[Problem]:
             f"{model.name}: {model.waiting} waiting, the oldest for {model.oldest_wait:.0f} s"
             for model in late
         )
-        yield Problem(Level.WARNING, f"requests have waited for over {LONG_WAIT:.0f} s", _details(lines))
+        yield Problem(
+            Level.WARNING, f"requests have waited for over {LONG_WAIT:.0f} s", _details(lines)
+        )
 
 
-def _failures(recent: RecentEvents, minutes: int) -> Iterator[Problem]:
-    codes = {code: count for code, count in recent.failures.items() if _is_pool_fault(code)}
+def _failures(faults: tuple[Fault, ...], recent: RecentEvents, minutes: int) -> Iterator[Problem]:
+    told = OF_MODELS if faults else ()
+    codes = {
+        code: count
+        for code, count in recent.failures.items()
+        if _is_pool_fault(code) and code not in told
+    }
     failed = sum(codes.values())
     if failed and failed >= FAILING_SHARE * recent.ended:
         what = f"{failed} of {recent.ended} requests failed in the last {minutes} min"
