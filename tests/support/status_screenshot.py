@@ -1,7 +1,7 @@
 """Takes screenshots of the status page, from a pool that does what a scene says.
 
-python tests/support/status_screenshot.py docs/img/status.png [--scene busy] [--minutes 10]
-    [--dark] [--width 400]
+PYTHONPATH=tests python tests/support/status_screenshot.py docs/img/status.png [--scene busy]
+    [--minutes 10] [--dark] [--width 400]
 """
 
 from __future__ import annotations

@@ -100,6 +100,18 @@ def test_what_went_wrong_in_the_last_minutes_has_a_colour(story: Story) -> None:
     assert later["models"][0]["failed_level"] == later["workers"][0]["restarts_level"] == ""
 
 
+def test_only_a_worker_that_loads_has_the_progress_of_its_load(story: Story) -> None:
+    worker = story.ready_worker()
+    worker.beat(phase="idle", load_progress=1.0)
+    taken = snapshots.of(story)
+    assert status(taken, RecentHistory(), START)["workers"][0]["load_progress"] is None
+    (row,) = taken.workers
+    assert row.beat is not None
+    beat = replace(row.beat, load_progress=0.4321)
+    loading = replace(taken, workers=(replace(row, state="loading", beat=beat),))
+    assert status(loading, RecentHistory(), START)["workers"][0]["load_progress"] == 0.432
+
+
 def test_errors_are_told_by_code(story: Story) -> None:
     worker, past = story.ready_worker(), RecentHistory()
     worker.fail(story.generate(), "out_of_memory")

@@ -171,6 +171,13 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
     }
 
 
+def _load_progress(worker: WorkerSnapshot) -> float | None:
+    """The share of the weights that a worker has loaded so far; None: it loads none now."""
+    if worker.beat is None or worker.state not in ("starting", "loading"):
+        return None
+    return _rounded(worker.beat.load_progress, 3)
+
+
 def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
     memory, taken = worker.memory, worker.memory_used
     parts = {kind: memory[kind] for kind in PARTS if kind in memory}
@@ -183,7 +190,7 @@ def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
         "phase": worker.phase,
         "running": worker.running,
         "uptime_s": round(worker.uptime, 1),
-        "load_progress": None if worker.beat is None else worker.beat.load_progress,
+        "load_progress": _load_progress(worker),
         "restarts": worker.restarts,
         "restarts_level": Level.WARNING.value if recent_restarts else "",
         "last_exit": worker.last_exit,
