@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from select import select
 from threading import Event, Thread
 from typing import Any
@@ -15,8 +17,11 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.http.cancel_queue import Fate
+from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
 from mlxpool.broker.http.server import HttpServer
+from mlxpool.common.config.bounds import host_port
 from mlxpool.common.errors import BadRequest
+from support.pool import until
 
 TOKEN = "t" * 32
 DIGEST = hashlib.sha256(TOKEN.encode()).digest()
@@ -163,3 +168,22 @@ def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
     assert lines and len(lines) < 5
     assert vars(lines[0])["address"] == "127.0.0.1"
     assert "secret-guess" not in caplog.text
+
+
+def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServer) -> None:
+    """A connection that waits for us makes no room for further ones."""
+    queue, found = server.cancels, list[int]()
+    assert queue is not None
+    queue.max_wait = 60.0
+    thread = Thread(target=lambda: found.append(post(server)[0]))
+    thread.start()
+    until(lambda: server.connections.count(Stage.ANSWER) == 1, "it waits")
+    with ExitStack() as crowd:
+        address = host_port(server.url.removeprefix("http://"))
+        for _ in range(2 * MAX_CONNECTIONS):
+            crowd.enter_context(socket.create_connection(address, timeout=60))
+        until(lambda: len(server.connections) == MAX_CONNECTIONS, "there is no room")
+        until(lambda: select([queue.waker], [], [], 0)[0], "the loop is woken")
+        queue.serve(lambda prefix, now: {"state": "streaming"}, 0.0)
+        thread.join()
+    assert found == [200]

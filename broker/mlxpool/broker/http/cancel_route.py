@@ -36,20 +36,21 @@ class CancelRoute:
         self._quiet_until = 0.0
         self._not_logged = 0
 
-    def answer(self, headers: Message, body: BufferedIOBase, peer: str) -> Answer:
-        """Read the body and do what it says; `peer` is the address of the other side."""
-        length = headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY:
+    def answer(self, headers: Message, body: bytes | None, peer: str) -> Answer:
+        """Do what a body says that `read_body` returned; `peer` is the address of the other side.
+
+        It waits for the loop, at most `queue.max_wait`.
+        """
+        if body is None:
             why = f"the body must have a Content-Length of at most {MAX_BODY} bytes"
             return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
-        text = body.read(int(length))
         refused = refusal(headers, self._token)
         if refused is not None:
             self._log(refused, peer)
             return _error(refused.status, refused.why)
         if headers.get_content_type() != "application/json":
             return _error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be application/json")
-        prefix = _prefix(text)
+        prefix = _prefix(body)
         if prefix is None:
             why = 'the body must be {"id": "…"} with 8 to 32 hexadecimal digits of a request\'s id'
             return _error(HTTPStatus.BAD_REQUEST, why)
@@ -73,6 +74,14 @@ class CancelRoute:
             self._quiet_until = now + LOG_INTERVAL
             untold, self._not_logged = self._not_logged, 0
         log.warning("cancel refused", extra={"why": refused.why, "address": peer, "untold": untold})
+
+
+def read_body(headers: Message, stream: BufferedIOBase) -> bytes | None:
+    """The body of a request; None: it is too large, or its length is not told."""
+    length = str(headers.get("Content-Length", ""))
+    if not length.isdecimal() or int(length) > MAX_BODY:
+        return None
+    return stream.read(int(length))
 
 
 def _prefix(text: bytes) -> str | None:

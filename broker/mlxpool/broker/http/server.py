@@ -197,7 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
         if route is None:
             off = "requests can be cancelled here only with pool.metrics_admin_token\n"
             return HTTPStatus.NOT_FOUND, TEXT, off.encode()
-        return route.answer(self.headers, self.rfile, self.client_address[0])
+        body = cancel_route.read_body(self.headers, self.rfile)
+        self.server.connections.set_stage(self.connection, Stage.ANSWER)
+        return route.answer(self.headers, body, self.client_address[0])
 
     def _answer(self) -> Answer:
         path = self.path.partition("?")[0]

@@ -176,8 +176,8 @@ def take(
         lag,
         registry.memory,
         tuple(_listing(registry, now)) if listing else (),
-        tuple(model_listing.faults(registry, now)),
-        tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
+        faults=tuple(model_listing.faults(registry, now)),
+        live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
     )
 
 
