@@ -171,6 +171,14 @@ def test_models_by_flag(file: Path) -> None:
         ("[pool]\nrun_dir = 3", ["pool.run_dir must be a string"]),
         ('[pool]\nlog_format = "xml"', ["'xml'", "json"]),
         ('[pool]\nmodels_dir = "/nowhere/at/all"', ["there is no folder /nowhere/at/all"]),
+        (
+            '[pool]\nmetrics_admin_token = "/t"',
+            ["metrics_admin_token needs pool.metrics on the loopback interface", "got ''"],
+        ),
+        (
+            '[pool]\nmetrics = "0.0.0.0:9464"\nmetrics_admin_token = "/t"',
+            ["pool.metrics_admin_token", "got '0.0.0.0:9464'", "not encrypted", "ssh -L"],
+        ),
         ("[pool", ["is not TOML"]),
     ],
 )
@@ -298,6 +306,12 @@ def test_what_is_no_size(value: Any) -> None:
 
 
 # ---- folders and workers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "[::1]:0", "localhost:9464"])
+def test_the_token_of_the_status_page_is_a_file(file: Path, address: str) -> None:
+    file.write_text(f'[pool]\nmetrics = "{address}"\nmetrics_admin_token = "/t"\n')
+    assert load(file).metrics_admin_token == Path("/t")
 
 
 def test_paths_are_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from mlxpool.broker.edge.executor import Actions, Executor
 from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
+from mlxpool.broker.edge.page_cancels import PageCancels
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
@@ -63,7 +64,7 @@ class Broker:
         descriptors = raise_descriptor_limit()
         self.settings = CurrentSettings(config)
         self._lock = lock(config.run_dir)
-        self.http = _http_server(config.metrics) if config.metrics else None
+        self.http = _http_server(config) if config.metrics else None
         self.gateway_process = GatewayProcess(config) if config.http else None
         self.boot = secrets.randbits(EXACT_BITS) or 1
         self._started_at = time.monotonic()
@@ -189,9 +190,13 @@ class Broker:
             stop=lambda now: self.lifecycle.stop(now, final=True),
             drain_grace=lambda: self.settings.config.drain_grace,
         )
+        commands = Commands(self.core, controls, self.perform)
+        self.page_cancels = None
+        if self.http is not None and self.http.cancels is not None:
+            self.page_cancels = PageCancels(self.http.cancels, self.state, commands)
         self.admin = AdminServer(
             self.endpoints.admin,
-            Commands(self.core, controls, self.perform),
+            commands,
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.counters,
@@ -216,6 +221,8 @@ class Broker:
         add_source(self.catalogue.waker, self.catalogue.on_results)
         if self.http is not None:
             add_source(self.http.latest.waker, self._put_snapshot)
+        if self.page_cancels is not None:
+            add_source(self.page_cancels.waker, self.page_cancels.serve)
         add_task(self.catalogue.answer_waiting, self.catalogue.next_wake)
         add_task(self._wake_core, self.core.next_wake)
         add_task(self.worker_processes.observe, self.supervisor.next_wake)
@@ -304,8 +311,10 @@ class Broker:
         log.info("broker stopped")
 
 
-def _http_server(address: str) -> HttpServer:
+def _http_server(config: PoolConfig) -> HttpServer:
     # Not imported above: without it a broker starts faster after the end of the one before.
+    from mlxpool.broker.http.operator_access import read_token
     from mlxpool.broker.http.server import HttpServer
 
-    return HttpServer(address)
+    file = config.metrics_admin_token
+    return HttpServer(config.metrics, operator_token=None if file is None else read_token(file))

@@ -193,7 +193,9 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        problems.found += [*_bad_endpoints(values, where), *_open_http(values, where)]
+        problems.found += _bad_endpoints(values, where)
+        problems.found += _open_http(values, where)
+        problems.found += _bad_admin_token(values, where)
     problems.check()
     return kind(**values)
 
@@ -243,6 +245,19 @@ def _open_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
         yield (
             f"{where}.http: others can reach {address!r}: name the keys that may ask with"
             f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
+        )
+
+
+def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """The problem of a token that would cross a network unencrypted, or that nothing asks for."""
+    if values.get("metrics_admin_token") is None:
+        return
+    address = values.get("metrics", "")
+    if not address or host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.metrics_admin_token needs {where}.metrics on the loopback interface, such as"
+            f' "127.0.0.1:9464", got {address!r}: HTTP is not encrypted; reach it from elsewhere'
+            " through ssh -L"
         )
 
 
