@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -264,6 +265,7 @@ def check_run_dir(run_dir: Path) -> None:
     """Make the run directory, mode 0700. Raises ConfigError if it cannot be used."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_access(run_dir, run_dir.stat())
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir / "logs"):
             pass
@@ -271,8 +273,27 @@ def check_run_dir(run_dir: Path) -> None:
         raise ConfigError(
             f"cannot use the run directory {run_dir}: {error.strerror}; give another with --run-dir"
         ) from None
-    status = run_dir.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+
+
+def _check_access(run_dir: Path, status: os.stat_result) -> None:
+    """Raises ConfigError if the directory is of another user, or open to others."""
+    if status.st_uid != os.getuid():
         raise ConfigError(
-            f"the run directory {run_dir} must be ours and closed to others (chmod 700)"
+            f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
+            f" process runs as {_user(os.getuid())}; give another with --run-dir"
         )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"the run directory {run_dir} has the mode {status.st_mode & 0o7777:04o}, with which"
+            f" other users reach the pool; it must be 0700: chmod 700 {shlex.quote(str(run_dir))}"
+        )
+
+
+def _user(uid: int) -> str:
+    """A user's name with the id; the id alone if it has none."""
+    import pwd  # only errors need it
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
