@@ -96,18 +96,18 @@ def ps(options: argparse.Namespace) -> int:
     return 0
 
 
-def _gateway(gateway: Mapping[str, Any] | None) -> list[str]:
-    """What is said of the gateway that the broker runs."""
+def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
+    """The parts of the line of the gateway that the broker runs; none where it runs none."""
     if gateway is None:
-        return []
+        return ()
     restarts, last = gateway["restarts"], gateway["last_exit"]
-    return [
+    return (
         f"gateway {gateway['pid'] or '-'} {gateway['state']}",
         *([f"up {duration(gateway['uptime_s'])}"] if gateway["uptime_s"] is not None else []),
         gateway["url"],
         f"rss {size(gateway['rss'])}",
-        *([f"{restarts} restarts", f"last exit: {last}"] if restarts else []),
-    ]
+        *([f"{restarts} restarts, last exit: {last}"] if restarts else []),
+    )
 
 
 def _last_exits(rows: Sequence[Cells]) -> list[str]:
