@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import httpx
 import pytest
 
 from support.gateway_thread import GatewayThread
-from support.pool import PATIENCE, Pool, until, with_path
+from support.pool import PATIENCE, Pool, until
 
 KEY, OTHER = "k" * 32, "o" * 32
 CONFIG = """
@@ -448,16 +447,3 @@ def test_a_port_in_use(gateway: GatewayThread) -> None:
     )
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
-
-
-def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
-    (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
-    done = subprocess.run(
-        command("gateway"),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": with_path(tmp_path)},
-    )
-    assert done.returncode == 2
-    assert "the gateway needs starlette: pip install 'mlxpool[gateway]'" in done.stderr

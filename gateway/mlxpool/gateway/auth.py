@@ -6,7 +6,6 @@ The file of keys has one key a line and is read again when the process gets SIGH
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import re
@@ -17,12 +16,12 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from mlxpool.common.api_keys import digest, read_digests
+from mlxpool.common.config.bounds import LOOPBACK
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.settings import LOOPBACK
 
 log = logging.getLogger("mlxpool.gateway")
 
-MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
 
 
@@ -32,7 +31,7 @@ class ApiKeys:
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._digests = () if file is None else _read_digests(file)
+        self._digests = () if file is None else read_digests(file)
 
     @property
     def required(self) -> bool:
@@ -43,7 +42,7 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            self._digests = _read_digests(self._file)
+            self._digests = read_digests(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
@@ -57,8 +56,8 @@ class ApiKeys:
         if self._file is None:
             return b""
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        given = digest(key.strip())
+        known = [hmac.compare_digest(given, each) for each in self._digests]
         return given if any(known) and scheme.lower() == "bearer" else None
 
 
@@ -108,28 +107,3 @@ class AccessControl:
             message = "a known key is wanted: Authorization: Bearer KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
         return self._limit.request(owner)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _read_digests(file: Path) -> tuple[bytes, ...]:
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the keys in {file} cannot be read: {error}") from error
-    digests = []
-    for number, line in enumerate(lines, 1):
-        key = line.strip()
-        if not key or key.startswith("#"):
-            continue
-        if len(key) < MIN_KEY_LENGTH or len(key.split()) > 1:
-            raise ValueError(
-                f"{file}, line {number}: a key is one word of at least {MIN_KEY_LENGTH} characters;"
-                f" it has {len(key)} (make one with `openssl rand -hex 32`)"
-            )
-        digests.append(_digest(key))
-    if not digests:
-        raise ValueError(f"{file} has no key: write one a line")
-    return tuple(digests)

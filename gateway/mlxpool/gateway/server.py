@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import uvicorn
 
+from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-BACKLOG = 1024  # connections that wait to be accepted
 SHUTDOWN_TIMEOUT = 5  # seconds for streams in flight after SIGTERM
 # Seconds. With the default of 5 ms the thread that reads the pool waits for the loop's thread.
 THREAD_SWITCH_INTERVAL = 0.0005
@@ -23,32 +23,32 @@ THREAD_SWITCH_INTERVAL = 0.0005
 
 def listen(settings: Settings) -> socket.socket:
     """A bound and listening socket. Raises OSError naming the address."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is named; without it small pieces take 40 ms.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((settings.host, settings.port))
-        bound.listen(BACKLOG)
+        return listening.listen(settings.host, settings.port)
     except OSError as error:
-        bound.close()
         where = f"{settings.host}:{settings.port}"
         words = f"cannot listen on {where}: {error.strerror}; take another --host or --port"
         raise OSError(error.errno, words) from error
-    return bound
 
 
-def make_server(gateway: Gateway) -> uvicorn.Server:
-    """A uvicorn server of this application, without access log or log configuration."""
-    config = uvicorn.Config(
+def server_config(gateway: Gateway, shutdown_timeout: float) -> uvicorn.Config:
+    """How uvicorn serves this application: without access log or log configuration.
+
+    `shutdown_timeout`: seconds for answers in flight after SIGTERM.
+    """
+    return uvicorn.Config(
         gateway.app,
         lifespan="on",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+        timeout_graceful_shutdown=shutdown_timeout,  # type: ignore[arg-type]
         server_header=False,
     )
-    return uvicorn.Server(config)
+
+
+def make_server(gateway: Gateway) -> uvicorn.Server:
+    """A uvicorn server of this application."""
+    return uvicorn.Server(server_config(gateway, SHUTDOWN_TIMEOUT))
 
 
 def run(settings: Settings, ready: Callable[[str], None]) -> None:
@@ -62,7 +62,6 @@ def run(settings: Settings, ready: Callable[[str], None]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its shutdown
     signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    host, port = bound.getsockname()[:2]
-    ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    ready(listening.url_of(bound))
     with bound:
         make_server(gateway).run([bound])

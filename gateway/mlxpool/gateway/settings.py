@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxpool.common.config.bounds import LOOPBACK
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import sockets
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.protocol.from_worker import Beat
 
+GATEWAY = "gateway"  # beside the names of slots, which all have a slash
 MAX_LIVE = 12  # requests that a snapshot has
 MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
 _NO_FIGURES = Figures()  # of a model that was never requested
@@ -43,6 +44,19 @@ class BrokerInfo:
     descriptors: int  # that this process may have
     endpoints: Mapping[str, list[str]]  # beside those of the run directory
     metrics: str | None  # the URL of the HTTP server
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayInfo:
+    """The gateway that the broker runs; the fields are the keys of `gateway` in `ps`, `stats`."""
+
+    url: str
+    state: str  # starting | ready | restarting | draining | stopped
+    pid: int | None  # None while no process runs
+    uptime_s: float | None
+    rss: int  # bytes
+    restarts: int
+    last_exit: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +173,23 @@ class Snapshot:
     faults: tuple[Fault, ...] = ()  # names that cannot be had, with the reasons that `ps` prints
     live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
     process: ProcessFigures = ProcessFigures()
+    gateway: GatewayInfo | None = None  # None: the broker runs none
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Ends that nobody asked for since the broker's start, by slot; also of the gateway."""
+        gateway = {} if self.gateway is None else {GATEWAY: self.gateway.restarts}
+        return {**{worker.slot: worker.restarts for worker in self.workers}, **gateway}
 
 
 def take(
-    state: State, broker: BrokerInfo, lag: float, now: float, *, listing: bool = False
+    state: State,
+    broker: BrokerInfo,
+    lag: float,
+    now: float,
+    *,
+    listing: bool = False,
+    gateway: GatewayInfo | None = None,
 ) -> Snapshot:
     """The pool as it is now; with `listing` also the rows of models that only `ps` renders."""
     registry = state.registry
@@ -178,6 +205,7 @@ def take(
         tuple(_listing(registry, now)) if listing else (),
         faults=tuple(model_listing.faults(registry, now)),
         live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
+        gateway=gateway,
     )
 
 

@@ -19,6 +19,7 @@ from mlxpool.broker.telemetry.history import (
 from mlxpool.broker.telemetry.problems import Level, lag_level, problems, wait_level
 from mlxpool.broker.telemetry.reports import pool_stats
 from mlxpool.broker.telemetry.snapshot import (
+    GatewayInfo,
     LiveRequest,
     ModelSnapshot,
     Snapshot,
@@ -60,11 +61,12 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
             for problem in found
         ],
         "levels": _levels(snapshot, recent),
+        "gateway": _gateway(snapshot.gateway),
         "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],
         "rejected": sum(pool["rejected"].values()),
-        "restarts": sum(worker.restarts for worker in snapshot.workers),
+        "restarts": sum(snapshot.restarts.values()),
         "waiting": pool["queued"],
         "resumed": pool["resumed"],
         "tokens": pool["tokens"]["generated"],
@@ -124,6 +126,17 @@ def _errors(counters: Counters, recent: RecentEvents) -> list[dict[str, Any]]:
         for code in sorted(failures.keys() | rejected.keys())
     ]
     return sorted(rows, key=lambda row: (-row["recent"], -row["failed"] - row["rejected"]))
+
+
+def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
+    if gateway is None:
+        return None
+    return {
+        "state": gateway.state,
+        "url": gateway.url,
+        "restarts": gateway.restarts,
+        "last_exit": gateway.last_exit or "",
+    }
 
 
 def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:

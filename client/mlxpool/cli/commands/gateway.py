@@ -9,8 +9,6 @@ from typing import Any
 
 from mlxpool.cli.target import target_of
 
-MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
-
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `gateway`."""
@@ -43,14 +41,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    # Here and not above: only this command needs the gateway and its optional packages.
-    try:
-        from mlxpool.gateway import server
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("mlxpool"):
-            raise
-        raise ValueError(MISSING.format(name=error.name)) from error
+    # Here and not above: only this command needs the gateway and its packages.
     from mlxpool.common import logs
+    from mlxpool.gateway import server
     from mlxpool.gateway.settings import Settings
 
     logs.set_up(json_lines=options.log_format == "json")

@@ -108,7 +108,24 @@ def ps(options: argparse.Namespace) -> int:
     problems += [
         f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w.get("last_dump")
     ]
-    return _show(options, answer, line, *table([head, *rows]), *problems)
+    return _show(
+        options, answer, line, *_gateway(answer.get("gateway")), *table([head, *rows]), *problems
+    )
+
+
+def _gateway(gateway: Mapping[str, Any] | None) -> list[str]:
+    """The line of the gateway that the broker runs."""
+    if gateway is None:
+        return []
+    restarts, last = gateway["restarts"], gateway["last_exit"]
+    parts = [
+        f"gateway {gateway['pid'] or '-'} {gateway['state']}",
+        *([f"up {duration(gateway['uptime_s'])}"] if gateway["uptime_s"] is not None else []),
+        gateway["url"],
+        f"rss {size(gateway['rss'])}",
+        *([f"{restarts} restarts, last exit: {last}"] if restarts else []),
+    ]
+    return [", ".join(parts)]
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:

@@ -199,6 +199,16 @@ class PoolConfig:
     metrics: Annotated[str, check_host_port] = ""
     # The file of the token with which operators cancel requests on the status page.
     metrics_admin_token: Path | None = None
+    # HOST:PORT of the gateway that the broker runs: HTTP as OpenAI and Ollama have it; "": none.
+    http: Annotated[str, check_host_port] = ""
+    # The file of bearer keys, one a line; needed on every address but loopback.
+    http_keys: Path | None = None
+    # Requests in flight of one bearer key; 0: no limit.
+    http_per_key: Annotated[int, Within(0, 10**6)] = 0
+    # Of one request's body.
+    http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
+    # How long answers over HTTP may go on after SIGTERM, before the broker ends.
+    http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
@@ -235,6 +245,40 @@ class WorkerConfig:
 
 
 WORKER_VARIABLE = "MLXPOOL_WORKER"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """What the gateway that a broker runs gets at its start, in the environment of its process.
+
+    Its standard input ends with the broker. It writes a byte to `notify_fd` when it serves, and
+    every `beat_interval` seconds from then on.
+    """
+
+    run_dir: str
+    listen_fd: int  # a socket that listens
+    notify_fd: int
+    host: str  # that the socket is bound to
+    port: int
+    keys: str = ""  # see http_keys and the settings that follow it; "": no keys
+    per_key: int = 0
+    max_body: int = 8 * 1024 * 1024
+    drain_timeout: float = 10.0
+    beat_interval: float = 1.0
+    log_format: str = "text"
+    log_level: str = "info"
+
+    def to_environment(self) -> str:
+        """The value of GATEWAY_VARIABLE."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, text: str) -> GatewayConfig:
+        """Undo `to_environment`."""
+        return cls(**json.loads(text))
+
+
+GATEWAY_VARIABLE = "MLXPOOL_GATEWAY"
 
 BUILTIN_PREFIX = "builtin:"  # of a path
 
