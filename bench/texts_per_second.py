@@ -40,6 +40,7 @@ from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import EncoderText
 from mlxpool.worker.encoders.vectors import Vectors, finished
 from mlxpool.worker.models.encoders import encoder_plan
+from mlxpool.worker.system.cpu_threads import process_cpu_threads
 from mlxpool.worker.weights.files import folder_files
 
 RESTARTED = "MLXPOOL_BENCH_RESTARTED"
@@ -147,13 +148,17 @@ class Ours:
         self.text = EncoderText(encoder.source)
         self.engine = EncoderEngine(encoder, load(encoder.folder))
         self.engine.warm_up(lambda: None)
+        self.threads = process_cpu_threads()
+        if self.engine.divides:
+            self.threads.divide_steps()
+        self.threads.begin_step(time.monotonic())
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """The vectors of texts."""
         inputs = self.text.encode_texts(texts, truncate=True)
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         rows = [
-            self.engine.encode([inputs[index] for index in some])
+            self.engine.encode([inputs[index] for index in some], self.threads.parts)
             for some in passes(order, inputs, self.engine.lines)
         ]
         found = np.empty((len(texts), self.engine.dimensions), np.float32)

@@ -71,7 +71,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("write", [seeing.write_gemma, seeing.write_qwen])
+@pytest.mark.parametrize("write", [seeing.write_gemma, seeing.write_qwen, seeing.write_mllama])
 @pytest.mark.parametrize("site", ["encode", "prefill", "decode"])
 def test_a_kill_at_an_image_changes_nothing(
     tmp_path: Path, site: str, write: Callable[[Path], Path]

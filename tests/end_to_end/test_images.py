@@ -27,6 +27,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     folders = {
         "eyes": seeing.write_gemma(root / "eyes"),
         "grids": seeing.write_qwen(root / "grids"),
+        "crossed": seeing.write_mllama(root / "crossed"),
         "blind": write_checkpoint(root / "blind"),
     }
     tables = [f'[models.{name}]\npath = "{path}"' for name, path in folders.items()]
@@ -56,7 +57,9 @@ def counters(pool: Pool) -> dict[str, int]:
     return dict(pool.worker("eyes/0")["prefix"])
 
 
-@pytest.mark.parametrize(("model", "stored"), [("eyes", "gemma3"), ("grids", "qwen3_vl")])
+@pytest.mark.parametrize(
+    ("model", "stored"), [("eyes", "gemma3"), ("grids", "qwen3_vl"), ("crossed", "mllama")]
+)
 def test_answers_are_those_of_transformers(client: Client, model: str, stored: str) -> None:
     expected = np.load(seeing.EXPECTED / f"{stored}_images.npz")
     for number, prompt in enumerate(seeing.PROMPTS):

@@ -135,6 +135,63 @@ QWEN_PREPROCESSOR: dict[str, Any] = {
     "merge_size": 2,
     "temporal_patch_size": 2,
 }
+MLLAMA_IMAGE = "<|image|>"
+MLLAMA_TEMPLATE = GEMMA_TEMPLATE.replace("<start_of_image>", MLLAMA_IMAGE)
+MLLAMA_VISION: dict[str, Any] = {
+    "model_type": "mllama_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_global_layers": 2,
+    "attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "max_num_tiles": 4,
+    "supported_aspect_ratios": [
+        [1, 1],
+        [1, 2],
+        [1, 3],
+        [1, 4],
+        [2, 1],
+        [2, 2],
+        [3, 1],
+        [4, 1],
+    ],
+    "intermediate_layers_indices": [1, 2],
+    "vision_output_dim": 72,
+    "norm_eps": 1e-5,
+    "hidden_act": "gelu",
+}
+MLLAMA: dict[str, Any] = {
+    "architectures": ["MllamaForConditionalGeneration"],
+    "model_type": "mllama",
+    "text_config": {
+        "model_type": "mllama_text_model",
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "cross_attention_layers": [1, 3],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": FIRST_ID,
+        "pad_token_id": 0,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 5000.0,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": MLLAMA_VISION,
+    "image_token_index": FIRST_ID,  # the first token behind the vocabulary
+    "eos_token_id": [EOS],
+}
+MLLAMA_PREPROCESSOR: dict[str, Any] = {
+    **PREPROCESSOR,
+    "image_processor_type": "MllamaImageProcessor",
+    "size": {"height": 16, "width": 16},
+    "max_image_tiles": 4,
+    "do_pad": True,
+}
 # Prompts as parts: a text, or the number of an image.
 PROMPTS: Sequence[Sequence[str | int]] = (
     ("What is this? ", 0, " Say it."),
@@ -284,6 +341,82 @@ def _add_qwen_tower(weights: Weights) -> None:
         weights.norm(f"{name}.{one}.norm", hidden if one == "merger" else merged)
         weights.linear(f"{name}.{one}.linear_fc1", merged, merged)
         weights.linear(f"{name}.{one}.linear_fc2", out, merged)
+
+
+def mllama_weights(seed: int = 5) -> dict[str, np.ndarray]:
+    """Weights by the names that released files of Llama 3.2 Vision have."""
+    weights = Weights(seed)
+    text, name = MLLAMA["text_config"], "language_model.model"
+    hidden, width, heads, kv, dim = text["hidden_size"], text["intermediate_size"], 4, 2, 16
+    weights.add(f"{name}.embed_tokens.weight", text["vocab_size"] + 8, hidden, scale=0.5)
+    for layer in range(text["num_hidden_layers"]):
+        inner = f"{name}.layers.{layer}"
+        crossed = layer in text["cross_attention_layers"]
+        attention = f"{inner}.{'cross_attn' if crossed else 'self_attn'}"
+        for one in ("input_layernorm", "post_attention_layernorm"):
+            weights.rms_norm(f"{inner}.{one}", hidden)
+        for one, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights.add(f"{attention}.{one}_proj.weight", count * dim, hidden)
+        weights.add(f"{attention}.o_proj.weight", hidden, heads * dim)
+        if crossed:
+            weights.rms_norm(f"{attention}.q_norm", dim)
+            weights.rms_norm(f"{attention}.k_norm", dim)
+            weights.add(f"{inner}.cross_attn_attn_gate", 1, scale=0.8)
+            weights.add(f"{inner}.cross_attn_mlp_gate", 1, scale=0.8)
+        for one in ("gate", "up"):
+            weights.add(f"{inner}.mlp.{one}_proj.weight", width, hidden)
+        weights.add(f"{inner}.mlp.down_proj.weight", hidden, width)
+    weights.rms_norm(f"{name}.norm", hidden)
+    weights.add("language_model.lm_head.weight", text["vocab_size"], hidden, scale=0.4)
+    _add_mllama_tower(weights)
+    weights.linear("multi_modal_projector", hidden, MLLAMA_VISION["vision_output_dim"])
+    return dict(weights)
+
+
+def _add_mllama_tower(weights: Weights) -> None:
+    vision, name = MLLAMA_VISION, "vision_model"
+    hidden, patch, tiles = vision["hidden_size"], vision["patch_size"], vision["max_num_tiles"]
+    ratios = len(vision["supported_aspect_ratios"]) + 1
+    tokens = (vision["image_size"] // patch) ** 2 + 1
+    weights.add(f"{name}.patch_embedding.weight", hidden, 3, patch, patch, scale=0.2)
+    weights.add(f"{name}.class_embedding", hidden, scale=0.5)
+    inner = f"{name}.gated_positional_embedding"
+    weights.add(f"{inner}.gate", 1, scale=0.8)
+    weights.add(f"{inner}.embedding", tokens, hidden, scale=0.5)
+    weights.add(f"{inner}.tile_embedding.weight", ratios, tiles * tokens * hidden, scale=0.5)
+    for one in ("pre", "post"):
+        inner = f"{name}.{one}_tile_positional_embedding"
+        weights.add(f"{inner}.gate", 1, scale=0.8)
+        weights.add(f"{inner}.embedding.weight", ratios, tiles * hidden, scale=0.5)
+    weights.norm(f"{name}.layernorm_pre", hidden)
+    weights.norm(f"{name}.layernorm_post", hidden)
+    for part, layers in (
+        ("transformer", vision["num_hidden_layers"]),
+        ("global_transformer", vision["num_global_layers"]),
+    ):
+        for layer in range(layers):
+            inner = f"{name}.{part}.layers.{layer}"
+            weights.norm(f"{inner}.input_layernorm", hidden)
+            weights.norm(f"{inner}.post_attention_layernorm", hidden)
+            for one in "qkvo":
+                weights.add(f"{inner}.self_attn.{one}_proj.weight", hidden, hidden)
+            weights.linear(f"{inner}.mlp.fc1", vision["intermediate_size"], hidden)
+            weights.linear(f"{inner}.mlp.fc2", hidden, vision["intermediate_size"])
+            if part == "global_transformer":
+                weights.add(f"{inner}.gate_attn", 1, scale=0.8)
+                weights.add(f"{inner}.gate_ffn", 1, scale=0.8)
+
+
+def write_mllama(
+    path: Path,
+    weights: Mapping[str, np.ndarray] | None = None,
+    preprocessor: Mapping[str, Any] | None = MLLAMA_PREPROCESSOR,
+    **changes: Any,
+) -> Path:
+    """Writes the folder of a Llama 3.2 Vision; `changes` are keys of config.json."""
+    given = mllama_weights() if weights is None else weights
+    config = {**MLLAMA, **changes}
+    return _write(path, config, given, preprocessor, (MLLAMA_IMAGE,), MLLAMA_TEMPLATE)
 
 
 def write_qwen(

@@ -43,14 +43,14 @@ class FakeEncoder:
     context, dimensions, normalises, digest = 64, 2, False, "d"
     labels: tuple[str, ...] = ()
     lines = 10
-    yields_cores = False
+    yields_cores = divides = False
 
     def __init__(self) -> None:
         self.passes: list[list[int]] = []  # the first ids of the inputs of each
         self.error: Callable[[], Exception] = lambda: ValueError("the pass is bad")
         self.works = True
 
-    def encode(self, inputs: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
+    def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         self.passes.append([one.ids[0] for one in inputs])
         if any(POISON in one.ids for one in inputs):
             raise self.error()
@@ -224,7 +224,7 @@ def test_the_first_pass_may_take_as_long_as_a_new_shape() -> None:
     harness, seen = Harness(), []
     encode = harness.encoder.encode
 
-    def noted(inputs: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
+    def noted(inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         now = harness.progress.block.read()
         seen.append((now.fresh, now.usual_token_ns > 0))
         return encode(inputs)

@@ -21,7 +21,14 @@ from mlxpool.worker.compute.steps import DeviceLost, Steps
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece, token_at
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.spans import ImageKey, MediaSpan, overlapping, readable_end, slot_items
+from mlxpool.worker.media.spans import (
+    ImageKey,
+    MediaSpan,
+    overlapping,
+    readable_end,
+    seen_images,
+    slot_items,
+)
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
@@ -70,6 +77,9 @@ class SeeingEngine(CountingEngine):
             for one in overlapping(span.sequence.media, span.start, span.end):
                 assert one.image in self.encoded, "read before it was encoded"
                 assert not one.group or (span.start <= one.start and one.end <= span.end)
+            for place in range(span.start, span.end):
+                for one in seen_images(span.sequence.media, place):
+                    assert one.image in self.encoded, "attended to before it was encoded"
         self.done.append(tuple(spans))
         return super().submit(spans)
 
@@ -96,18 +106,21 @@ class Run:
         self.ids: dict[bytes, list[int]] = {}
         self.ends: dict[bytes, str] = {}
 
-    def add(self, *parts: int | bytes, name: bytes, ids: int = 4) -> Sequence:
+    def add(
+        self, *parts: int | bytes, name: bytes, ids: int = 4, crossed: bool = False
+    ) -> Sequence:
         """A sequence of so many tokens, or an image, for each part; it has a row."""
+        slots = 1 if crossed else SLOTS
         items: list[int] = []
         spans, images = [], {}
         for part in parts:
             if isinstance(part, int):
                 items += range(part)
                 continue
-            image = PreparedImage(part, np.zeros(3, np.float32), (1, 3, 4), SLOTS)
-            spans.append(MediaSpan(len(items), SLOTS, part, image.grid, True))
+            image = PreparedImage(part, np.zeros(3, np.float32), (1, 3, 4), slots)
+            spans.append(MediaSpan(len(items), slots, part, image.grid, not crossed, crossed))
             images[part] = image
-            items += slot_items(part, SLOTS)
+            items += slot_items(part, slots)
         seq = Sequence(name, 1, tuple(items), Options(), 5, ids, phase=Phase.WAITING)
         seq.media, seq.images = tuple(spans), images
         admit = Admit(seq, Facts(), Detokenizer(piece, ()), 0.0)
@@ -213,4 +226,48 @@ def test_a_sequence_that_lost_its_row_reads_its_image_again_without_encoding_it(
     run.steps.admit(seq)
     run.finish()
     assert run.engine.images == [A]
+    assert run.ids[b"x"] == right(seq)
+
+
+def crossed(run: Run, *parts: int | bytes, name: bytes, ids: int = 4) -> Sequence:
+    return run.add(*parts, name=name, ids=ids, crossed=True)
+
+
+def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
+    """Other images would take the room of A, which the stream sees until its end."""
+    run = Run(SeeingEngine(FEATURES))
+    seq = crossed(run, 2, A, 2, name=b"x", ids=30)
+    for _ in range(3):
+        run.step()
+    others = [crossed(run, 2, key, 2, name=key[:1]) for key in (B, C)]
+    run.finish()
+    assert run.engine.images == [A, B, C]
+    assert [run.ids[one.id] for one in (seq, *others)] == [*map(right, (seq, *others))]
+
+
+@pytest.mark.parametrize("budget", [1, FEATURES, 2 * FEATURES])
+def test_crossed_images_side_by_side_in_two_sequences_do_not_wait_for_each_other(
+    budget: int,
+) -> None:
+    """Each sequence needs all of its images at once, which is more than there is room for."""
+    run = Run(SeeingEngine(budget))
+    keys = [bytes([number]) * 32 for number in range(6)]
+    seqs = [crossed(run, 2, *keys[at : at + 3], 2, name=bytes([65 + at])) for at in range(4)]
+    run.finish()
+    assert [run.ids[seq.id] for seq in seqs] == [right(seq) for seq in seqs]
+    assert run.engine.encoded.nbytes <= max(budget, FEATURES) + 3 * FEATURES
+
+
+def test_a_sequence_that_lost_its_row_encodes_what_it_attends_to_again() -> None:
+    run = Run(SeeingEngine())
+    seq = crossed(run, 3, A, 2, name=b"x")
+    for _ in range(3):
+        run.step()
+    run.generations.release(seq)
+    seq.preempt()
+    run.engine.encoded.clear()
+    run.steps.admit(seq)
+    seq.submitted = seq.length - 1  # a prefix cache had all of it but the last input
+    run.finish()
+    assert run.engine.images == [A, A]
     assert run.ids[b"x"] == right(seq)

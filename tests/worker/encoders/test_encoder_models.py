@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import EncoderText
-from mlxpool.worker.engine.encoder_engine import EncoderEngine
+from mlxpool.worker.engine.encoder_engine import MIN_SHARE, EncoderEngine, shares_of
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.load import load
 from worker.encoders.checkpoints import CASES, PAIRS, TEXTS, Case, write
@@ -75,3 +77,27 @@ def test_a_text_alone_has_the_vector_that_it_has_among_others(tmp_path: Path) ->
     alone = np.concatenate([engine.encode([one]) for one in inputs])
     assert together == pytest.approx(alone, abs=1e-4)
     assert together.shape == (len(TEXTS), engine.dimensions) == (len(TEXTS), 32)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_threads_give_the_same_rows(name: str, tmp_path: Path) -> None:
+    """Many passes at once in three threads, which a race would show."""
+    _, engine, inputs = opened(write(tmp_path / "model", CASES[name]), CASES[name])
+    many = inputs * 12
+    alone = engine.encode(many)
+    for _ in range(8):
+        assert engine.encode(many, threads=3) == pytest.approx(alone, abs=1e-4)
+    engine.close()
+
+
+@given(st.lists(st.integers(1, 300), min_size=1), st.integers(1, 5))
+def test_shares_are_all_texts_in_order_and_about_equal(sizes: list[int], threads: int) -> None:
+    sizes.sort()
+    shares = list(shares_of(sizes, threads))
+    assert [one for share in shares for one in sizes[share]] == sizes
+    assert len(shares) <= threads
+    tokens = [sum(sizes[share]) for share in shares]
+    assert all(tokens)
+    if len(shares) > 1:
+        count = max(1, min(threads, sum(sizes) // MIN_SHARE))
+        assert max(tokens) <= sum(sizes) / count + max(sizes)

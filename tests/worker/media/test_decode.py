@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -192,6 +193,37 @@ def test_a_stripe_is_refused_where_proportions_stay() -> None:
     assert "is 1000 x 4 pixels: one side may be at most 200 times" in error(
         file_of(halves(1000, 4), "PNG"), settings=FREE
     )
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size", "canvas"),
+    [  # as transformers 5.23 has them
+        (480, 640, (480, 640), (560, 1120)),
+        (1080, 1920, (630, 1120), (1120, 1120)),
+        (3000, 500, (2240, 373), (2240, 560)),
+        (100, 100, (560, 560), (560, 560)),
+        (1, 1000, (1, 1000), (560, 1120)),
+        (1121, 1119, (1120, 1118), (1120, 1120)),
+    ],
+)
+def test_the_canvas_of_an_image_on_tiles(
+    height: int, width: int, size: tuple[int, int], canvas: tuple[int, int]
+) -> None:
+    tiles = replace(SETTINGS, patch=14, merge=1, height=560, width=560, tiles=4)
+    assert tiles.size_of(height, width) == size
+    assert tiles.canvas_of(height, width) == canvas
+    grid = tiles.grid_of(*canvas)
+    assert grid == (1, canvas[0] // 14, canvas[1] // 14) and tiles.count_of(grid) == 1
+
+
+def test_an_image_on_tiles_lies_in_the_corner_of_a_black_canvas() -> None:
+    tiles = replace(SETTINGS, merge=1, height=16, width=16, tiles=4)
+    image = prepared_image(file_of(Image.new("RGB", (33, 90), RED), "PNG"), 0, tiles)
+    assert image.pixels.shape == (48, 16, 3) and image.grid == (1, 12, 4)
+    assert (image.pixels[:43] == RED).all() and not image.pixels[43:].any()
+    wide = prepared_image(file_of(Image.new("RGB", (20, 10), RED), "PNG"), 0, tiles)
+    assert wide.pixels.shape == (16, 32, 3)
+    assert (wide.pixels[:10, :20] == RED).all() and not wide.pixels[:, 20:].any()
 
 
 def test_keys_differ_by_content_and_preprocessing() -> None:

@@ -121,3 +121,60 @@ def test_spans_that_cannot_be(found: tuple[MediaSpan, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         spans.check_spans(found, 10)
     spans.check_spans((replace(found[0], start=0, count=2),), 10)
+
+
+def crossed(*starts: int) -> tuple[MediaSpan, ...]:
+    """Images of one input each, with keys that tell them apart."""
+    return tuple(
+        MediaSpan(start, 1, bytes([start]) * 32, (1, 2, 2), group=False, crossed=True)
+        for start in starts
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "seen"),
+    [
+        (0, []),
+        (1, []),
+        (2, [2]),
+        (3, [2]),
+        (4, [2]),
+        (5, [5]),
+        (6, [5, 6]),
+        (9, [5, 6]),
+        (99, [5, 6]),
+    ],
+)
+def test_an_input_sees_the_images_that_stand_last_before_it(place: int, seen: list[int]) -> None:
+    found = spans.seen_images(crossed(2, 5, 6), place)
+    assert [one.start for one in found] == seen
+
+
+def test_images_among_the_inputs_are_seen_by_attention_alone() -> None:
+    assert spans.seen_images((span(0, 3), span(3, 3)), 9) == ()
+    assert list(spans.image_views((span(0, 3),), 0, 9)) == []
+
+
+@given(st.lists(st.integers(0, 20), unique=True).map(sorted), st.integers(0, 25), st.integers(1, 9))
+def test_views_are_what_each_input_sees(starts: list[int], begin: int, count: int) -> None:
+    images = crossed(*starts)
+    views = list(spans.image_views(images, begin, begin + count))
+    for place in range(begin, begin + count):
+        inside = [seen for first, end, seen in views if first <= place < end]
+        assert (inside[0] if inside else ()) == spans.seen_images(images, place)
+        assert len(inside) <= 1
+    assert all(first < end for first, end, _ in views)
+    touched = spans.touches_images(images, begin, begin + count)
+    assert touched == bool(views)
+
+
+def test_a_chunk_waits_for_the_images_that_it_attends_to() -> None:
+    images = crossed(2, 5, 6)
+    first, second, third = (one.image for one in images)
+    every = {first, second, third}
+    assert spans.readable_end(images, 0, 9, every) == 9
+    assert spans.readable_end(images, 0, 9, {first}) == 5
+    assert spans.readable_end(images, 0, 9, {first, second}) == 6
+    assert spans.readable_end(images, 3, 9, {second, third}) == 3, "it attends to the first"
+    assert spans.readable_end(images, 7, 9, {first, third}) == 7, "the second is beside the third"
+    assert spans.readable_end(images, 7, 9, {second, third}) == 9, "the first is seen no more"

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,77 @@ def qwen(folder: Path) -> dict[str, Any]:
     return _answers(torch, model, processor)
 
 
-def _answers(torch: Any, model: Any, processor: Any) -> dict[str, Any]:
+def mllama(folder: Path) -> dict[str, Any]:
+    """The answers of Llama 3.2 Vision.
+
+    transformers 5 takes the states behind the layers of intermediate_layers_indices, Meta's code
+    those in front of them, so it is given the layers before. It masks the feed-forward of tokens
+    before the first image, Meta's code their attention as well, so that is added here.
+    """
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    taken = [layer - 1 for layer in seeing.MLLAMA_VISION["intermediate_layers_indices"]]
+    vision = {**seeing.MLLAMA_VISION, "intermediate_layers_indices": taken}
+    seeing.write_mllama(folder, vision_config=vision)
+    model = transformers.MllamaForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    layers = [one for one in model.model.language_model.layers if hasattr(one, "cross_attn")]
+    for layer in layers:
+        _mask_tokens_before_images(layer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens={"image_token": seeing.MLLAMA_IMAGE},
+    )
+    settings = {
+        key: value
+        for key, value in seeing.MLLAMA_PREPROCESSOR.items()
+        if key not in ("image_processor_type", "do_pan_and_scan")
+    }
+    module = importlib.import_module("transformers.models.mllama.image_processing_pil_mllama")
+    processor = transformers.MllamaProcessor(
+        module.MllamaImageProcessorPil(**settings),
+        tokenizer,
+        chat_template=seeing.MLLAMA_TEMPLATE,
+    )
+
+    def features(inputs: Any) -> list[Any]:
+        """Keys and values of each image in each layer, of the tiles that it has."""
+        names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+        states = model.model.vision_model(**{name: inputs[name] for name in names})
+        every = model.model.multi_modal_projector(states.last_hidden_state)[0]
+        found = []
+        for number, tiles in enumerate(inputs["aspect_ratio_mask"][0].sum(-1).tolist()):
+            image = every[number, :tiles].flatten(0, 1)
+            parts = []
+            for one in (layer.cross_attn for layer in layers):
+                shape = -1, one.num_key_value_heads, one.head_dim
+                parts.append(one.k_norm(one.k_proj(image).view(shape)).transpose(0, 1))
+                parts.append(one.v_proj(image).view(shape).transpose(0, 1))
+            found.append(torch.stack(parts))
+        return found
+
+    return _answers(torch, model, processor, features)
+
+
+def _mask_tokens_before_images(layer: Any) -> None:
+    seen: list[Any] = []
+
+    def remember(module: Any, args: Any, given: dict[str, Any]) -> None:
+        seen[:] = [given["full_text_row_masked_out_mask"]]
+
+    def masked(module: Any, args: Any, output: Any) -> Any:
+        return (output[0] if seen[0] is None else output[0] * seen[0][:, 0], *output[1:])
+
+    layer.register_forward_pre_hook(remember, with_kwargs=True)
+    layer.cross_attn.register_forward_hook(masked)
+
+
+def _answers(
+    torch: Any, model: Any, processor: Any, features_of: Callable[[Any], list[Any]] | None = None
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, prompt in enumerate(seeing.PROMPTS):
         images = [seeing.picture(part) for part in prompt if isinstance(part, int)]
@@ -118,17 +190,18 @@ def _answers(torch: Any, model: Any, processor: Any) -> dict[str, Any]:
         found[f"first_{number}"] = logprobs[0].numpy().astype(np.float32)
         if number == 1:
             with torch.no_grad():
-                features = model.get_image_features(
-                    **{
-                        key: inputs[key]
-                        for key in inputs
-                        if key in ("pixel_values", "image_grid_thw")
-                    },
-                    return_dict=True,
-                ).pooler_output
-            every = [*features]
+                every = [*(features_of or partial(_image_features, model))(inputs)]
             found["features_0"], found["features_1"] = (one.numpy() for one in every[:2])
     return found
+
+
+def _image_features(model: Any, inputs: Any) -> Any:
+    names = [name for name in inputs if name in ("pixel_values", "image_grid_thw")]
+    given = {name: inputs[name] for name in names}
+    return model.get_image_features(**given, return_dict=True).pooler_output
+
+
+MODELS = (("gemma3", gemma), ("mllama", mllama), ("qwen3_vl", qwen))
 
 
 def main() -> int:
@@ -137,7 +210,7 @@ def main() -> int:
         f"{name} {importlib.import_module(name).__version__}"
         for name in ("torch", "transformers", "numpy", "PIL", "tokenizers", "safetensors")
     ]
-    for name, answers in (("gemma3", gemma), ("qwen3_vl", qwen)):
+    for name, answers in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             found = answers(Path(folder))
         file = seeing.EXPECTED / f"{name}_images.npz"

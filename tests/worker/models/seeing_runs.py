@@ -16,9 +16,11 @@ from support import seeing_models as seeing
 from support.engine_steps import decode, read_chunk
 
 
-def encoded(text: ChatTokenizer, prompt: Many[str | int]) -> Encoded:
-    """What a lane makes of a chat with one message."""
-    files = [seeing.file_of(seeing.picture(number)) for number in range(2)]
+def encoded(
+    text: ChatTokenizer, prompt: Many[str | int], pictures: Many[int] = range(2)
+) -> Encoded:
+    """What a lane makes of a chat with one message, whose image n is picture `pictures[n]`."""
+    files = [seeing.file_of(seeing.picture(number)) for number in pictures]
     parts = seeing.parts_of(prompt)
     used = sorted({part for part in prompt if isinstance(part, int)})
     job = Render([{"role": "user", "content": parts}], (), None, 0.0, 500, files[: len(used)])
@@ -27,8 +29,13 @@ def encoded(text: ChatTokenizer, prompt: Many[str | int]) -> Encoded:
     return found
 
 
-def sequence(text: ChatTokenizer, prompt: Many[str | int], name: bytes = b"x") -> Sequence:
-    found = encoded(text, prompt)
+def sequence(
+    text: ChatTokenizer,
+    prompt: Many[str | int],
+    name: bytes = b"x",
+    pictures: Many[int] = range(2),
+) -> Sequence:
+    found = encoded(text, prompt, pictures)
     assert text.images is not None
     images = [*map(image_of, found.images)]
     inputs = with_images(unpack_ids(found.packed), text.images.places, found.named, images)

@@ -11,12 +11,8 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.common.protocol.token_ids import unpack_ids  # noqa: E402
 from mlxpool.worker.engine.description import features  # noqa: E402
-from mlxpool.worker.media.places import with_images  # noqa: E402
-from mlxpool.worker.preparation.jobs import Encoded, Render, image_of, perform  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
-from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import seeing_models as seeing  # noqa: E402
@@ -102,19 +98,11 @@ def test_another_image_in_the_same_place_is_another_prefix(
     engine = engine_of(loaded, text)
     run(engine, first := sequence(text, ("Look: ", 0, "?")))
     engine.release(first)
-    files = [seeing.file_of(seeing.picture(1))]
-    parts = seeing.parts_of(("Look: ", 0, "?"))
-    found = perform(text, Render([{"role": "user", "content": parts}], (), None, 0.0, 500, files))
-    assert isinstance(found, Encoded) and text.images is not None
-    images = [*map(image_of, found.images)]
-    inputs = with_images(unpack_ids(found.packed), text.images.places, found.named, images)
-    other = Sequence(b"z", 1, inputs.items, first.options, 0, seeing.STEPS)
-    other.media, other.images = inputs.media, inputs.images
+    other = sequence(text, ("Look: ", 0, "?"), b"z", pictures=[1])
     run(engine, other)
     assert other.cached <= other.media[0].start == first.media[0].start
     assert engine.encoded.encoded == 2
-    alone = Sequence(b"z", 1, inputs.items, first.options, 0, seeing.STEPS)
-    alone.media, alone.images = inputs.media, inputs.images
+    alone = sequence(text, ("Look: ", 0, "?"), b"z", pictures=[1])
     run(engine_of(loaded, text, prefix="off"), alone)
     assert other.ids == alone.ids != first.ids
 

@@ -69,6 +69,18 @@ def test_steps_spare_a_core_until_all_long_work_is_done() -> None:
     assert len(fake.told) == told  # nothing has changed
 
 
+def test_a_divided_step_has_one_thread_of_the_library_for_each_part() -> None:
+    fake = Fake()
+    one = CpuThreads(fake, 4)
+    one.divide_steps()
+    one.begin_step(0.0)
+    assert fake.now == 1 and one.parts == 4
+    with long_work(one):
+        one.begin_step(0.0)
+        assert fake.now == 1 and one.parts == 3
+    assert CpuThreads(None, 1).parts == 1
+
+
 def test_long_work_between_steps_counts_for_the_next_one() -> None:
     fake = Fake()
     one = CpuThreads(fake, 4)

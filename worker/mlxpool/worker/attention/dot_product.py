@@ -65,9 +65,9 @@ def group_mask(count: int, length: int, window: int, groups: Sequence[tuple[int,
 
 
 def masked_attention(
-    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, visible: mx.array
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, visible: mx.array | None
 ) -> mx.array:
-    """Attends to the keys where `visible` [n, L] is true; shapes as `causal_attention`."""
+    """Attends to the keys where `visible` [n, L] is true, or to all; shapes as causal_attention."""
     length, count = keys.shape[2], q.shape[0]
     fused = _fused(q, values, scores)
     most = count if fused else _queries_per_part(length, q.shape[1])
@@ -76,7 +76,7 @@ def masked_attention(
         some = heads_first(q[start : start + most])
         if parts:
             some, *_ = mx.depends([some], [parts[-1]])
-        mask = visible[start : start + most]
+        mask = None if visible is None else visible[start : start + most]
         if scores.softcap or not on_gpu():
             out = unfused_attention(some, keys, values, scores, mask)
         else:

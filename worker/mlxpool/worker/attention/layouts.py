@@ -414,7 +414,7 @@ def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
     """
     if list(wanted) != list(range(len(spans))) or spans[-1].hidden:
         return False
-    return all(span.count == 1 and span.positions is None for span in spans)
+    return all(span.count == 1 and span.plain for span in spans)
 
 
 def choose_layout(

@@ -46,7 +46,8 @@ def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
 
 class PackedBatch(RotateThenAttend):
     """A TextBatch. `windows`: of each layer, the tokens that one sees to each side, itself counted;
-    0: all. `causal`: it sees none behind it.
+    0: all. `causal`: it sees none behind it. The last `padding` tokens of each text see the others,
+    which see all, but not each other.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class PackedBatch(RotateThenAttend):
         windows: Sequence[int],
         *,
         causal: bool = False,
+        padding: int = 0,
     ) -> None:
         """`lengths` of the texts, sorted; `types` of all tokens."""
         self.texts = equal_texts(lengths)
-        self._windows, self._causal = windows, causal
+        self._windows, self._causal, self._padding = windows, causal, padding
         places = [np.tile(np.arange(one.length), one.count) for one in self.texts]
         self._positions = mx.array(np.concatenate(places).astype(np.int32))
         self._types = mx.array(np.array(types, np.int32))
@@ -101,7 +103,11 @@ class PackedBatch(RotateThenAttend):
         for texts in self.texts:
             qs, ks, vs = (_heads_first(x[texts.begin : texts.end], texts.count) for x in (q, k, v))
             mask = self._mask(texts.length, self._windows[layer])
-            out = _attend(qs, ks, vs, scores, mask)
+            seen = texts.length - self._padding
+            out = _attend(qs[:, :, :seen], ks, vs, scores, mask)
+            if self._padding:
+                rest = _attend(qs[:, :, seen:], ks[:, :, :seen], vs[:, :, :seen], scores, None)
+                out = mx.concatenate([out, rest], axis=2)
             found.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
         return found[0] if len(found) == 1 else mx.concatenate(found)
 

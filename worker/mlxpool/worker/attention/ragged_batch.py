@@ -45,6 +45,11 @@ class RaggedBatch:
         self._rotation = RotaryEmbedding(arrays.positions)
 
     image_layers = 0
+    sees_images: mx.array | None = None
+
+    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """See ForwardBatch. Passes with images are not compiled."""
+        raise NotImplementedError
 
     def with_images(self, x: mx.array) -> mx.array:
         """See ForwardBatch. Passes with images are not compiled."""
@@ -132,6 +137,11 @@ class AttentionProbe:
         self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
 
     image_layers = 0
+    sees_images: mx.array | None = None
+
+    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """See ForwardBatch. Passes with images are not compiled."""
+        raise NotImplementedError
 
     def with_images(self, x: mx.array) -> mx.array:
         """See ForwardBatch."""

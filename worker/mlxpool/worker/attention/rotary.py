@@ -118,6 +118,11 @@ class RotateThenAttend:
     """Base of the ForwardBatch classes that rotate first and attend afterwards."""
 
     image_layers = 0
+    sees_images: mx.array | None = None
+
+    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """See ForwardBatch. Not asked of a batch that sees no images."""
+        raise NotImplementedError
 
     def with_images(self, x: mx.array) -> mx.array:
         """See ForwardBatch. A batch has no images, unless it says so."""

@@ -7,7 +7,7 @@ last layer only those tokens go on that logits are computed of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, cast
@@ -46,13 +46,34 @@ class ImageLines:
     group: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ImageView:
+    """The tokens [begin, end) of a span that attend to the same images in cross-attention.
+
+    `features` of each image, [2 * C, KV, n, D]: keys and values of C layers, see
+    SeeingModel.encode_image.
+    """
+
+    begin: int
+    end: int
+    features: tuple[mx.array, ...]
+
+    def keys_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        """Returns the keys and values [1, KV, L, D] of all images in a layer of cross-attention."""
+        keys, values = ([one[2 * layer + part][None] for one in self.features] for part in range(2))
+        if len(keys) == 1:
+            return keys[0], values[0]
+        return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+
+
 @dataclass(slots=True)  # not frozen, as scheduling.Span
 class RowSpan:
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
 
     A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
-    hidden states. `images`: those that the tokens are inputs of, in order. `positions` [count, 3]:
-    see Rope.axes; None: the tokens have their number in the row as position.
+    hidden states. `images`: those that the tokens are inputs of, in order. `views`: what tokens see
+    of images in layers of cross-attention, in order. `positions` [count, 3]: see Rope.axes; None:
+    the tokens have their number in the row as position.
     """
 
     row: CacheRow
@@ -60,12 +81,13 @@ class RowSpan:
     lines: int = 1
     hidden: bool = False
     images: tuple[ImageLines, ...] = ()
+    views: tuple[ImageView, ...] = ()
     positions: npt.NDArray[np.int32] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether it has nothing of images, so that compiled passes serve it."""
-        return not self.images and self.positions is None
+        return not self.images and not self.views and self.positions is None
 
     @property
     def wide(self) -> bool:
@@ -124,8 +146,9 @@ class RowBatch(RotateThenAttend):
             self._lines = [line for one in self._wanted for line in range(one.first, one.end)]
         self._select = line_selector(self._lines, tokens)
         images = [image for span in spans for image in span.images]
-        self._sees_images = bool(images)
+        self._has_images = bool(images)
         self.image_layers = max((one.features.shape[0] - 1 for one in images), default=0)
+        self.sees_images = self._lines_with_views(tokens)
         self._visible: dict[tuple[Queries, int, int], mx.array] = {}
         self._rotation = _rotation(spans, tokens)
 
@@ -139,7 +162,7 @@ class RowBatch(RotateThenAttend):
 
     def with_images(self, x: mx.array) -> mx.array:
         """See ForwardBatch."""
-        if not self._sees_images:
+        if not self._has_images:
             return x
         return self._over_images(x, lambda lines, features: features[0])
 
@@ -159,6 +182,32 @@ class RowBatch(RotateThenAttend):
                 parts += [x[begin:first], lines]
                 begin = end
         return mx.concatenate([*parts, x[begin:]])
+
+    def _views(self) -> Iterator[tuple[int, int, ImageView]]:
+        """Yields the tokens [first, end) of the pass with what they see of images."""
+        for span, queries in zip(self.spans, self._queries, strict=True):
+            for view in span.views:
+                yield queries.first + view.begin, queries.first + view.end, view
+
+    def _lines_with_views(self, tokens: int) -> mx.array | None:
+        """See ForwardBatch.sees_images."""
+        seen = np.zeros((tokens, 1), bool)
+        for first, end, _ in self._views():
+            seen[first:end] = True
+        return mx.array(seen) if seen.any() else None
+
+    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """See ForwardBatch."""
+        parts, begin = [], 0
+        for first, end, view in self._views():
+            if begin < first:
+                parts.append(mx.zeros_like(q[begin:first]))
+            keys, values = (one.astype(q.dtype) for one in view.keys_values(layer))
+            parts.append(masked_attention(q[first:end], keys, values, scores, None))
+            begin = end
+        if begin < q.shape[0]:
+            parts.append(mx.zeros_like(q[begin:]))
+        return _joined(parts)
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """Returns x [T, H, D] rotated by the position of each token."""

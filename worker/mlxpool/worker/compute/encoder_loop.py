@@ -55,6 +55,8 @@ class EncoderLoop:
         self._delta_queue = delta_queue
         self._progress = progress
         self._cpu_threads = cpu_threads
+        if encoder.divides:
+            cpu_threads.divide_steps()
         self._post = post
         self._calls = EncoderCalls()
         self._has_computed = False  # any pass
@@ -106,7 +108,7 @@ class EncoderLoop:
         self._progress.awaits(request, tokens, len(inputs))
         self._progress.compiles(fresh=not self._has_computed)  # nobody knows yet how long one takes
         try:
-            rows = self._encoder.encode([one.input for one in inputs])
+            rows = self._encoder.encode([one.input for one in inputs], self._cpu_threads.parts)
         except Exception as error:
             self._failed(error, inputs, request)
             return

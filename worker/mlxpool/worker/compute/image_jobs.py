@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.spans import ImageKey
+from mlxpool.worker.media.spans import ImageKey, MediaSpan
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 
@@ -27,26 +27,30 @@ class ImageJob:
 
 
 def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | None:
-    """Returns the job of the first sequence whose next input is of an image without features.
+    """Returns the job of the first sequence whose next input needs an image without features.
 
-    None: there is none, or there is no room for its features until others are read.
+    None: there is none, or there is no room for its features until others need theirs no more. The
+    first sequence with images does not wait for room: what later ones hold, they may hold until it
+    has ended.
     """
-    waiting: list[tuple[Sequence, ImageKey, int]] = []
+    waiting: tuple[Sequence, MediaSpan] | None = None
     pinned: set[ImageKey] = set()
+    pinned_before = False  # whether a sequence before the one that waits needs features that it has
     for sequence in live:
         if not sequence.media or sequence.phase is not Phase.RUNNING:
             continue
-        span = sequence.next_image
-        if span is None:
-            continue
-        if span.image in engine.encoded:
-            pinned.add(span.image)
-        elif span.start <= sequence.submitted:
-            waiting.append((sequence, span.image, span.count))
-    if not waiting or not engine.encoded.has_room(pinned):
+        needed = sequence.needed_images
+        here = {span.image for span in needed if span.image in engine.encoded}
+        if waiting is None:
+            missing = (span for span in needed if span.image not in here)
+            found = next((span for span in missing if span.start <= sequence.submitted), None)
+            waiting = None if found is None else (sequence, found)
+            pinned_before = bool(pinned)
+        pinned |= here
+    if waiting is None or (pinned_before and not engine.encoded.has_room(pinned)):
         return None
-    sequence, key, count = waiting[0]
-    return ImageJob(sequence, sequence.images[key], count, frozenset(pinned))
+    sequence, span = waiting
+    return ImageJob(sequence, sequence.images[span.image], span.count, frozenset(pinned))
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:

@@ -50,8 +50,14 @@ class Encoder(Protocol):
     def yields_cores(self) -> bool:
         """Whether a pass may use fewer cores while other processes need them; see Engine."""
 
-    def encode(self, inputs: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
+    @property
+    def divides(self) -> bool:
+        """Whether `encode` can divide a pass among threads, each with one BLAS thread."""
+
+    def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         """Computes one pass, in any order of lengths; a row of the result is that of its input.
+
+        It is divided among up to `threads` threads where the encoder `divides`.
 
         embed: vectors [n, dimensions], neither cut nor normalised. rerank: a score [n, 1], with the
         model's activation. classify: probabilities [n, labels].

@@ -1,8 +1,14 @@
-"""The engine of encoder models: one pass over whole texts, sorted by length, without padding."""
+"""The engine of encoder models: one pass over whole texts, sorted by length, without padding.
+
+On a CPU a pass may be divided among threads, with a share of the texts each. MLX computes all but
+matrix products on one core, so one share on each core takes less time than products on all cores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 
 import mlx.core as mx
@@ -17,15 +23,33 @@ from mlxpool.worker.encoders.inputs import EncoderInput, Task
 from mlxpool.worker.engine.engine import MemoryUse
 from mlxpool.worker.engine.pooling import load_dense, pooled
 from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_INTERVAL = 64  # passes after which freed buffers are given back: their sizes differ
+MIN_SHARE = 64  # tokens of a share: smaller products are slow
 WARM_UP_LENGTHS = (4, 32, 128)  # tokens of texts, as many as a pass takes
 ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "": lambda x: x,
     "sigmoid": mx.sigmoid,
     "softmax": lambda x: mx.softmax(x, axis=-1),
 }
+
+
+def shares_of(sizes: Sequence[int], threads: int) -> Iterator[slice]:
+    """Yields at most `threads` slices of texts with `sizes` tokens, of about as many tokens each.
+
+    A share has at least MIN_SHARE tokens, unless there is only one.
+    """
+    whole = sum(sizes)
+    count = max(1, min(threads, whole // MIN_SHARE))
+    begin, tokens, given = 0, 0, 0
+    for index, size in enumerate(sizes):
+        if given < count - 1 and index > begin and tokens + size / 2 > whole * (given + 1) / count:
+            yield slice(begin, index)
+            begin, given = index, given + 1
+        tokens += size
+    yield slice(begin, len(sizes))
 
 
 class EncoderEngine:
@@ -55,23 +79,45 @@ class EncoderEngine:
             for one in encoder.vectors.dense
         ]
         self._passes = 0
+        # Causal models have functions that MLX compiles, which threads must not share.
+        self.divides = on_linux_cpu() and loaded.dtype == mx.float32 and not self._plan.causal
+        self._threads: ThreadPoolExecutor | None = None
 
-    def encode(self, inputs: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
+    def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         """See Encoder.encode."""
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         texts = [inputs[index] for index in order]
-        types = chain.from_iterable(one.types or (0,) * len(one.ids) for one in texts)
-        batch = PackedBatch(
-            [len(one.ids) for one in texts], list(types), self._windows, causal=self._plan.causal
-        )
-        ids = mx.array(np.fromiter(chain.from_iterable(one.ids for one in texts), np.int32))
-        found = np.array(self._answer(ids, batch).astype(mx.float32))
+        shares = list(shares_of([len(one.ids) for one in texts], threads if self.divides else 1))
+        if len(shares) == 1:
+            found = self._rows(texts)
+        else:
+            pool = self._pool()
+            rows = [pool.submit(self._rows, texts[share]) for share in shares]
+            wait(rows)  # also where one fails: nothing computes when an error is seen
+            found = np.concatenate([one.result() for one in rows])
         self._passes += 1
         if self._passes % CLEAR_INTERVAL == 0:
             mx.clear_cache()
         result = np.empty_like(found)
         result[order] = found
         return result
+
+    def _pool(self) -> ThreadPoolExecutor:
+        """The threads of shares, each with an MLX stream of its own; they start when needed."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(
+                os.cpu_count(), "share", lambda: mx.set_default_stream(mx.new_stream(mx.cpu))
+            )
+        return self._threads
+
+    def _rows(self, texts: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
+        """The rows of texts that are sorted by length."""
+        types = chain.from_iterable(one.types or (0,) * len(one.ids) for one in texts)
+        batch = PackedBatch(
+            [len(one.ids) for one in texts], list(types), self._windows, causal=self._plan.causal
+        )
+        ids = mx.array(np.fromiter(chain.from_iterable(one.ids for one in texts), np.int32))
+        return np.array(self._answer(ids, batch).astype(mx.float32))
 
     def _answer(self, ids: mx.array, batch: PackedBatch) -> mx.array:
         """The rows of the texts of a batch, in its order."""
@@ -111,6 +157,8 @@ class EncoderEngine:
 
     def close(self) -> None:
         """See Encoder.close."""
+        if self._threads is not None:
+            self._threads.shutdown()
         self._dense.clear()
         del self._model, self._loaded
         mx.clear_cache()

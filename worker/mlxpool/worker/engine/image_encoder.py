@@ -24,21 +24,23 @@ class ImageEncoder:
         vision = loaded.folder.vision
         assert vision is not None
         self._settings, self._windows = vision.settings, [0] * vision.plan.layers
+        self._tokens = vision.plan.encoder_tokens
         self._model = cast(SeeingModel, loaded.model)
         self._dtype = loaded.dtype
 
     def __call__(self, image: PreparedImage) -> mx.array:
         settings = self._settings
-        patches = math.prod(image.grid)
-        batch = PackedBatch([patches], [0] * patches, self._windows)
+        tokens, padding = self._tokens(image.grid)
+        whole = tokens + padding
+        batch = PackedBatch([whole], [0] * whole, self._windows, padding=padding)
         pixels = mx.array(image.pixels).astype(mx.float32) * settings.scale
         normed = (pixels - mx.array(settings.mean)) / mx.array(settings.std)
         return self._model.encode_image(normed.astype(self._dtype), image.grid, batch)
 
     def measure(self) -> int:
         """Encodes an image, so that it is compiled; returns the bytes that it takes."""
-        side = math.isqrt(min(self._settings.max_pixels, MEASURED_PIXELS))
-        size = self._settings.size_of(side, side)
+        side = max(math.isqrt(min(self._settings.max_pixels, MEASURED_PIXELS)), 1)
+        size = self._settings.canvas_of(side, side)
         grid = self._settings.grid_of(*size)
         count = self._settings.count_of(grid)
         image = PreparedImage(b"", np.zeros((*size, 3), np.uint8), grid, count)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.row_batch import CacheRow, ImageLines, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, ImageLines, ImageView, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
@@ -34,7 +34,7 @@ from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.positions import positions
-from mlxpool.worker.media.spans import ImageKey, is_slot, overlapping
+from mlxpool.worker.media.spans import ImageKey, image_views, is_slot, overlapping
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -131,6 +131,10 @@ class ModelEngine(RowEngine[CacheRow]):
             self._target = StepTarget(step_target, step_target)
         self._step_seconds = self._target.most
         self._image_encoder = None if folder.vision is None else ImageEncoder(loaded)
+        self._slot_token = NO_TOKEN
+        self._crossed = folder.vision is not None and folder.vision.plan.crossed
+        if folder.vision is not None and self._crossed:
+            (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
         self._steps = 0
 
@@ -219,7 +223,10 @@ class ModelEngine(RowEngine[CacheRow]):
             wants.widen(rows)
             for row, span in zip(rows, spans, strict=True):
                 if span.sequence.media:
-                    row.images = self._images_of(span)
+                    if self._crossed:
+                        row.views = self._views_of(span)
+                    else:
+                        row.images = self._images_of(span)
                     row.positions = self._positions_of(span)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             fresh = self._layout.is_new(rows, wants.wanted)
@@ -296,13 +303,11 @@ class ModelEngine(RowEngine[CacheRow]):
             if span.start >= seq.length:
                 assert newest is not None
                 ids.append(-1 - newest.rows[seq])
-            elif span.end == seq.length and span.count == 1:
+            elif span.end == seq.length and span.count == 1 and not seq.media:
                 ids.append(last_token(seq))
             else:
-                inputs = seq.token_range(span.start, span.end)
-                ids += (
-                    [NO_TOKEN if is_slot(one) else one for one in inputs] if seq.media else inputs
-                )
+                inputs, slot = seq.token_range(span.start, span.end), self._slot_token
+                ids += [slot if is_slot(one) else one for one in inputs] if seq.media else inputs
                 ids += span.drafts
         drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
         return ids, drawn
@@ -350,6 +355,17 @@ class ModelEngine(RowEngine[CacheRow]):
             lines = begin - span.start, end - span.start
             found.append(ImageLines(*lines, features, one.group))
         return tuple(found)
+
+    def _views_of(self, span: Span) -> tuple[ImageView, ...]:
+        """Returns what the inputs of a span see of images in layers of cross-attention."""
+        return tuple(
+            ImageView(
+                begin - span.start,
+                end - span.start,
+                tuple(self.encoded.get(one.image) for one in seen),
+            )
+            for begin, end, seen in image_views(span.sequence.media, span.start, span.end)
+        )
 
     def _positions_of(self, span: Span) -> npt.NDArray[np.int32] | None:
         """Returns the positions of a span, where they are not its numbers in the row."""

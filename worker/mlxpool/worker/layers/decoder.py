@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.layers.config_fields import flag, integer, number
@@ -34,6 +35,7 @@ class Decoder:
     tied: bool  # the token embedding is the output head, too
     layers: tuple[DecoderLayer, ...]
     embed_scale: float = 1.0
+    input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     softcap: float = 0.0  # of logits; 0: none
 
     @classmethod
@@ -67,16 +69,17 @@ class Decoder:
         return ModelPlan(
             context=self.context,
             vocab_size=self.vocab_size,
-            caches=tuple(layer.cache for layer in self.layers),
+            caches=tuple(layer.cache for layer in self.layers if layer.cache is not None),
             shapes=dict(self.shapes()),
             ignored=lambda name: self._unused(name) or ignored(name),
             build=self.build,
             derived=derived,
+            input_only=self.input_only,
         )
 
     def shapes(self) -> WeightShapes:
         """Every tensor a checkpoint must have, in the order in which the model uses them."""
-        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden)
+        yield "model.embed_tokens.weight", (self.vocab_size + self.input_only, self.hidden)
         for index, layer in enumerate(self.layers):
             yield from layer.shapes(f"model.layers.{index}")
         yield "model.norm.weight", (self.hidden,)
@@ -99,8 +102,8 @@ class DecoderModel:
         self.spec = spec
         self.embed = builder.embedding("model.embed_tokens")
         self.layers = [
-            layer.build(builder, f"model.layers.{index}", index)
-            for index, layer in enumerate(spec.layers)
+            layer.build(builder, f"model.layers.{index}", number)
+            for index, (layer, number) in enumerate(_numbered(spec.layers))
         ]
         self.norm = builder.rms_norm("model.norm", spec.eps)
         self.head = self.embed.as_linear if spec.tied else builder.linear("lm_head")
@@ -130,6 +133,12 @@ class DecoderModel:
             if index < batch.image_layers:
                 x = batch.add_images(index, materialised(x))
         return x
+
+
+def _numbered(layers: Iterable[DecoderLayer]) -> Iterator[tuple[DecoderLayer, int]]:
+    """Yields each layer with its number among those that have a cache, or among those without."""
+    numbers = {True: count(), False: count()}
+    return ((layer, next(numbers[layer.cache is not None])) for layer in layers)
 
 
 def soft_capped(x: mx.array, cap: float) -> mx.array:

@@ -107,11 +107,13 @@ class DecoderLayer(Protocol):
     """Describes one layer of a model: a mixer, a feed-forward and the norms around them."""
 
     @property
-    def cache(self) -> CacheSpec: ...
+    def cache(self) -> CacheSpec | None:
+        """What the layer keeps of a sequence; None: nothing, as layers of cross-attention."""
 
     def shapes(self, name: str) -> WeightShapes: ...
 
-    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction: ...
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
+        """`layer`: its number among the layers with a cache, or among those without."""
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:

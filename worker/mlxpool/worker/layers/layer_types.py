@@ -97,6 +97,19 @@ class ForwardBatch(Protocol):
     def add_images(self, layer: int, x: mx.array) -> mx.array:
         """x [T, d] plus what the image encoder has for the output of a layer, in these lines."""
 
+    @property
+    def sees_images(self) -> mx.array | None:
+        """[T, 1], true for the tokens that attend to images in layers of cross-attention.
+
+        None: none does, and the pass leaves these layers out.
+        """
+
+    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """q [T, H, D] -> [T, H, D] over the keys and values of the images that each token sees.
+
+        `layer` counts the layers of cross-attention. A token that sees no image gets zeros.
+        """
+
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """x [T, H, D], each token rotated by its position."""
 

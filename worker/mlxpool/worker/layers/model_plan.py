@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,9 +42,11 @@ class SeeingModel(Model, Protocol):
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch, /
     ) -> mx.array:
-        """Returns the features [1 + L, count, d] of an image, see ForwardBatch.
+        """Returns the features of an image, see ForwardBatch.
 
-        The first ones are for `with_images`, those behind it for `add_images` in L layers.
+        They are [1 + L, count, d]: the first ones are for `with_images`, those behind it for
+        `add_images` in L layers. Where images are crossed they are [2 * C, KV, n, D]: keys and
+        values of C layers, by turns, for `attend_images`.
 
         `pixels` [height, width, 3] are normalised. `batch` has the image's patches as tokens of one
         text that attends both ways.
@@ -67,6 +70,7 @@ class ModelPlan:
     build: Callable[[LayerBuilder], Model]
     derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights
     float32: Callable[[str], bool] = lambda name: False  # tensors that stay float32 in any model
+    input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     vision: VisionPlan | None = None  # of the whole model, where this is its text part
 
 
@@ -76,7 +80,10 @@ class VisionPlan:
 
     `whole` is the plan of the model with it. `settings` reads preprocessor_config.json and raises
     ModelLoadFailed. `tokens`: ids of the tokens that name images, whose texts `places` is given.
-    `grid_positions`: inputs have three positions, see media/positions.py.
+    `grid_positions`: inputs have three positions, see media/positions.py. `crossed`: inputs attend
+    to images in layers of their own, see MediaSpan; else features replace the inputs of an image.
+    `encoder_tokens` gives the tokens of an image with some grid in the encoder, and how many behind
+    them are padding, see PackedBatch.
     """
 
     whole: ModelPlan
@@ -86,3 +93,8 @@ class VisionPlan:
     tokens: tuple[int, ...]
     places: Callable[[Mapping[int, str]], ImagePlaces]
     grid_positions: bool = False
+    crossed: bool = False
+    encoder_tokens: Callable[[tuple[int, int, int]], tuple[int, int]] = lambda grid: (
+        math.prod(grid),
+        0,
+    )

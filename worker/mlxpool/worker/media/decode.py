@@ -63,7 +63,12 @@ def prepared_image(data: bytes, index: int, settings: ImageSettings) -> Prepared
         resized = image.resize((width, height), Image.Resampling(settings.resample))
     except BadRequest as error:
         raise BadRequest(f"images[{index}] {error.message}") from None
-    grid = settings.grid_of(height, width)
+    high, wide = settings.canvas_of(image.height, image.width)
+    if (high, wide) != (height, width):
+        canvas = Image.new("RGB", (wide, high))
+        canvas.paste(resized)
+        resized = canvas
+    grid = settings.grid_of(high, wide)
     return PreparedImage.of(np.asarray(resized), grid, settings.count_of(grid), settings.version)
 
 

@@ -73,7 +73,9 @@ def with_images(
     for place, number in zip(slots, named, strict=True):
         image = images[number]
         items += ids[begin:place]
-        media.append(MediaSpan(len(items), image.count, image.key, image.grid, places.group))
+        media.append(
+            MediaSpan(len(items), image.count, image.key, image.grid, places.group, places.crossed)
+        )
         items += slot_items(image.key, image.count)
         begin = place + 1
     items += ids[begin:]

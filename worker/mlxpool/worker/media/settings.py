@@ -22,6 +22,9 @@ class ImageSettings:
     `merge`: patches of a side that become one input of the model. Pixels from 0 to 255 are
     multiplied by `scale`, then `mean` is subtracted and they are divided by `std`, for red, green
     and blue. `resample` is Pillow's number of a filter.
+
+    With `tiles` an image keeps its proportions and lies on a black canvas of up to so many squares
+    with the side `height`, in the upper left corner. Such an image is one input.
     """
 
     patch: int
@@ -34,6 +37,7 @@ class ImageSettings:
     width: int = 0
     min_pixels: int = 0
     max_pixels: int = 0
+    tiles: int = 0
 
     @property
     def version(self) -> bytes:
@@ -45,6 +49,8 @@ class ImageSettings:
 
         Raises BadRequest for one whose sides differ too much.
         """
+        if self.tiles:
+            return self._size_on_canvas(height, width)
         if self.height:
             return self.height, self.width
         if max(height, width) > MAX_ASPECT * min(height, width):
@@ -62,14 +68,52 @@ class ImageSettings:
             high, wide = (math.ceil(one * factor / side) * side for one in (height, width))
         return high, wide
 
+    def canvas_of(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the height and width of what is encoded of an image of this size."""
+        if not self.tiles:
+            return self.size_of(height, width)
+        high, wide = tile_arrangement(self.tiles, self.height, height, width)
+        return high * self.height, wide * self.height
+
+    def _size_on_canvas(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the size in which an image fits on its canvas, at least a tile on one side."""
+        high, wide = self.canvas_of(height, width)
+        most_high = min(max(height, self.height), high)
+        most_wide = min(max(width, self.height), wide)
+        if most_wide / width < most_high / height:
+            return min(int(height * (most_wide / width)) or 1, most_high), most_wide
+        return most_high, min(int(width * (most_high / height)) or 1, most_wide)
+
     def grid_of(self, height: int, width: int) -> tuple[int, int, int]:
         """Returns the patches in time, height and width of an image that has got its size."""
         return 1, height // self.patch, width // self.patch
 
     def count_of(self, grid: tuple[int, int, int]) -> int:
         """Returns the inputs of an image with this grid."""
+        if self.tiles:
+            return 1
         times, high, wide = grid
         return times * (high // self.merge) * (wide // self.merge)
+
+
+def tile_arrangements(tiles: int) -> list[tuple[int, int]]:
+    """Returns every (rows, columns) of at most `tiles` tiles, in the order of their numbers."""
+    sides = range(1, tiles + 1)
+    return [(high, wide) for high in sides for wide in sides if high * wide <= tiles]
+
+
+def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[int, int]:
+    """Returns the (rows, columns) of tiles for an image of this size; `side` is that of a tile.
+
+    The image is enlarged least there, or reduced least where it is larger than all. Of arrangements
+    that scale it alike, the one with the fewest tiles is taken.
+    """
+
+    def cost(one: tuple[int, int]) -> tuple[bool, float, int]:
+        scale = min(one[0] * side / height, one[1] * side / width)
+        return scale < 1, scale if scale >= 1 else -scale, one[0] * one[1]
+
+    return min(tile_arrangements(tiles), key=cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +122,7 @@ class ImagePlaces:
 
     A chat template writes `marker` for it, which the model reads as `expansion`. For [img-n] in a
     text it reads `whole`. Both have the token `slot` once, with the id `slot_id`; the inputs of the
-    image stand in its place. `group`: these attend both ways.
+    image stand in its place. `group`: these attend both ways. `crossed`: see MediaSpan.
     """
 
     marker: str
@@ -87,6 +131,7 @@ class ImagePlaces:
     slot: str
     slot_id: int
     group: bool
+    crossed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ inputs, and the same image gives the same ones in any prompt.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 ImageKey = bytes  # SHA-256 of the pixels as a model gets them, see `image_key`
 
@@ -23,6 +25,8 @@ class MediaSpan:
 
     `grid`: patches of the image in time, height and width, before a model merges them. `group`: the
     inputs attend both ways, so the span is computed in one pass and no cached prefix ends in it.
+    `crossed`: the image has one input, and its features are outside the KV cache: this input and
+    those behind it attend to them in layers of cross-attention, see `seen_images`.
     """
 
     start: int
@@ -30,6 +34,7 @@ class MediaSpan:
     image: ImageKey
     grid: tuple[int, int, int]
     group: bool
+    crossed: bool = False
 
     @property
     def end(self) -> int:
@@ -86,12 +91,46 @@ def chunk_end(spans: Spans, start: int, end: int) -> int:
 def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey]) -> int:
     """Returns `chunk_end`, or the begin of the first image in the chunk that is not encoded.
 
-    It is `start` where the chunk would begin inside such an image.
+    It is `start` where the chunk would begin inside such an image, or attend to it.
     """
     end = chunk_end(spans, start, end)
-    missing = (span for span in overlapping(spans, start, end) if span.image not in encoded)
-    first = next(missing, None)
+    needed = (*seen_images(spans, start), *overlapping(spans, start, end))
+    first = next((span for span in needed if span.image not in encoded), None)
     return end if first is None else max(first.start, start)
+
+
+def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
+    """Returns the images that input `place` attends to in layers of cross-attention.
+
+    These are the last crossed one that begins at or before `place`, and those that stand without
+    other inputs before it; what comes later in a conversation does not see them any more.
+    """
+    end = bisect_right(spans, place, key=lambda span: span.start)
+    if not end or not spans[end - 1].crossed:
+        return ()
+    begin = end - 1
+    while begin and spans[begin - 1].end == spans[begin].start:
+        begin -= 1
+    return tuple(spans[begin:end])
+
+
+def touches_images(spans: Spans, start: int, end: int) -> bool:
+    """Whether some of the inputs [start, end) are of images, or attend to crossed ones."""
+    return any(overlapping(spans, start, end)) or bool(seen_images(spans, start))
+
+
+def image_views(
+    spans: Spans, start: int, end: int
+) -> Iterator[tuple[int, int, tuple[MediaSpan, ...]]]:
+    """Yields parts [begin, end) of the inputs [start, end) with the images that they attend to.
+
+    See `seen_images`. Inputs before the first image are in no part.
+    """
+    inside = (span.start for span in spans if start < span.start < end)
+    for begin, stop in pairwise((start, *inside, end)):
+        seen = seen_images(spans, begin)
+        if seen:
+            yield begin, stop, seen
 
 
 def kept_end(spans: Spans, place: int) -> int:

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "gpt_oss": "mlxpool.worker.models.gpt_oss",
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
+    "mllama": "mlxpool.worker.models.mllama",
     "qwen2": "mlxpool.worker.models.qwen2",
     "qwen3": "mlxpool.worker.models.qwen3",
     "qwen3_5": "mlxpool.worker.models.qwen3_5",

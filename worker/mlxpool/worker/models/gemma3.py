@@ -1,7 +1,7 @@
 """Gemma 3: sliding windows in most layers, norms before and after each sublayer.
 
 Checkpoints store norm weights minus one; one is added during loading. A multimodal checkpoint has
-the text part under other names; its images are in gemma3_images.py.
+the text part under other names; its images are in vision/gemma3.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Rope
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
-from mlxpool.worker.models import gemma3_images
+from mlxpool.worker.models.vision import gemma3 as images
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -88,10 +88,10 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         embed_scale=_bfloat16(math.sqrt(integer(text, "hidden_size"))),
         softcap=_softcap(text, "final_logit_softcapping"),
     )
-    found = model.plan(gemma3_images.is_part, _derived)
+    found = model.plan(images.is_part, _derived)
     if config.get("vision_config") is None:
         return found
-    vision = gemma3_images.vision_plan(config, found, integer(text, "hidden_size"))
+    vision = images.vision_plan(config, found, integer(text, "hidden_size"))
     return replace(found, vision=vision)
 
 
@@ -152,7 +152,7 @@ def _bfloat16(value: float) -> float:
 def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
     for stored, spec in found.items():
         name = without_prefix(stored, PREFIXES)
-        if name.endswith("norm.weight") and not gemma3_images.is_part(stored):
+        if name.endswith("norm.weight") and not images.is_part(stored):
             yield DerivedWeights(
                 (stored,),
                 {name: TensorSpec("F32", spec.shape)},

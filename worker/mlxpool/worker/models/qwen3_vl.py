@@ -28,9 +28,10 @@ from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Rope
 from mlxpool.worker.layers.model_plan import Model, ModelPlan, VisionPlan
 from mlxpool.worker.media.settings import ImagePlaces
-from mlxpool.worker.models import qwen3, qwen3_vl_images
-from mlxpool.worker.models.images import free_size
-from mlxpool.worker.models.qwen3_vl_images import QwenTower
+from mlxpool.worker.models import qwen3
+from mlxpool.worker.models.vision import qwen3_vl as images
+from mlxpool.worker.models.vision.preprocessing import free_size
+from mlxpool.worker.models.vision.qwen3_vl import QwenTower
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -64,7 +65,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         (PreNormLayer(hidden, eps, attention, feed),) * count,
         tied=flag(text, "tie_word_embeddings"),
     )
-    found = decoder.plan(qwen3_vl_images.is_part, renamed_tensors(PREFIXES))
+    found = decoder.plan(images.is_part, renamed_tensors(PREFIXES))
     if config.get("vision_config") is None:
         return found
     return replace(found, vision=_vision(config, found, hidden, count))
@@ -100,9 +101,9 @@ def _vision(config: Mapping[str, Any], text: ModelPlan, hidden: int, layers: int
     whole = replace(
         text,
         shapes={**text.shapes, **dict(tower.shapes())},
-        ignored=lambda name: text.ignored(name) and not qwen3_vl_images.is_part(name),
+        ignored=lambda name: text.ignored(name) and not images.is_part(name),
         build=lambda builder: SeeingQwen(text.build(builder), tower, builder),
-        derived=lambda found: chain(text.derived(found), qwen3_vl_images.derived(found)),
+        derived=lambda found: chain(text.derived(found), images.derived(found)),
     )
 
     def places(texts: Mapping[int, str]) -> ImagePlaces:
@@ -112,7 +113,7 @@ def _vision(config: Mapping[str, Any], text: ModelPlan, hidden: int, layers: int
     return VisionPlan(
         whole,
         tower.layers,
-        qwen3_vl_images.is_part,
+        images.is_part,
         lambda found: free_size(found, tower.patch, tower.merge),
         tokens,
         places,

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from mlxpool.worker.media.spans import overlapping
+from mlxpool.worker.media.spans import touches_images
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
@@ -59,7 +59,7 @@ def schedule(
     `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
     decode.
     """
-    rows, prompts = _rows_and_prompts(live, limits)
+    rows, prompts = _rows_and_prompts(live, limits, clip)
     if not prompts:
         return Step(tuple(rows), len(rows))
     if prompts[0].read_alone and (alone or not rows):
@@ -87,11 +87,12 @@ def longest_chunk(start: int, pairs: int) -> int:
 
 
 def _rows_and_prompts(
-    live: Many[Sequence], limits: StepLimits
+    live: Many[Sequence], limits: StepLimits, clip: Clip
 ) -> tuple[list[Span], list[Sequence]]:
     """Returns the spans of the sequences that decode, and the sequences with prompts to read.
 
     A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
+    One that was preempted may have to wait for an image until it is encoded again.
     """
     rows, prompts = [], []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
@@ -107,7 +108,7 @@ def _rows_and_prompts(
                 rows.append(Span(one, submitted, 1, 1))
         elif length - submitted > 1:
             prompts.append(one)
-        elif length - submitted == 1:
+        elif length - submitted == 1 and (not one.media or clip(one, 1)):
             rows.append(Span(one, submitted, 1, 1))
     return rows, prompts
 
@@ -170,7 +171,7 @@ def _filled(chunks: list[Span], rows: int, sizes: Many[int]) -> list[Span]:
     if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
         return chunks
     last = chunks[-1]
-    if any(overlapping(last.sequence.media, last.start, last.end)):
+    if touches_images(last.sequence.media, last.start, last.end):
         return chunks  # such passes are not compiled
     lines = rows + sum(span.count for span in chunks)
     fitting = bisect_right(sizes, lines)

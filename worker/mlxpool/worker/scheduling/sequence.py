@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from mlxpool.common.options import Options
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.spans import ImageKey, MediaSpan, is_slot, without
+from mlxpool.worker.media.spans import ImageKey, MediaSpan, is_slot, seen_images, without
 from mlxpool.worker.scheduling.context_policy import ContextShift
 
 
@@ -115,6 +115,13 @@ class Sequence:
     def next_image(self) -> MediaSpan | None:
         """The first image that has unread inputs; None if there is none."""
         return next((span for span in self.media if span.end > self.submitted), None)
+
+    @property
+    def needed_images(self) -> tuple[MediaSpan, ...]:
+        """The images that the next input attends to, where they are crossed, and `next_image`."""
+        found = seen_images(self.media, self.submitted)
+        image = self.next_image
+        return found if image is None or image in found else (*found, image)
 
     def _stream_range(self, start: int, end: int) -> list[int]:
         size = len(self.prompt)

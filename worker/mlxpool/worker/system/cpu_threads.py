@@ -112,11 +112,22 @@ class CpuThreads:
         self._sample: CpuUse | None = None
         self._sample_due = 0.0 if self._read_use else math.inf
         self._fitting = self._usual  # threads that leave other processes their cores
+        self._count = self._usual  # threads of this step
         self._growing_samples = 0  # samples in a row that found more free cores
         self._lock = threading.Lock()  # of `_long_works`
         self._long_works = 0  # that run now
         self._reduced_now = False  # the next product uses `_reduced` threads at most
         self._stepping = False
+        self._divided = False
+
+    def divide_steps(self) -> None:
+        """From the next step on, steps run in `parts` threads, with one BLAS thread for each."""
+        self._divided = True
+
+    @property
+    def parts(self) -> int:
+        """How many threads a divided step has."""
+        return max(self._count, 1)
 
     def begin_step(self, now: float) -> None:
         """Call before a step; `now` in monotonic seconds."""
@@ -160,9 +171,11 @@ class CpuThreads:
 
     def _apply(self) -> None:
         self._reduced_now = bool(self._long_works)
-        count = min(self._fitting, self._reduced) if self._reduced_now else self._fitting
-        if self._threads is not None and count != self._threads.count():
-            self._threads.set(count)
+        fitting = self._fitting
+        self._count = min(fitting, self._reduced) if self._reduced_now else fitting
+        each = 1 if self._divided else self._count
+        if self._threads is not None and each != self._threads.count():
+            self._threads.set(each)
 
 
 @cache

@@ -24,8 +24,8 @@ from mlxpool.worker.layers.derived_weights import (
 from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder
 from mlxpool.worker.layers.model_plan import Model, ModelPlan, VisionPlan
 from mlxpool.worker.media.settings import ImagePlaces
-from mlxpool.worker.models import siglip
-from mlxpool.worker.models.images import fixed_size
+from mlxpool.worker.models.vision import siglip
+from mlxpool.worker.models.vision.preprocessing import fixed_size
 
 if TYPE_CHECKING:
     import mlx.core as mx

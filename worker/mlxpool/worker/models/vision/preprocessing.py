@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -29,6 +30,21 @@ def fixed_size(
             f"{_WHERE} has size {size!r:.80}, the model takes images of {side} x {side} pixels"
         )
     return ImageSettings(patch, merge, height=side, width=side, **_common(config, resample))
+
+
+def tiled(config: Mapping[str, Any], side: int, patch: int, tiles: int) -> ImageSettings:
+    """The settings of a model whose images lie on up to `tiles` squares with the side `side`.
+
+    Raises ModelLoadFailed naming the key that cannot be used.
+    """
+    if config.get("max_image_tiles") not in (None, tiles):
+        raise ModelLoadFailed(
+            f"{_WHERE} has max_image_tiles {config['max_image_tiles']!r:.40},"
+            f" config.json has {tiles}"
+        )
+    if config.get("do_pad") not in (None, True):
+        raise ModelLoadFailed(f"{_WHERE} has do_pad {config['do_pad']!r:.40}, must be true")
+    return replace(fixed_size(config, side, patch, 1), tiles=tiles)
 
 
 def free_size(

@@ -1,0 +1,163 @@
+"""Llama 3.2 Vision: a Llama in which some layers attend to images instead of earlier tokens.
+
+An image is one token of the text. Its keys and values for these layers are outside the KV cache and
+are the same in every conversation. A token attends to the images that stand last before it. One
+without an image before it leaves these layers as it came, as in Meta's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.attention import GroupedQueryAttention
+from mlxpool.worker.layers.config_fields import (
+    Heads,
+    flag,
+    integer,
+    layer_count,
+    number,
+    require,
+    text_config,
+)
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
+from mlxpool.worker.layers.encoder_plan import renamed_tensors
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder
+from mlxpool.worker.layers.model_plan import Model, ModelPlan, VisionPlan
+from mlxpool.worker.layers.rope import parse_rope
+from mlxpool.worker.media.settings import ImagePlaces
+from mlxpool.worker.models.vision import mllama as images
+from mlxpool.worker.models.vision.cross_attention import CrossAttentionLayer, ImageKeysValues
+from mlxpool.worker.models.vision.mllama import TiledEncoder
+from mlxpool.worker.models.vision.preprocessing import tiled
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+PREFIXES = {  # stored -> ours
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+INPUT_ONLY = 8  # tokens behind the vocabulary that have an embedding; the image is one of them
+IMAGE_TOKEN = 128_256
+CROSS_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
+
+
+def plan(config: Mapping[str, Any]) -> ModelPlan:
+    """The plan of the text part, with that of images; raises ModelLoadFailed naming the key."""
+    text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
+    text.setdefault("rms_norm_eps", 1e-5)
+    require(text, "hidden_act", ["silu"])
+    layers = tuple(_layers(text))
+    decoder = Decoder.from_config(
+        text, layers, tied=flag(text, "tie_word_embeddings"), input_only=INPUT_ONLY
+    )
+    found = decoder.plan(images.is_part, renamed_tensors(PREFIXES))
+    if config.get("vision_config") is None:
+        return found
+    return replace(found, vision=_vision(config, found, layers, integer(text, "hidden_size")))
+
+
+def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
+    hidden, heads = integer(text, "hidden_size"), Heads.from_config(text)
+    feed, eps = GatedMLP(hidden, integer(text, "intermediate_size")), number(text, "rms_norm_eps")
+    attention = GroupedQueryAttention(hidden, heads, parse_rope(text, heads.dim))
+    own = PreNormLayer(hidden, eps, attention, feed)
+    crossed = CrossAttentionLayer(hidden, heads, eps, feed)
+    count = layer_count(text)
+    crossing = _crossing(text, count)
+    return (crossed if layer in crossing else own for layer in range(count))
+
+
+def _crossing(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """The layers that attend to images; the last one, whose lines are selected, is none of them."""
+    given = text.get("cross_attention_layers")
+    found = list(CROSS_LAYERS) if given is None else given
+    sound = isinstance(found, list) and all(
+        type(one) is int and 0 <= one < count - 1 for one in found
+    )
+    if not sound or not found or len(set(found)) != len(found):
+        raise ModelLoadFailed(
+            f"config.json has cross_attention_layers {given!r:.80}, must be different layers below"
+            f" {count - 1}: the last of {count} reads tokens",
+            details={"key": "cross_attention_layers"},
+        )
+    return tuple(found)
+
+
+def _vision(
+    config: Mapping[str, Any], text: ModelPlan, layers: tuple[DecoderLayer, ...], hidden: int
+) -> VisionPlan:
+    encoder = TiledEncoder.from_config(config["vision_config"], hidden)
+    token = integer(config, "image_token_index", IMAGE_TOKEN)
+    rows = text.vocab_size + INPUT_ONLY
+    if token >= rows:
+        raise ModelLoadFailed(f"config.json has image_token_index {token}, must be below {rows}")
+    whole = replace(
+        text,
+        shapes={**text.shapes, **dict(encoder.shapes())},
+        ignored=lambda name: text.ignored(name) and not images.is_part(name),
+        build=lambda builder: SeeingLlama(text.build(builder), encoder, layers, builder),
+        derived=lambda found: chain(text.derived(found), images.derived(found)),
+    )
+
+    def places(texts: Mapping[int, str]) -> ImagePlaces:
+        slot = texts[token]
+        return ImagePlaces(slot, slot, slot, slot, token, group=False, crossed=True)
+
+    return VisionPlan(
+        whole,
+        encoder.layers,
+        images.is_part,
+        lambda found: tiled(found, encoder.side, encoder.patch, encoder.tiles),
+        (token,),
+        places,
+        crossed=True,
+        encoder_tokens=encoder.tokens,
+    )
+
+
+class SeeingLlama:
+    """See model_plan.SeeingModel."""
+
+    def __init__(
+        self,
+        text: Model,
+        encoder: TiledEncoder,
+        layers: tuple[DecoderLayer, ...],
+        builder: LayerBuilder,
+    ) -> None:
+        self.text = text
+        self.encoder = encoder.build(builder)
+        self.readers = [
+            ImageKeysValues(layer, builder, f"model.layers.{index}")
+            for index, layer in enumerate(layers)
+            if isinstance(layer, CrossAttentionLayer)
+        ]
+
+    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.text(tokens, batch)
+
+    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.text.hidden_states(tokens, batch)
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """See model_plan.Model."""
+        return self.text.logits_of(hidden)
+
+    def encode_image(
+        self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch
+    ) -> mx.array:
+        """See model_plan.SeeingModel."""
+        import mlx.core as mx
+
+        states = self.encoder(pixels, grid, batch)
+        return mx.stack(list(chain.from_iterable(reader(states) for reader in self.readers)))
