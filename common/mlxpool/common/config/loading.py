@@ -23,6 +23,7 @@ from mlxpool.common.config.bounds import (
     Problems,
     declarations,
     host_port,
+    origin_faults,
 )
 from mlxpool.common.config.model_names import fault_of_name, scan
 from mlxpool.common.config.schema import (
@@ -196,7 +197,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
         problems.found += [
             *_bad_endpoints(values, where),
             *(_bad_admin_token(values, where) if values.keys() >= table.keys() else ()),
-            *_open_http(values, where),
+            *_bad_http(values, where),
         ]
     problems.check()
     return kind(**values)
@@ -253,8 +254,10 @@ def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
         )
 
 
-def _open_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """The problem of an HTTP address that others reach and that asks for no key."""
+def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Problems of HTTP: an address that others reach and that asks for no key; origins."""
+    for fault in origin_faults(values.get("http_cors_origins", ())):
+        yield f"{where}.http_cors_origins: {fault}"
     address = values.get("http", "")
     if address and not values.get("http_keys") and host_port(address)[0] not in LOOPBACK:
         yield (
