@@ -22,7 +22,7 @@ HELP = """\
 /? or /help            this
 /set OPTION VALUE      an option of the answers, such as /set temperature 0.2
 /set system TEXT       the system's message from now on; without TEXT: none
-/set think, nothink    whether the model thinks; how much: /set think low (high)
+/set think, nothink    whether the model thinks; /set think low: how much
 /set verbose, quiet    whether figures follow each answer
 /set                   what is set
 /unset OPTION          the default again
