@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -342,8 +343,23 @@ def test_a_run_directory_that_is_open_to_others(tmp_path: Path, mode: int) -> No
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(mode)
-    with pytest.raises(ConfigError, match="chmod 700"):
+    told = f"has the mode 0{mode:o}.*must be 0700: chmod 700 {run_dir}"
+    with pytest.raises(ConfigError, match=told):
         check_run_dir(run_dir)
+
+
+def test_a_run_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner is wrong, and the mode, which nobody else can change, is not mentioned."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    owner = pwd.getpwuid(run_dir.stat().st_uid).pw_name
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(ConfigError) as caught:
+        check_run_dir(run_dir)
+    text = str(caught.value)
+    assert f"belongs to the user {owner} (" in text and f"runs as {2**31 - 7}" in text
+    assert "mode" not in text
 
 
 @pytest.mark.parametrize("name", ["run", "run/logs"])

@@ -40,6 +40,7 @@ from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import BUILTIN_PREFIX, PoolConfig
+from mlxpool.common.protocol.frames import EXACT_BITS
 from mlxpool.common.trace import History
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Broker:
         self._lock = lock(config.run_dir)
         self.http = _http_server(config) if config.metrics else None
         self.gateway_process = GatewayProcess(config) if config.http else None
-        self.boot = secrets.randbits(63) or 1
+        self.boot = secrets.randbits(EXACT_BITS) or 1
         self._started_at = time.monotonic()
         self.core = Core(
             config,
