@@ -145,8 +145,10 @@ def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]
         assert pool.process is not None
         pool.process.terminate()
         pool.gateway(state="draining")
-        with pytest.raises(httpx.ConnectError):
-            until(lambda: not complete(url), "no new request is taken")
+        until(lambda: complete(url).status_code == 503, "no new request is taken")
+        assert complete(url).headers["retry-after"] == "1"
+        health = httpx.get(f"{url}/health", timeout=PATIENCE)
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
         assert pool.ask("ps")["broker"]["state"] == "draining"
         stream.assert_whole()
         assert pool.stop() == 0

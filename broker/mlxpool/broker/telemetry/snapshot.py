@@ -203,9 +203,9 @@ def take(
         lag,
         registry.memory,
         tuple(_listing(registry, now)) if listing else (),
-        gateway=gateway,
         faults=tuple(model_listing.faults(registry, now)),
         live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
+        gateway=gateway,
     )
 
 
