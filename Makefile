@@ -98,7 +98,7 @@ images: $(READY)          ## the steps of the images' builds, without Docker
 audit: $(READY)           ## known vulnerabilities of the pinned versions; asks pypi.org
 	$(BIN)/python -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
-	$(VENV)/audit/bin/pip-audit --no-deps --disable-pip --requirement $(CONSTRAINTS)
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site docs/js

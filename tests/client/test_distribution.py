@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.common.version import VERSION
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool
 
@@ -66,7 +67,8 @@ def run(packages: Path, code: str, *arguments: str) -> str:
 
 
 STREAM = """
-import asyncio
+import asyncio, mlxpool
+assert mlxpool.__version__
 from mlxpool.client import AsyncClient, Client
 with Client(sys.argv[1]) as client:
     with client.stream("counting", "hello", max_tokens=5, seed=7) as stream:
@@ -101,7 +103,7 @@ def test_the_wheel_is_small_and_has_the_client_and_what_it_shares(wheel: Path) -
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     code = {"/".join(name.split("/")[:2]) for name in names if name.endswith(".py")}
-    assert code == {"mlxpool/client", "mlxpool/common"}
+    assert code == {"mlxpool/__init__.py", "mlxpool/client", "mlxpool/common"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -115,7 +117,7 @@ def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, tmp_path: P
 
 def test_its_version_and_its_requirements_are_those_of_mlxpool() -> None:
     own, whole = project(ROOT / "client"), project(ROOT)
-    assert own["version"] == whole["version"]
+    assert own["version"] == VERSION
     assert own["requires-python"] == whole["requires-python"]
     assert set(own["dependencies"]) < set(whole["dependencies"])
     assert [need.partition(">")[0] for need in own["dependencies"]] == list(NEEDED)

@@ -38,6 +38,7 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "secret_key",
     "local_workers",
     "metrics",
+    "metrics_admin_token",
     "http",
     "http_keys",
     "http_per_key",
