@@ -39,8 +39,8 @@ def error_of_exit(code: int, size: int, limits: Limits) -> PoolError | None:
         )
     if code == -signal.SIGVTALRM:
         return BadRequest(
-            f"an image was not decoded after {IMAGE_SECONDS:g} s of processor time: it was stopped;"
-            " make it smaller"
+            f"the images of the request were not decoded after {IMAGE_SECONDS:g} s of processor"
+            " time: it was stopped; send smaller images, or fewer"
         )
     if code == -signal.SIGABRT:
         return BadRequest(
