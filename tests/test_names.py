@@ -6,11 +6,13 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import mlxpool.client
+from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = "cancel classify close detokenize embed generate models rerank stream tokenize"
@@ -59,9 +61,16 @@ def test_the_public_names_of_its_classes(of: str, names: str) -> None:
 
 
 def test_the_namespace_has_no_init() -> None:
-    """One in any room would hide the others (PEP 420)."""
+    """One in any room would hide the others (PEP 420); common/package/build_hook.py has more."""
     assert not [room for room in ROOMS if (ROOT / room / "mlxpool" / "__init__.py").exists()]
     assert not list(ROOT.glob("tests/**/__init__.py"))
+
+
+def test_the_version() -> None:
+    assert version("mlxpool") == VERSION
+    alone = [sys.executable, "-c", "import mlxpool; print(mlxpool.__version__)"]
+    done = subprocess.run(alone, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{VERSION}\n", "")
 
 
 def imported(module: str) -> set[str]:

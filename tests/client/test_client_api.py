@@ -345,11 +345,40 @@ def test_a_path_that_is_too_long() -> None:
         Client("/" + "x" * 200)
 
 
-def test_a_malformed_endpoint() -> None:
-    with Client(endpoint="carrier://pigeon") as client:
-        for _ in range(2):
-            with pytest.raises(OSError, match="carrier://pigeon"):
-                client.stream("m", "a")
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("endpoint", "hint"),
+    [
+        ("foo", ""),
+        ("carrier://pigeon", ""),
+        ("tcp://pool", ""),
+        ("tcp://*:7200", ""),
+        ("tcp://pool:0", ""),
+        ("tcp://pool:70000", ""),
+        ("tcp://pool:7200/v1", ""),
+        ("ipc://", ""),
+        ("pool:7200", "did you mean 'tcp://pool:7200'?"),
+        ("/run/mlxpool/front.ipc", "did you mean 'ipc:///run/mlxpool/front.ipc'"),
+        (7200, ""),
+    ],
+)
+def test_a_malformed_endpoint(kind: type[Client], endpoint: Any, hint: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        kind(endpoint=endpoint)
+    assert "must be tcp://HOST:PORT or ipc://PATH" in str(caught.value)
+    assert repr(endpoint) in str(caught.value) and hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://my_host.a-b:7200", "tcp://[fe80::1%eth0]:1", "ipc://@x"]
+)
+def test_a_well_formed_endpoint(endpoint: str) -> None:
+    Client(endpoint=endpoint).close()
+
+
+def test_an_endpoint_in_the_place_of_the_run_directory() -> None:
+    with pytest.raises(BadRequest, match="give it as endpoint="):
+        Client("tcp://pool:7200")
 
 
 # ---- asyncio -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import yaml
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
-from mlxpool.cli.main import COMMAND_MODULES
+from mlxpool.cli.command_table import COMMAND_MODULES
 from support.command_lines import parsed
 from support.pool import PATIENCE
 

@@ -71,6 +71,7 @@ class AsyncStream:
     async def _next(self) -> Delta | None:
         if self._open.finished:
             return None
+        self._connection.check_process()
         return self._connection.took(self._open, await self._queue.get())
 
     async def ready(self) -> list[Delta]:

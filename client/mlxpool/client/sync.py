@@ -71,6 +71,7 @@ class Stream(Closing):
     def _next(self) -> Delta | None:
         if self._open.finished:
             return None
+        self._connection.check_process()
         return self._connection.took(self._open, self._queue.get())
 
     def read(self) -> Result:
@@ -88,11 +89,15 @@ class Client(Closing):
     """A blocking client: one connection to a broker, for any number of threads and streams.
 
     `run_dir` is the run directory of a local broker (default: the usual one), `endpoint` any front
-    endpoint in its place. An endpoint that speaks CURVE needs `server_key`, the broker's public key
-    (text or a file), and `key`, the file of a key that the broker knows; BadKey is raised for keys
-    that cannot be used. Calls and streams end with BrokerLost if no broker answers within
-    `connect_timeout` seconds or is silent for `broker_grace` seconds, and with Unauthorized if the
-    broker refuses the key. Other errors are listed below.
+    endpoint in its place; BadRequest is raised for one that is not tcp://HOST:PORT or ipc://PATH.
+    An endpoint that speaks CURVE needs `server_key`, the broker's public key (text or a file), and
+    `key`, the file of a key that the broker knows; BadKey is raised for keys that cannot be used.
+    Calls and streams end with BrokerLost if no broker answers within `connect_timeout` seconds or
+    is silent for `broker_grace` seconds, and with Unauthorized if the broker refuses the key. Other
+    errors are listed below.
+
+    A client belongs to the process that made it. In a fork of that process each call, and each read
+    of a stream, raises BadRequest at once; see "Processes that fork".
 
     A stream goes on after the loss of its connection, worker or broker, unless it has
     durable=False; `pace` sets the intervals of these retries.

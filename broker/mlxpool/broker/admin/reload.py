@@ -43,6 +43,7 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "http_per_key",
     "http_max_body",
     "http_drain_timeout",
+    "metrics_admin_token",
     "models_dir",
     "log_format",
     "log_level",

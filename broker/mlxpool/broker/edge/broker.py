@@ -26,6 +26,7 @@ from mlxpool.broker.edge.executor import Actions, Executor
 from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
+from mlxpool.broker.edge.page_cancels import PageCancels
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
@@ -39,6 +40,7 @@ from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import BUILTIN_PREFIX, PoolConfig
+from mlxpool.common.protocol.frames import EXACT_BITS
 from mlxpool.common.trace import History
 
 if TYPE_CHECKING:
@@ -62,9 +64,9 @@ class Broker:
         descriptors = raise_descriptor_limit()
         self.settings = CurrentSettings(config)
         self._lock = lock(config.run_dir)
-        self.http = _http_server(config.metrics) if config.metrics else None
+        self.http = _http_server(config) if config.metrics else None
         self.gateway_process = GatewayProcess(config) if config.http else None
-        self.boot = secrets.randbits(63) or 1
+        self.boot = secrets.randbits(EXACT_BITS) or 1
         self._started_at = time.monotonic()
         self.core = Core(
             config,
@@ -188,9 +190,13 @@ class Broker:
             stop=lambda now: self.lifecycle.stop(now, final=True),
             drain_grace=lambda: self.settings.config.drain_grace,
         )
+        commands = Commands(self.core, controls, self.perform)
+        self.page_cancels = None
+        if self.http is not None and self.http.cancels is not None:
+            self.page_cancels = PageCancels(self.http.cancels, self.state, commands)
         self.admin = AdminServer(
             self.endpoints.admin,
-            Commands(self.core, controls, self.perform),
+            commands,
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.counters,
@@ -215,6 +221,8 @@ class Broker:
         add_source(self.catalogue.waker, self.catalogue.on_results)
         if self.http is not None:
             add_source(self.http.latest.waker, self._put_snapshot)
+        if self.page_cancels is not None:
+            add_source(self.page_cancels.waker, self.page_cancels.serve)
         add_task(self.catalogue.answer_waiting, self.catalogue.next_wake)
         add_task(self._wake_core, self.core.next_wake)
         add_task(self.worker_processes.observe, self.supervisor.next_wake)
@@ -303,8 +311,10 @@ class Broker:
         log.info("broker stopped")
 
 
-def _http_server(address: str) -> HttpServer:
+def _http_server(config: PoolConfig) -> HttpServer:
     # Not imported above: without it a broker starts faster after the end of the one before.
+    from mlxpool.broker.http.operator_access import read_token
     from mlxpool.broker.http.server import HttpServer
 
-    return HttpServer(address)
+    file = config.metrics_admin_token
+    return HttpServer(config.metrics, operator_token=None if file is None else read_token(file))

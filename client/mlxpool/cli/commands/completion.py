@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
+
+from mlxpool.cli.json_text import json_text
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -14,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "completion",
         parents=[common],
-        help="a script that teaches a shell this command line",
+        help="print a script by which a shell completes this command line",
         description='For this session: `eval "$(mlxpool completion bash)"`, or with zsh;'
         " `mlxpool completion fish | source`. docs/cli.md says where the script can stay.",
     )
@@ -25,7 +26,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
     text = script(options.whole_parser(), options.shell)
-    print(json.dumps({"shell": options.shell, "script": text}) if options.json else text)
+    print(json_text({"shell": options.shell, "script": text}) if options.json else text)
     return 0
 
 

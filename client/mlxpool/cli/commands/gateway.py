@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.target import target_of
 
 
@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
-        help="answer HTTP as OpenAI and Ollama do, for a pool that runs",
+        help="answer HTTP as OpenAI and Ollama do, for a running pool",
     )
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     gateway.add_argument("--port", type=int, default=8080, help="0: any that is free (8080)")
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     )
 
     def print_url(url: str) -> None:
-        print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
+        print(json_text({"url": url}) if options.json else f"listening on {url}", flush=True)
 
     server.run(settings, print_url)
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -192,7 +193,9 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        problems.found += [*_bad_endpoints(values, where), *_open_http(values, where)]
+        problems.found += _bad_endpoints(values, where)
+        problems.found += _open_http(values, where)
+        problems.found += _bad_admin_token(values, where)
     problems.check()
     return kind(**values)
 
@@ -245,10 +248,24 @@ def _open_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
         )
 
 
+def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """The problem of a token that would cross a network unencrypted, or that nothing asks for."""
+    if values.get("metrics_admin_token") is None:
+        return
+    address = values.get("metrics", "")
+    if not address or host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.metrics_admin_token needs {where}.metrics on the loopback interface, such as"
+            f' "127.0.0.1:9464", got {address!r}: HTTP is not encrypted; reach it from elsewhere'
+            " through ssh -L"
+        )
+
+
 def check_run_dir(run_dir: Path) -> None:
     """Make the run directory, mode 0700. Raises ConfigError if it cannot be used."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_access(run_dir, run_dir.stat())
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir / "logs"):
             pass
@@ -256,8 +273,27 @@ def check_run_dir(run_dir: Path) -> None:
         raise ConfigError(
             f"cannot use the run directory {run_dir}: {error.strerror}; give another with --run-dir"
         ) from None
-    status = run_dir.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+
+
+def _check_access(run_dir: Path, status: os.stat_result) -> None:
+    """Raises ConfigError if the directory is of another user, or open to others."""
+    if status.st_uid != os.getuid():
         raise ConfigError(
-            f"the run directory {run_dir} must be ours and closed to others (chmod 700)"
+            f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
+            f" process runs as {_user(os.getuid())}; give another with --run-dir"
         )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"the run directory {run_dir} has the mode {status.st_mode & 0o7777:04o}, with which"
+            f" other users reach the pool; it must be 0700: chmod 700 {shlex.quote(str(run_dir))}"
+        )
+
+
+def _user(uid: int) -> str:
+    """A user's name with the id; the id alone if it has none."""
+    import pwd  # only errors need it
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)

@@ -191,11 +191,14 @@ class PoolConfig:
     prepare_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
     # A larger log of a worker is cut to half of this at its next start.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
+    # text: logfmt.
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
     # debug: also what the prefix cache had for each request, and the names of tensors.
     log_level: Annotated[str, OneOf(("info", "debug"))] = "info"
     # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none.
     metrics: Annotated[str, check_host_port] = ""
+    # The file of the token with which operators cancel requests on the status page.
+    metrics_admin_token: Path | None = None
     # HOST:PORT of the gateway that the broker runs: HTTP as OpenAI and Ollama have it; "": none.
     http: Annotated[str, check_host_port] = ""
     # The file of bearer keys, one a line; needed on every address but loopback.
