@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.common.version import VERSION
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool
 
@@ -67,7 +68,9 @@ def run(packages: Path, code: str, *arguments: str) -> str:
 
 STREAM = """
 import asyncio
+import mlxpool
 from mlxpool.client import AsyncClient, Client
+print(mlxpool.__version__)
 with Client(sys.argv[1]) as client:
     with client.stream("counting", "hello", max_tokens=5, seed=7) as stream:
         print("".join(delta.text for delta in stream))
@@ -85,7 +88,8 @@ assert not others, others
 def test_a_stream_with_the_client_alone(packages: Path, tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         printed = run(packages, STREAM, str(pool.run_dir))
-    assert printed.split("\n") == [text_of(expected_ids("hello", 7, 5))] * 2 + [""]
+    text = text_of(expected_ids("hello", 7, 5))
+    assert printed.split("\n") == [VERSION, text, text, ""]
 
 
 @pytest.mark.parametrize("name", ["mlx", "numpy", "tokenizers", "mlxpool.cli", "mlxpool.worker"])
@@ -101,7 +105,7 @@ def test_the_wheel_is_small_and_has_the_client_and_what_it_shares(wheel: Path) -
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     code = {"/".join(name.split("/")[:2]) for name in names if name.endswith(".py")}
-    assert code == {"mlxpool/client", "mlxpool/common"}
+    assert code == {"mlxpool/__init__.py", "mlxpool/client", "mlxpool/common"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -115,7 +119,7 @@ def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, tmp_path: P
 
 def test_its_version_and_its_requirements_are_those_of_mlxpool() -> None:
     own, whole = project(ROOT / "client"), project(ROOT)
-    assert own["version"] == whole["version"]
+    assert own["version"] == VERSION
     assert own["requires-python"] == whole["requires-python"]
     assert set(own["dependencies"]) < set(whole["dependencies"])
     assert [need.partition(">")[0] for need in own["dependencies"]] == list(NEEDED)
