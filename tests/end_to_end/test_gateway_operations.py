@@ -193,7 +193,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
 
     def grown(name: str, status: str = "") -> float:
         key = (prefix + name, route, status)
-        return during[key] - before.get(key, 0.0)
+        return float(during[key] - before.get(key, 0.0))
 
     assert grown("requests_in_flight") == 1
     assert (grown("requests_total", "200"), grown("requests_total", "404")) == (1, 1)
