@@ -15,7 +15,10 @@ import mlxpool.client
 from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
-CALLS = "cancel classify close detokenize embed generate models rerank stream tokenize"
+CALLS = (
+    "cancel classify close describe detokenize embed generate keep models rerank stream tokenize"
+    " tokenize_chat"
+)
 ROOMS = ("broker", "client", "common", "gateway", "worker")
 
 
@@ -27,6 +30,7 @@ def test_the_public_names_of_the_client() -> None:
     assert sorted(mlxpool.client.__all__) == [
         "AsyncClient",
         "AsyncStream",
+        "ChatTokens",
         "Client",
         "Delta",
         "Pace",
@@ -46,11 +50,8 @@ def test_the_public_names_of_the_client() -> None:
 @pytest.mark.parametrize(
     ("of", "names"),
     [
-        ("Client", "cancel classify close detokenize embed generate models rerank stream tokenize"),
-        (
-            "AsyncClient",
-            "cancel classify close detokenize embed generate models rerank stream tokenize",
-        ),
+        ("Client", CALLS),
+        ("AsyncClient", CALLS),
         ("Stream", "close facts id read result"),
         ("AsyncStream", "close facts id read ready result"),
     ],

@@ -107,7 +107,7 @@ def test_one_command_answers_http(pool: Pool) -> None:
     shown = pool.cli("ps").stdout
     assert f"gateway {gateway['pid']} ready, up " in shown and gateway["url"] in shown
     assert pool.ask("stats")["gateway"]["restarts"] == 0
-    assert "gateway: a broker answers" in pool.log(), "its log is the broker's"
+    assert "logger=gateway" in pool.log(), "its log is the broker's"
     process = psutil.Process(gateway["pid"])
     assert pool.cli("stop").returncode == 0
     until(lambda: gone(process), "the gateway ends with the broker")
@@ -144,8 +144,10 @@ def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]
         assert pool.process is not None
         pool.process.terminate()
         pool.gateway(state="draining")
-        with pytest.raises(httpx.ConnectError):
-            until(lambda: not complete(url), "no new request is taken")
+        until(lambda: complete(url).status_code == 503, "no new request is taken")
+        assert complete(url).headers["retry-after"] == "1"
+        health = httpx.get(f"{url}/health", timeout=PATIENCE)
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
         assert pool.ask("ps")["broker"]["state"] == "draining"
         stream.assert_whole()
         assert pool.stop() == 0

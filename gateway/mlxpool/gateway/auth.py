@@ -1,6 +1,7 @@
 """Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
 
-The file of keys has one key a line and is read again when the process gets SIGHUP.
+The file of keys has one key a line, or a name and a key, and is read again when the process gets
+SIGHUP.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
 
-from mlxpool.common.api_keys import digest, read_digests
+from mlxpool.common.api_keys import digest, read_keys
 from mlxpool.common.config.bounds import LOOPBACK
 from mlxpool.gateway.errors import HttpError
 
@@ -25,13 +26,24 @@ log = logging.getLogger("mlxpool.gateway")
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who sends a request: the digest of the key, and its name in logs, None without keys."""
+
+    digest: bytes
+    name: str | None
+
+
+NOBODY = Owner(b"", None)
+
+
 class ApiKeys:
     """The keys that may send requests. Without a file everybody may."""
 
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._digests = () if file is None else read_digests(file)
+        self._names = {} if file is None else read_keys(file)
 
     @property
     def required(self) -> bool:
@@ -42,23 +54,25 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            self._digests = read_digests(self._file)
+            self._names = read_keys(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
-            log.info("%s has %d keys", self._file, len(self._digests))
+            log.info("%s has %d keys", self._file, len(self._names))
 
-    def owner(self, authorization: str | None) -> bytes | None:
-        """The digest of the key in this header, None if the key is unknown.
+    def owner(self, authorization: str | None) -> Owner | None:
+        """Whose key is in this header; None if the key is unknown.
 
-        Takes the same time for every key. Without a file all requests have the owner b"".
+        Takes the same time for every key. Without a file all requests have the same owner.
         """
         if self._file is None:
-            return b""
+            return NOBODY
         scheme, _, key = (authorization or "").partition(" ")
         given = digest(key.strip())
-        known = [hmac.compare_digest(given, each) for each in self._digests]
-        return given if any(known) and scheme.lower() == "bearer" else None
+        known = [hmac.compare_digest(given, each) for each in self._names]
+        if not any(known) or scheme.lower() != "bearer":
+            return None
+        return Owner(given, self._names[given])
 
 
 class ConcurrencyLimit:
@@ -96,7 +110,8 @@ class AccessControl:
         self._keys = keys
         self._limit = limit
 
-    def admitted(self, request: Request) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def admitted(self, request: Request) -> Iterator[Owner]:
         """To be entered for as long as the request takes. Raises HttpError."""
         host = HOST.fullmatch(request.headers.get("host", ""))
         if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
@@ -106,4 +121,5 @@ class AccessControl:
         if owner is None:
             message = "a known key is wanted: Authorization: Bearer KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
-        return self._limit.request(owner)
+        with self._limit.request(owner.digest):
+            yield owner

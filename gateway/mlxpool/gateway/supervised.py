@@ -1,6 +1,6 @@
 """Runs the gateway's application as a child of the broker, on the broker's listening socket.
 
-SIGTERM lets running answers finish, SIGINT ends them, SIGHUP reads the keys again. When the broker
+SIGTERM drains it, SIGINT ends its answers, SIGHUP reads the keys again. When the broker
 dies the gateway gives the address up, so that the next broker can have it, and ends after its last
 answer: streams go on as soon as the next broker serves the run directory.
 """
@@ -21,31 +21,30 @@ import uvicorn
 from mlxpool.common.config.schema import GatewayConfig
 from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
-from mlxpool.gateway.server import THREAD_SWITCH_INTERVAL, server_config
+from mlxpool.gateway.server import THREAD_SWITCH_INTERVAL, DrainingServer, server_config
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-ABORT_TIME = 1  # seconds in which answers that are ended tell their clients so
 STDIN = 0
 
 
-class SupervisedServer(uvicorn.Server):
+class SupervisedServer(DrainingServer):
     """A server that the process at the other end of `notify_fd` supervises."""
 
-    def __init__(self, config: uvicorn.Config, notify_fd: int, beat_interval: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway, notify_fd: int, beat_interval: float
+    ) -> None:
         """`beat_interval`: seconds between two bytes."""
-        super().__init__(config)
+        super().__init__(config, gateway)
         self._notify_fd = notify_fd
         self._beat_interval = beat_interval
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve, and say so."""
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(STDIN, self._on_stdin)
+        asyncio.get_running_loop().add_reader(STDIN, self._on_stdin)
         self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
@@ -62,22 +61,16 @@ class SupervisedServer(uvicorn.Server):
         """The end of stdin is the broker's."""
         if os.read(STDIN, 4096):
             return
-        assert self._loop is not None
-        self._loop.remove_reader(STDIN)
+        asyncio.get_running_loop().remove_reader(STDIN)
         log.warning("the broker has ended: answers go on if another follows")
         self.config.timeout_graceful_shutdown = None  # their own limits bound them
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM and SIGINT."""
-        self.should_exit = True
-        if sig == signal.SIGINT and self._loop is not None:
-            self.config.timeout_graceful_shutdown = ABORT_TIME
-            self._loop.call_soon_threadsafe(self._abort)
-
-    def _abort(self) -> None:
-        for task in self.server_state.tasks:
-            task.cancel()
+        """SIGTERM drains; SIGINT, as a second signal, ends what runs."""
+        super().handle_exit(signal.SIGTERM, frame)
+        if sig == signal.SIGINT:
+            super().handle_exit(signal.SIGTERM, frame)
 
 
 def settings_of(config: GatewayConfig) -> Settings:
@@ -89,6 +82,9 @@ def settings_of(config: GatewayConfig) -> Settings:
         keys=Path(config.keys) if config.keys else None,
         per_key=config.per_key or None,
         max_body=config.max_body,
+        drain_timeout=config.drain_timeout,
+        cors_origins=tuple(config.cors_origins),
+        access_log=config.access_log,
     )
 
 
@@ -103,6 +99,6 @@ def run(config: GatewayConfig) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with listening.inherited(config.listen_fd) as bound:
         server = SupervisedServer(
-            server_config(gateway, config.drain_timeout), config.notify_fd, config.beat_interval
+            server_config(gateway), gateway, config.notify_fd, config.beat_interval
         )
         server.run([bound])

@@ -18,7 +18,7 @@ from mlxpool.broker.telemetry.problems import (
     lag_level,
     problems,
 )
-from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.broker.telemetry.snapshot import GatewayInfo, Snapshot
 from support import snapshots
 from support.core_harness import START, Story, model
 
@@ -119,7 +119,22 @@ def test_restarts_of_the_last_minutes_with_the_last_end_of_each_worker(story: St
     worker.die("killed by SIGKILL")
     (problem,) = found(snapshots.of(story), restarts=Counter({"m/0": 3}))
     assert problem == Problem(
-        Level.WARNING, "3 worker restarts in the last 10 min", ("m/0: killed by SIGKILL",)
+        Level.WARNING, "3 restarts in the last 10 min", ("m/0: killed by SIGKILL",)
+    )
+
+
+def test_a_gateway_that_ended(story: Story) -> None:
+    gateway = GatewayInfo("http://127.0.0.1:1", "restarting", None, None, 0, 1, "killed by SIGKILL")
+    taken = replace(snapshots.of(story), gateway=gateway)
+    (problem,) = found(taken)
+    assert problem.level is Level.BAD
+    assert problem.details == ("it ended: killed by SIGKILL",)
+    again = replace(taken, gateway=replace(gateway, state="ready"))
+    assert again.restarts == {"gateway": 1}
+    assert found(again) == []
+    (problem,) = found(again, restarts=Counter({"gateway": 1}))
+    assert problem == Problem(
+        Level.WARNING, "1 restart in the last 10 min", ("gateway: killed by SIGKILL",)
     )
 
 
@@ -159,7 +174,7 @@ def test_what_a_failed_model_explains_is_told_once(story: Story) -> None:
     )
     assert [each.what for each in found_now] == [
         "1 model failed",
-        "1 worker restart in the last 10 min",
+        "1 restart in the last 10 min",
     ]
 
 

@@ -142,7 +142,11 @@ def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]
     if kind == from_client.Cancel.kind:
         return ev.CancelRequest(link, owner, header.id)
     if kind == from_client.ListModels.kind:
-        return ev.ClientListModels(link, header.id, header.attempt)
+        listing = _parsed(from_client.ListModels.parse, message.body)
+        return ev.ClientListModels(link, header.id, header.attempt, listing)
+    if kind == from_client.Keep.kind:
+        keep = _parsed(from_client.Keep.parse, message.body)
+        return ev.ClientKeep(link, header.id, header.attempt, keep)
     if kind in from_client.CALLS:
         parse = from_client.ModelCall.parse
         call = _parsed(parse, kind, message.body, message.blobs, owner)

@@ -9,11 +9,12 @@ from typing import Any
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.checks import mapping
 
 DIGEST_DIGITS = 12  # that are shown
 MAX_DETAILED = 150  # models whose details fit into one body
 MAX_ERROR = 200  # characters of an error that clients are shown
-BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory")
+BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory", "expires_in")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,12 @@ def faults(registry: Registry, now: float) -> Iterator[Fault]:
 def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
     """A row for each name, as `mlxpool models --json` prints them."""
     return [_row(registry, name, now) for name in registry.names.offered()]
+
+
+def detailed(registry: Registry, name: str, now: float) -> dict[str, Any]:
+    """The row of one name, with all that its files say. Its name must be known."""
+    about = dict(registry.names.known[name].about)
+    return {**brief([_row(registry, name, now)])[0], "about": about}
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,6 +70,9 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "size": about.get("size"),
         "memory": _memory_of(workers),
         "load_progress": _rounded(model.load_progress),
+        "expires_in": _rounded(model.expires_in(now)),
+        "parameters": about.get("parameters"),
+        "modified": mapping(about.get("details")).get("modified"),
         "quantisation": about.get("quantisation"),
         "features": _shown_features(features, known.config.prefix_cache),
         "chat": _chat_of(about),
@@ -103,8 +113,8 @@ def _shown_features(features: object, prefix_cache: str) -> list[str]:
     return [one for one in found if one != "tree" or prefix_cache == "tree"]
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 3)
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)
 
 
 def _last_error(model: Model) -> str | None:

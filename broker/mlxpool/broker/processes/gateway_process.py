@@ -38,7 +38,7 @@ class GatewayProcess(Closing):
     def __init__(self, config: PoolConfig) -> None:
         """Raises ValueError for keys that cannot be used, OSError naming an address."""
         if config.http_keys is not None:
-            api_keys.read_digests(config.http_keys)
+            api_keys.read_keys(config.http_keys)
         self._records = ProcessRecords(config.run_dir / "gateway")
         self._bound = _listen(config.http, self._records)
         self.url = listening.url_of(self._bound)
@@ -91,6 +91,8 @@ class GatewayProcess(Closing):
             per_key=config.http_per_key,
             max_body=config.http_max_body,
             drain_timeout=config.http_drain_timeout,
+            cors_origins=config.http_cors_origins,
+            access_log=config.http_access_log,
             beat_interval=config.beat_limit / BEATS,
             log_format=config.log_format,
             log_level=config.log_level,

@@ -42,7 +42,7 @@ class Point:
     failures: Mapping[str, int]  # since then: streams that ended with an error, by its code
     failing_models: Mapping[str, int]  # the same streams, by model
     rejected: Mapping[str, int]  # since then: requests that were not accepted, by code
-    restarts: Mapping[str, int]  # since then: ends of workers that nobody asked for, by slot
+    restarts: Mapping[str, int]  # since then, see Snapshot.restarts
 
     @property
     def rates(self) -> dict[str, float]:
@@ -75,7 +75,7 @@ class RecentEvents:
     failures: Counter[str]  # streams that ended with an error, by its code
     failing_models: Counter[str]  # the same streams, by model
     rejected: Counter[str]  # requests that were not accepted, by code
-    restarts: Counter[str]  # ends of workers that nobody asked for, by slot
+    restarts: Counter[str]  # see Snapshot.restarts
 
 
 class Increase:
@@ -115,7 +115,7 @@ class RecentHistory:
         failures = self._failures.since(counters.failures)
         failing = self._failing.since({model.name: model.failed for model in snapshot.models})
         rejected = self._rejected.since(counters.rejected)
-        restarts = self._restarts.since({w.slot: w.restarts for w in snapshot.workers})
+        restarts = self._restarts.since(snapshot.restarts)
         if before is None or at <= before:
             return
         self.add_to_column(at, at - before, tokens)

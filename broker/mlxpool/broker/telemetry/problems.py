@@ -12,7 +12,7 @@ from itertools import islice
 
 from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.telemetry.history import RecentEvents
-from mlxpool.broker.telemetry.snapshot import Snapshot, WorkerSnapshot
+from mlxpool.broker.telemetry.snapshot import GATEWAY, Snapshot, WorkerSnapshot
 from mlxpool.common.errors import (
     BY_CODE,
     Draining,
@@ -90,6 +90,9 @@ def _reasons(faults: list[Fault]) -> tuple[str, ...]:
 def _broker(snapshot: Snapshot) -> Iterator[Problem]:
     if snapshot.broker.state != "ready":
         yield Problem(Level.WARNING, f"the broker is {snapshot.broker.state}")
+    if snapshot.gateway is not None and snapshot.gateway.state == "restarting":
+        why = f"it ended: {snapshot.gateway.last_exit}"
+        yield Problem(Level.BAD, "the gateway is restarting: nothing answers over HTTP", (why,))
     if (level := lag_level(snapshot.lag)) is Level.BAD:
         late = f"every stream paused for up to {snapshot.lag:.1f} s in the last 30 s"
         yield Problem(level, "the broker was late", (late,))
@@ -112,9 +115,11 @@ def _restarts(
     """Those of models that cannot be had are told with these."""
     faulty = {fault.name for fault in snapshot.faults}
     ends = {w.slot: w.last_exit for w in snapshot.workers if w.model not in faulty}
+    if snapshot.gateway is not None:
+        ends[GATEWAY] = snapshot.gateway.last_exit or "unknown"
     restarts = {slot: count for slot, count in all_restarts.items() if slot in ends}
     if restarts:
-        what = f"{_count(sum(restarts.values()), 'worker restart')} in the last {minutes} min"
+        what = f"{_count(sum(restarts.values()), 'restart')} in the last {minutes} min"
         lines = (f"{slot}: {ends[slot]}" for slot in restarts)
         yield Problem(Level.WARNING, what, _details(lines))
 

@@ -22,6 +22,7 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.protocol.from_worker import Beat
 
+GATEWAY = "gateway"  # beside the names of slots, which all have a slash
 MAX_LIVE = 12  # requests that a snapshot has
 MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
 _NO_FIGURES = Figures()  # of a model that was never requested
@@ -174,6 +175,12 @@ class Snapshot:
     process: ProcessFigures = ProcessFigures()
     gateway: GatewayInfo | None = None  # None: the broker runs none
 
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Ends that nobody asked for since the broker's start, by slot; also of the gateway."""
+        gateway = {} if self.gateway is None else {GATEWAY: self.gateway.restarts}
+        return {**{worker.slot: worker.restarts for worker in self.workers}, **gateway}
+
 
 def take(
     state: State,
@@ -196,9 +203,9 @@ def take(
         lag,
         registry.memory,
         tuple(_listing(registry, now)) if listing else (),
-        gateway=gateway,
         faults=tuple(model_listing.faults(registry, now)),
         live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
+        gateway=gateway,
     )
 
 

@@ -56,17 +56,17 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
             "links": broker.links,
             "level": max((p.level for p in found), key=LEVELS.index, default=Level.FINE).value,
         },
-        "gateway": _gateway(snapshot.gateway),
         "problems": [
             {"level": problem.level.value, "what": problem.what, "details": problem.details}
             for problem in found
         ],
         "levels": _levels(snapshot, recent),
+        "gateway": _gateway(snapshot.gateway),
         "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],
         "rejected": sum(pool["rejected"].values()),
-        "restarts": sum(worker.restarts for worker in snapshot.workers),
+        "restarts": sum(snapshot.restarts.values()),
         "waiting": pool["queued"],
         "resumed": pool["resumed"],
         "tokens": pool["tokens"]["generated"],
@@ -88,17 +88,6 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
         "live": [_live(request) for request in snapshot.live],
         "live_hidden": snapshot.sizes["requests"] - len(snapshot.live),
         "errors": _errors(snapshot.counters, recent),
-    }
-
-
-def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
-    if gateway is None:
-        return None
-    return {
-        "state": gateway.state,
-        "url": gateway.url,
-        "restarts": gateway.restarts,
-        "last_exit": gateway.last_exit or "",
     }
 
 
@@ -137,6 +126,17 @@ def _errors(counters: Counters, recent: RecentEvents) -> list[dict[str, Any]]:
         for code in sorted(failures.keys() | rejected.keys())
     ]
     return sorted(rows, key=lambda row: (-row["recent"], -row["failed"] - row["rejected"]))
+
+
+def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
+    if gateway is None:
+        return None
+    return {
+        "state": gateway.state,
+        "url": gateway.url,
+        "restarts": gateway.restarts,
+        "last_exit": gateway.last_exit or "",
+    }
 
 
 def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:

@@ -35,6 +35,19 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway.add_argument(
         "--per-key", type=int, metavar="N", help="requests at once of one key (default: any number)"
     )
+    gateway.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="for running requests after SIGTERM (30)",
+    )  # fmt: skip
+    gateway.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="whose pages in browsers may use it, as https://app.example or '*'; may be repeated"
+        " (none)",
+    )  # fmt: skip
+    gateway.add_argument(
+        "--access-log", action=argparse.BooleanOptionalAction, default=True,
+        help="a line of the log for each request (yes)",
+    )  # fmt: skip
     gateway.add_argument("--log-format", choices=("text", "json"), default="text")
     gateway.set_defaults(run=run)
 
@@ -60,6 +73,9 @@ def run(options: argparse.Namespace) -> int:
         keep_alive=options.keep_alive,
         per_key=options.per_key,
         deadline=options.deadline,
+        drain_timeout=options.drain_timeout,
+        cors_origins=tuple(options.cors_origin),
+        access_log=options.access_log,
     )
 
     def print_url(url: str) -> None:

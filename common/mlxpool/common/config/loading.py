@@ -23,6 +23,7 @@ from mlxpool.common.config.bounds import (
     Problems,
     declarations,
     host_port,
+    origin_faults,
 )
 from mlxpool.common.config.model_names import fault_of_name, scan
 from mlxpool.common.config.schema import (
@@ -193,9 +194,11 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        problems.found += _bad_endpoints(values, where)
-        problems.found += _open_http(values, where)
-        problems.found += _bad_admin_token(values, where)
+        problems.found += [
+            *_bad_endpoints(values, where),
+            *(_bad_admin_token(values, where) if values.keys() >= table.keys() else ()),
+            *_bad_http(values, where),
+        ]
     problems.check()
     return kind(**values)
 
@@ -238,16 +241,6 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
                 yield f"{where}.{name}: {endpoint!r} {fault}"
 
 
-def _open_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """The problem of an HTTP address that others reach and that asks for no key."""
-    address = values.get("http", "")
-    if address and not values.get("http_keys") and host_port(address)[0] not in LOOPBACK:
-        yield (
-            f"{where}.http: others can reach {address!r}: name the keys that may ask with"
-            f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
-        )
-
-
 def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
     """The problem of a token that would cross a network unencrypted, or that nothing asks for."""
     if values.get("metrics_admin_token") is None:
@@ -258,6 +251,18 @@ def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
             f"{where}.metrics_admin_token needs {where}.metrics on the loopback interface, such as"
             f' "127.0.0.1:9464", got {address!r}: HTTP is not encrypted; reach it from elsewhere'
             " through ssh -L"
+        )
+
+
+def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Problems of HTTP: an address that others reach and that asks for no key; origins."""
+    for fault in origin_faults(values.get("http_cors_origins", ())):
+        yield f"{where}.http_cors_origins: {fault}"
+    address = values.get("http", "")
+    if address and not values.get("http_keys") and host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.http: others can reach {address!r}: name the keys that may ask with"
+            f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
         )
 
 

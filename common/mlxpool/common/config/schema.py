@@ -7,7 +7,7 @@ To add one, add a field here and a line to deploy/mlxpool.toml, and run docs/mak
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -173,6 +173,8 @@ class PoolConfig:
     stop_grace: Annotated[Seconds, Within(0.0, 600.0)] = 5.0
     # How long a drain lets streams finish on their worker.
     drain_grace: Annotated[Seconds, Within(0.0, 10**6)] = 30.0
+    # For how long clients may keep an idle model beyond its keep_alive; -1: for any time.
+    client_keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = -1.0
     # Of all workers together; 0: 80 % of the machine's memory.
     memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
     # How long a request that ended workers is refused.
@@ -209,6 +211,10 @@ class PoolConfig:
     http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
     # How long answers over HTTP may go on after SIGTERM, before the broker ends.
     http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
+    # Origins whose pages in browsers may use it, as "https://app.example", or "*" for all.
+    http_cors_origins: tuple[str, ...] = ()
+    # Whether the log has a line for each request over HTTP.
+    http_access_log: Flag = True
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
@@ -264,6 +270,8 @@ class GatewayConfig:
     per_key: int = 0
     max_body: int = 8 * 1024 * 1024
     drain_timeout: float = 10.0
+    cors_origins: Sequence[str] = ()
+    access_log: bool = True
     beat_interval: float = 1.0
     log_format: str = "text"
     log_level: str = "info"

@@ -43,7 +43,8 @@ const show = (status) => {
   const state = problems.length ? `${broker.state}, ${plural(problems.length, "problem")}` : broker.state;
   mood($("state"), state, broker.level || MOODS[broker.state]);
   document.title = `${state} · mlxpool`;
-  say($("about"), `up ${long(broker.uptime_s)} · ${plural(broker.links, "client")} · pid ${broker.pid} · ${status.version}`);
+  const gateway = status.gateway ? ` · gateway ${status.gateway.state}` : "";
+  say($("about"), `up ${long(broker.uptime_s)} · ${plural(broker.links, "client")}${gateway} · pid ${broker.pid} · ${status.version}`);
   showProblems(problems);
   for (const plot of PLOTS) plot.show(status);
   for (const [node, get, level] of COUNTS) {
