@@ -20,6 +20,7 @@ import pytest
 
 from mlxpool.cli.main import FAILED, USAGE
 from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, gone, until
 
 CONFIG = """
@@ -190,6 +191,21 @@ def test_streams_over_http_outlive_the_broker(
         stream.assert_whole()
         stream.close()
         until(lambda: gone(process), "the gateway of the first broker ends")
+
+
+def test_a_gateway_of_its_own_keeps_its_answers_over_a_restart(
+    tmp_path: Path, completions: list[Completion]
+) -> None:
+    slow, fast = (
+        f'[models.slow]\npath = "builtin:counting"\ncounting.step_us = {step}'
+        for step in (SLOW, FAST)
+    )
+    with Pool(tmp_path, slow) as pool, GatewayThread(pool.run_dir) as gateway:
+        completions.append(stream := Completion(gateway.url))
+        assert pool.stop() == 0
+        pool.config.write_text(fast)
+        pool.start()
+        stream.assert_whole()
 
 
 def test_a_stopped_gateway_of_an_earlier_broker_does_not_keep_the_address(tmp_path: Path) -> None:
