@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.conversation import CONTINUED, PROMPT, Conversation, read_message
+from mlxpool.cli.conversation import CONTINUED, HINT, PROMPT, Conversation, read_message
 from mlxpool.common.options import FLAGS
 
 
@@ -70,7 +70,7 @@ def test_help(line: str) -> None:
     text = str(Conversation().command(line))
     for word in ("/set OPTION VALUE", "/clear", "/bye", "Ctrl-C", "Three quotation marks"):
         assert word in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, [HINT, *text.splitlines()])) < 80
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ import pytest
 import mlxpool.client
 from mlxpool.cli import request_flags
 from mlxpool.cli.main import UNREACHABLE, USAGE, main
+from mlxpool.cli.reach import check_socket
+from mlxpool.client.connection import Connection
+from mlxpool.client.retry import Pace
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
 
@@ -79,18 +82,58 @@ def test_a_broker_that_is_starting_is_named(
     assert f"the broker (pid {os.getpid()}) of {empty} is starting" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("listens", [True, False], ids=["frozen", "killed"])
-def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
-    listens: bool, empty: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", REQUESTS, ids=lambda words: words[0])
+def test_a_socket_that_a_killed_broker_left_is_not_waited_for(
+    arguments: list[str],
+    empty: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Not after the 5 s that a broker which took the connection has to answer."""
-    assert request_flags.HANDSHAKE_GRACE < 1
+    monkeypatch.setattr(mlxpool.client, "Client", no_client)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (empty / "lock").write_text(f"{ended.pid}\n")
+    for name in ("front", "admin"):
+        (empty / f"{name}.ipc").touch()
+    assert main([*arguments, "--run-dir", str(empty)]) == UNREACHABLE
+    assert f"(pid {ended.pid}) has ended without removing {empty}/" in capsys.readouterr().err
+
+
+def test_a_broker_of_another_container_is_no_killed_one(empty: Path) -> None:
+    """Its process id is not known here, but it listens."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (empty / "lock").write_text(f"{ended.pid}\n")
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(empty / "front.ipc"))
-        if listens:
-            bound.listen()
+        bound.listen()
+        check_socket(empty, f"ipc://{empty}/front.ipc")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["frozen", "unknown"])
+def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
+    known: bool, empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the 5 s that a broker which took the connection has to answer."""
+    assert request_flags.IPC_GRACE < request_flags.TCP_GRACE < 1
+    given: list[float] = []
+
+    def note(connection: Connection) -> None:
+        given.append(connection.timer.silent)
+        give_up(connection)
+
+    give_up = Connection._give_up
+    monkeypatch.setattr(Connection, "_give_up", note)
+    if known:
+        (empty / "lock").write_text(f"{os.getpid()}\n")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(empty / "front.ipc"))
+        bound.listen()
         assert main(["run", "m", "x", "--run-dir", str(empty)]) == UNREACHABLE
-    assert f"no broker answers at ipc://{empty}/front.ipc for 1 s" in capsys.readouterr().err
+    assert given[0] <= request_flags.IPC_GRACE + Pace().tick + Pace().gap  # not 5 s
+    frozen = f"the broker (pid {os.getpid()}) of {empty} does not answer: it is frozen"
+    nobody = f"no broker answers at ipc://{empty}/front.ipc for 1 s; start one with"
+    assert (frozen if known else nobody) in capsys.readouterr().err
 
 
 def test_connect_timeout_waits_for_a_broker(tmp_path: Path) -> None:

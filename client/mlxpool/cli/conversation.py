@@ -17,18 +17,19 @@ from mlxpool.common.options import CHECKS, FLAGS
 
 PROMPT, CONTINUED = ">>> ", "... "
 FENCE = '"""'  # begins and ends a message of several lines
-HINT = f"Send a message; /? lists commands, {FENCE} begins and ends a message of several lines."
+HINT = f"Send a message; /? lists commands, {FENCE} begins and ends several lines."
 HELP = """\
 /? or /help            this
 /set OPTION VALUE      an option of the answers, such as /set temperature 0.2
 /set system TEXT       the system's message from now on; without TEXT: none
-/set think, nothink    whether the model thinks; /set think low, medium, high: how much
+/set think, nothink    whether the model thinks; /set think low: how much
 /set verbose, quiet    whether figures follow each answer
 /set                   what is set
 /unset OPTION          the default again
 /clear                 forget the conversation, but for the system's message
 /bye or /quit          the end, as Ctrl-D is
-Ctrl-C ends the answer under way. Three quotation marks begin and end a message of several lines.
+Ctrl-C ends the answer under way.
+Three quotation marks begin and end a message of several lines.
 A line that begins with // is sent with one / less."""
 ENDS = frozenset({"/bye", "/quit", "/exit"})
 BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
@@ -93,7 +94,7 @@ class Conversation:
         except BadRequest as error:
             return escape_line(error.message)
         near = nearest(name, ["/?", "/help", "/set", "/unset", "/clear", *sorted(ENDS)])
-        return f"unknown command {escape_line(name)}{near}; /? lists them, //… sends a text with /"
+        return f"unknown command {escape_line(name)}{near} (/? lists them, //… sends a text with /)"
 
     # ---- what is set ---------------------------------------------------------------------------
 

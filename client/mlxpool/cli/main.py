@@ -16,6 +16,7 @@ from mlxpool.cli import target
 from mlxpool.cli.command_table import COMMAND_MODULES, GROUPS, REMOTE_MODULES
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.parser import Parser, RootParser
+from mlxpool.cli.reach import explained
 from mlxpool.cli.style import ERROR, paint_of
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.escapes import escape_line
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return command(options)
     except BrokerLost as error:
-        return _print_error(options, error, UNREACHABLE)
+        return _print_error(options, explained(options.run_dir, error), UNREACHABLE)
     except BadRequest as error:
         return _print_error(options, error, USAGE)
     except PoolError as error:

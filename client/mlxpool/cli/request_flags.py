@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from mlxpool.client import Client
 
 BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person waits
-HANDSHAKE_GRACE = 0.7  # seconds until a broker that takes no connection counts as gone
+# Seconds until a broker that takes no connection counts as gone. libzmq's own thread takes it, so
+# a busy broker is no later than this; over tcp it takes four round trips.
+IPC_GRACE, TCP_GRACE = 0.5, 0.75
 
 
 def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +101,7 @@ def client_of(options: argparse.Namespace) -> Client:
 
     check_broker(options)
     target, wait = target_of(options, "front"), options.connect_timeout
+    grace = TCP_GRACE if (target.endpoint or "").startswith("tcp:") else IPC_GRACE
     return Client(
         target.run_dir,
         target.endpoint,
@@ -106,7 +109,7 @@ def client_of(options: argparse.Namespace) -> Client:
         key=target.key,
         broker_grace=max(BROKER_GRACE, wait or 0.0),
         **({} if wait is None else {"connect_timeout": wait}),
-        pace=Pace(handshake_grace=HANDSHAKE_GRACE if wait is None else wait),
+        pace=Pace(handshake_grace=grace if wait is None else wait),
     )
 
 
