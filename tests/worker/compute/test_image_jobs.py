@@ -267,7 +267,7 @@ def test_more_crossed_images_side_by_side_than_may_be_kept_end_their_request_alo
     keys = [bytes([number]) * 32 for number in range(3)]
     crossed(run, 2, *keys, 2, name=b"ill")
     run.finish()
-    assert run.ends == {b"well": "length", b"ill": "out_of_memory"}
+    assert run.ends == {b"well": "length", b"ill": "too_large"}
     assert run.ids[b"well"] == right(well)
     assert run.engine.encoded.nbytes <= budget + FEATURES
 

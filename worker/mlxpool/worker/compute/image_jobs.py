@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.common.errors import OutOfMemory
+from mlxpool.common.errors import TooLarge
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.media.encoded import EncodedImages
@@ -36,7 +36,7 @@ class NoRoom:
     """A sequence that needs the features of more images at once than may be kept."""
 
     sequence: Sequence
-    error: OutOfMemory
+    error: TooLarge
 
 
 def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | None:
@@ -64,8 +64,8 @@ def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | No
     return None
 
 
-def _no_room(images: int, encoded: EncodedImages[Any]) -> OutOfMemory:
-    return OutOfMemory(
+def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
+    return TooLarge(
         f"the model attends to {images} images side by side, whose features take more than the"
         f" {encoded.budget} bytes that this worker keeps of images; put text between them, send"
         " fewer or smaller ones, or raise memory_limit"
