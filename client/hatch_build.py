@@ -1,7 +1,4 @@
-"""Adds mlxpool.common and the licence, which are beside this folder, to what is built from it.
-
-Also `mlxpool/__init__.py`: see common/package/build_hook.py.
-"""
+"""Adds to what is built from this folder the files of `mlxpool` that are beside it."""
 
 from __future__ import annotations
 
@@ -10,8 +7,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-COMMON, LICENCE = "mlxpool/common", "LICENSE"
-PACKAGE = {"installed_init.py": "mlxpool/__init__.py", "py.typed": "mlxpool/py.typed"}
+# In the distribution -> in the repository. A source distribution has them where a wheel does.
+SHARED = {
+    "mlxpool/__init__.py": "common/package/installed_init.py",
+    "mlxpool/py.typed": "common/package/py.typed",
+    "mlxpool/common": "common/mlxpool/common",
+}
+LICENCE = "LICENSE"
 
 
 class AddShared(BuildHookInterface):  # type: ignore[type-arg]
@@ -21,13 +23,12 @@ class AddShared(BuildHookInterface):  # type: ignore[type-arg]
         """Add the files; a source distribution has the licence where hatchling looks for it."""
         root = Path(self.root)
         in_repository = (root.parent / "common").is_dir()
-        files = {root.parent / "common" / COMMON if in_repository else root / COMMON: COMMON}
-        for source, place in PACKAGE.items():
-            files[root.parent / "common/package" / source if in_repository else root / place] = (
-                place
-            )
+        files = {
+            str(root.parent / theirs if in_repository else root / ours): ours
+            for ours, theirs in SHARED.items()
+        }
         if in_repository:
             licences = f"mlxpool_client-{self.metadata.version}.dist-info/licenses/"
             folder = licences if self.target_name == "wheel" else ""
-            files[root.parent / LICENCE] = f"{folder}{LICENCE}"
-        build_data["force_include"].update({str(path): to for path, to in files.items()})
+            files[str(root.parent / LICENCE)] = f"{folder}{LICENCE}"
+        build_data["force_include"].update(files)

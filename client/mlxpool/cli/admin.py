@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from mlxpool.cli.reach import check_socket, no_answer
+from mlxpool.cli.reach import no_answer
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BrokerLost, Unauthorized, from_body
 from mlxpool.common.protocol import frames, to_client
@@ -31,12 +31,11 @@ def ask(
     """Send one admin message; returns the body of the answer.
 
     `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
-    endpoint without an answer in time, at once without a socket, Unauthorized naming a key that the
-    broker refuses, and the error that the broker answers with.
+    endpoint without an answer in time, which a broker that is starting may still give, Unauthorized
+    naming a key that the broker refuses, and the error that the broker answers with.
     """
     target = Target(where) if isinstance(where, Path) else where
     endpoint, credentials = target.endpoint_of("admin"), target.credentials()
-    check_socket(target.run_dir, endpoint)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, endpoint, credentials)
     handshake = Handshake(socket, endpoint, credentials)

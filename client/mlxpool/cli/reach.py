@@ -9,44 +9,47 @@ from pathlib import Path
 
 from mlxpool.common.errors import BrokerLost
 
+ADVICE = "start one with `mlxpool serve`, or name its folder with --run-dir"
+
 
 def check_socket(run_dir: Path, endpoint: str) -> None:
-    """Raises BrokerLost if nobody can answer at an ipc endpoint.
-
-    There is no socket, or it is that of the run directory and the broker that made it has ended.
-    """
-    path = endpoint.removeprefix("ipc://")
-    if path == endpoint or path.startswith("@"):
-        return
-    own = path.startswith(f"{run_dir}/")
-    pid = lock_pid(run_dir) if own else None
-    if os.path.exists(path):
-        if pid is None or alive(pid) or not _refused(path):
-            return  # the ids of another container's processes are not known here
-        what = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
-    elif pid is not None and alive(pid):
-        raise BrokerLost(
-            f"the broker (pid {pid}) of {run_dir} is starting or ending: there is no socket {path}"
-        )
-    else:
-        what = f"there is no socket {path}"
-    raise BrokerLost(
-        f"no broker runs here: {what}; start one with `mlxpool serve`,"
-        " or name its folder with --run-dir"
-    )
+    """Raises BrokerLost if nobody can answer at an endpoint now."""
+    if why := _absence(run_dir, endpoint):
+        raise BrokerLost(why)
 
 
 def no_answer(run_dir: Path, endpoint: str) -> str:
     """The error message for a broker that does not answer; the lock file tells if it runs."""
     if endpoint.startswith("tcp:"):
         return f"no broker answers at {endpoint}; is it its admin endpoint?"
+    if why := _absence(run_dir, endpoint):
+        return why
     pid = lock_pid(run_dir)
     if pid is None or not alive(pid):
-        return (
-            f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
-            " or name its folder with --run-dir"
-        )
+        return f"no broker answers at {endpoint}; {ADVICE}"
     return f"the broker (pid {pid}) of {run_dir} does not answer: it is frozen, or very busy"
+
+
+def _absence(run_dir: Path, endpoint: str) -> str:
+    """Why nobody can answer at an ipc endpoint; "" if somebody may.
+
+    There is no socket, or it is that of the run directory and the broker that made it has ended.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith("@"):
+        return ""
+    pid = lock_pid(run_dir) if path.startswith(f"{run_dir}/") else None
+    if os.path.exists(path):
+        if pid is None or alive(pid) or not _refused(path):
+            return ""  # the ids of another container's processes are not known here
+        what = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
+    elif pid is not None and alive(pid):
+        return (
+            f"the broker (pid {pid}) of {run_dir} is starting or ending: there is no socket {path}"
+        )
+    else:
+        what = f"there is no socket {path}"
+    return f"no broker runs here: {what}; {ADVICE}"
 
 
 def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from mlxpool.cli.reach import check_socket, no_answer
+from mlxpool.cli.reach import no_answer
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body
@@ -27,10 +27,9 @@ class Subscription(Closing):
     """A `watch` subscription that renews itself; belongs to one thread."""
 
     def __init__(self, target: Target) -> None:
-        """Raises BadKey for keys that cannot be used, BrokerLost where there is no socket."""
+        """Raises BadKey for keys that cannot be used."""
         self._target = target
         self._endpoint = target.endpoint_of("admin")
-        check_socket(target.run_dir, self._endpoint)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = sockets.dealer(self._context, self._endpoint, target.credentials())
         self._id = os.urandom(frames.ID_BYTES)

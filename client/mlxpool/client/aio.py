@@ -255,7 +255,13 @@ class AsyncClient:
     ) -> Ranking:
         """The documents as (index, score), best first; see `Client.rerank`."""
         questions = vectors.rerank(
-            model, query, documents, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms
+            model,
+            query,
+            documents,
+            top=top,
+            truncate=truncate,
+            prompt=prompt,
+            deadline_ms=deadline_ms,
         )
         return ranked(await self._vectors(questions), top)
 

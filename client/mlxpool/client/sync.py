@@ -260,7 +260,13 @@ class Client(Closing):
         arguments and the errors are those of `embed`.
         """
         questions = vectors.rerank(
-            model, query, documents, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms
+            model,
+            query,
+            documents,
+            top=top,
+            truncate=truncate,
+            prompt=prompt,
+            deadline_ms=deadline_ms,
         )
         return ranked(self._vectors(questions), top)
 

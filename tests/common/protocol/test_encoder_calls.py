@@ -33,6 +33,7 @@ def test_all_keys_of_embed() -> None:
         normalise=False,
         prompt_name="query",
         prompt="x",
+        first=256,
         alone=True,
         owner="bob",
     )
@@ -44,6 +45,7 @@ def test_all_keys_of_embed() -> None:
         prompt="x",
         dimensions=8,
         normalise=False,
+        first=256,
         alone=True,
         owner="bob",
     )

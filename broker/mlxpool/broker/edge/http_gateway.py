@@ -15,7 +15,7 @@ from mlxpool.common.config.schema import PoolConfig
 log = logging.getLogger("mlxpool.broker")
 
 PROVEN_AFTER = 60.0  # seconds: the end of a gateway that lived for longer is no failed start
-ABORT_GRACE = 2.0  # seconds beyond `http_drain_timeout` in which it ends its last answers itself
+ABORT_GRACE = 4.0  # seconds beyond `http_drain_timeout` in which it ends its last answers itself
 RUNNING = ("starting", "ready", "draining")
 
 
