@@ -22,6 +22,7 @@ from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.transport.waker import Waker
 from mlxpool.worker.preparation.errors import (
     CANCELLED,
+    MemoryParts,
     ended_too_often,
     error_of_exit,
     late,
@@ -38,6 +39,7 @@ from mlxpool.worker.preparation.limits import (
     SHORT_TIME,
 )
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
+from mlxpool.worker.preparation.room import Room, WorkerMemory
 from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
 from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.system.cpu_threads import CpuThreads
@@ -83,16 +85,18 @@ class LaneService(threading.Thread):
         cpu_threads: CpuThreads,
         memory_limit: int = 0,
         on_fault: Callable[[], object] = end_process,
+        worker_memory: WorkerMemory | None = None,
     ) -> None:
         """`memory_limit`: bytes of the worker and these processes together; 0: no limit.
 
         `on_fault` is called when the thread fails: without it, requests would wait for ever.
+        `worker_memory` makes room before a job is ended for the limit.
         """
         super().__init__(name="prepare", daemon=True)
         self._server = server
         self._deliver = deliver
         self._cpu_threads = cpu_threads
-        self._memory_limit = memory_limit
+        self._room = Room(memory_limit, worker_memory or WorkerMemory())
         self._on_fault = on_fault
         self._worker = psutil.Process()
         self._waker = Waker()
@@ -364,24 +368,32 @@ class LaneService(threading.Thread):
             self._deliver(one.waiting.key, ended_too_often(one.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """End lanes that were stopped from outside, and the largest one over the memory limit."""
+        """End lanes that were stopped from outside, and the largest one when there is no room."""
         for one in [each for each in self._running.values() if each.lane.is_stopped()]:
             self._kill(one.lane)
             self._remove(one)
             self._on_end(one, -signal.SIGSTOP)
         shared = self._server.memory()
         extra = {one: max(0, one.lane.memory() - shared) for one in self._running.values()}
-        memory = shared + sum(extra.values())
+        idle = 0 if self._idle is None else max(0, self._idle.memory() - shared)
+        memory = shared + idle + sum(extra.values())
         self.load = replace(self.load, memory=memory)
         self._watch_at = now + MEMORY_INTERVAL if self._running else math.inf
-        if self._memory_limit and extra:
-            total = self._worker.memory_info().rss + memory
-            if total > self._memory_limit:
-                largest = max(extra, key=lambda one: extra[one])
-                error = too_much_memory(
-                    largest.waiting.size, extra[largest], total, self._memory_limit
-                )
-                self._end(largest.waiting.key, error)
+        if not extra:
+            self._room.rest(memory)
+            return
+        worker = self._worker.memory_info().rss
+        if self._room.lacks(worker + memory, now):
+            largest = max(extra, key=lambda one: extra[one])
+            parts = MemoryParts(
+                self._room.limit,
+                worker,
+                memory,
+                extra[largest],
+                self._room.worker.figures(),
+                others=len(extra) - 1,
+            )
+            self._end(largest.waiting.key, too_much_memory(largest.waiting.size, parts))
 
 
 def _is_long_text(waiting: Waiting) -> bool:
