@@ -13,18 +13,25 @@ READY := $(VENV)/.ready-$(EXTRA)
 MERMAID := 11.12.2
 MERMAID_FILE := docs/js/mermaid-$(MERMAID).min.js
 
-.PHONY: all demo test chaos soak check format pages docs demo-model bench clean
+# Every version that is installed; pip takes them from here, for the packages that build ours too.
+CONSTRAINTS := requirements/constraints.txt
+PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) \
+	$(BIN)/python -m pip --quiet --disable-pip-version-check
+LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
+	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
+
+.PHONY: all demo test chaos soak check format pages docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
-$(SERVES): pyproject.toml  # what a pool needs
+$(SERVES): pyproject.toml $(CONSTRAINTS)  # what a pool needs
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"mlxpool needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	$(PIP) install --editable '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
 $(READY): $(SERVES)        # and what its tests need besides
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
+	$(PIP) install --editable '.[dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
 	@touch $@
 
 demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model
@@ -73,6 +80,25 @@ demo-model: $(READY)      ## train the embedded model again
 bench: $(READY)           ## measure the embedded model here; `mlxpool bench --help` for the rest
 	$(BIN)/mlxpool bench engine
 	$(BIN)/mlxpool bench end-to-end
+
+lock: $(READY)            ## pin what pyproject.toml newly asks for; versions that are pinned stay
+	$(LOCK)
+
+upgrade: $(READY)         ## the newest version of everything, in a clean .venv; then the whole gate
+	$(LOCK) --upgrade
+	rm -rf $(VENV)
+	$(MAKE) licences check test
+
+licences: $(READY)        ## make docs/licences.md again, from the packages of the images
+	$(BIN)/python docs/make_licences.py
+
+images: $(READY)          ## the steps of the images' builds, without Docker
+	$(BIN)/python -m pytest tests/deploy/test_image_steps.py -m '' -s
+
+audit: $(READY)           ## known vulnerabilities of the pinned versions; asks pypi.org
+	$(BIN)/python -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site docs/js

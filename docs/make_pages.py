@@ -107,6 +107,24 @@ docstrings by docs/make_pages.py.
 [quickstart.md](quickstart.md) has a first program, [examples.md](examples.md) whole ones;
 [protocol.md](protocol.md) lists the options of `stream` and `generate`.
 """
+FORKS = """
+## Processes that fork
+
+A connection has a thread of its own, and `os.fork` copies no threads. So a client serves the
+process that made it, and no fork of that: there each call and each read of a stream raises
+BadRequest at once, with both process ids. The parent's client and its streams are not affected.
+Make a client in each process, after the fork:
+
+| program | where |
+|---|---|
+| gunicorn with `--preload` | in a function with `functools.cache` that requests call |
+| uWSGI | in a function with the decorator `uwsgidecorators.postfork` |
+| celery, prefork pool | in a function that `celery.signals.worker_process_init` calls |
+| multiprocessing, start method `fork` | in the pool's `initializer`, or in the target |
+
+A module that makes its client when it is imported can be used with gunicorn without `--preload`,
+and with the start methods `spawn` and `forkserver`: each process imports it by itself.
+"""
 OPTIONS = """
 ## Options
 
@@ -137,7 +155,7 @@ def python_api() -> str:
         f"| `{kind.__name__}` | `{code}` | {'yes' if kind.retryable else 'no'} |"
         for code, kind in sorted(BY_CODE.items())
     ]
-    return "\n".join(parts) + OPTIONS + _options() + ERRORS + "\n".join(rows) + "\n"
+    return "\n".join(parts) + FORKS + OPTIONS + _options() + ERRORS + "\n".join(rows) + "\n"
 
 
 def _options() -> str:

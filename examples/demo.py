@@ -6,8 +6,13 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from mlxpool.cli.admin import ask
+from mlxpool.cli.load_progress import progress_text
+from mlxpool.common.errors import PoolError
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""
@@ -18,7 +23,8 @@ PROMPT = '''class Stack:
     def push(self, item):
 '''
 OPTIONS = ("--max-tokens", "120", "--temperature", "0.4", "--seed", "7")
-START_TIMEOUT = 60  # seconds until the broker answers
+NOTE_DELAY = 4.0  # seconds until a line tells what the completion waits for
+START_TIMEOUT = 60  # seconds until the broker answers, and until it has ended
 
 
 def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
@@ -43,11 +49,31 @@ def say(*arguments: str) -> None:
     print(f"\n$ mlxpool {' '.join(arguments)}", flush=True)
 
 
+@contextlib.contextmanager
+def note_on_delay(run_dir: Path) -> Iterator[None]:
+    """Tell once what a long load waits for. On a terminal `mlxpool run` does so itself."""
+
+    def note() -> None:
+        with contextlib.suppress(PoolError):
+            if text := progress_text(ask(run_dir, "ps"), "demo"):
+                print(f"({text})", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(NOTE_DELAY, note)
+    if not sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder, broker(Path(folder)):
         say("run", "demo", '"class Stack: …"', *OPTIONS)
         print(PROMPT, end="", flush=True)
-        done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS))
+        wait = ("--connect-timeout", str(START_TIMEOUT))
+        with note_on_delay(Path(folder)):
+            done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS, *wait))
         say("ps")
         subprocess.run(mlxpool(Path(folder), "ps"), check=True)
     print("\nthe broker and its worker have ended", flush=True)

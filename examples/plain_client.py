@@ -22,6 +22,7 @@ import zmq
 PING_INTERVAL = 1.0  # seconds
 SILENCE = 3.0  # seconds without any frame until a new connection is tried
 GRACE = 60.0  # seconds without any frame until the stream ends
+CONNECT_GRACE = 5.0  # the same when no broker ever answered
 ANSWER_TIMEOUTS = (2.0, 4.0, 8.0)  # seconds, of the first, second and third attempt in a row
 
 Socket = zmq.Socket[bytes]
@@ -121,8 +122,9 @@ def run(context: zmq.Context[Socket], endpoint: str, stream: Stream) -> str:
     socket: Socket | None = None
     before = heard_at = time.monotonic()
     fresh_at = ping_at = -math.inf
+    grace = CONNECT_GRACE
     try:
-        while (now := time.monotonic()) - heard_at < GRACE:
+        while (now := time.monotonic()) - heard_at < grace:
             if now - before > 1:  # this process was stopped, so the broker was not silent
                 heard_at += now - before
             before = now
@@ -138,11 +140,11 @@ def run(context: zmq.Context[Socket], endpoint: str, stream: Stream) -> str:
                 ping_at = now
                 send(socket, "ping", None, 0, {})
             if socket.poll(100):
-                heard_at = now
+                heard_at, grace = now, GRACE
                 ended = handle(stream, socket, socket.recv_multipart(), now)
                 if ended is not None:
                     return ended
-        return f"no broker was heard at {endpoint} for {GRACE:g} s"
+        return f"no broker answers at {endpoint} for {grace:g} s"
     finally:
         if socket is not None:
             socket.close(linger=0)

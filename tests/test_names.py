@@ -6,14 +6,19 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import mlxpool.client
+from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
-CALLS = "cancel classify close detokenize embed generate models rerank stream tokenize"
+CALLS = (
+    "cancel classify close describe detokenize embed generate keep models rerank stream tokenize"
+    " tokenize_chat"
+)
 ROOMS = ("broker", "client", "common", "gateway", "worker")
 
 
@@ -25,6 +30,7 @@ def test_the_public_names_of_the_client() -> None:
     assert sorted(mlxpool.client.__all__) == [
         "AsyncClient",
         "AsyncStream",
+        "ChatTokens",
         "Client",
         "Delta",
         "Pace",
@@ -44,11 +50,8 @@ def test_the_public_names_of_the_client() -> None:
 @pytest.mark.parametrize(
     ("of", "names"),
     [
-        ("Client", "cancel classify close detokenize embed generate models rerank stream tokenize"),
-        (
-            "AsyncClient",
-            "cancel classify close detokenize embed generate models rerank stream tokenize",
-        ),
+        ("Client", CALLS),
+        ("AsyncClient", CALLS),
         ("Stream", "close facts id read result"),
         ("AsyncStream", "close facts id read ready result"),
     ],
@@ -59,9 +62,16 @@ def test_the_public_names_of_its_classes(of: str, names: str) -> None:
 
 
 def test_the_namespace_has_no_init() -> None:
-    """One in any room would hide the others (PEP 420)."""
+    """One in any room would hide the others (PEP 420); common/package/build_hook.py has more."""
     assert not [room for room in ROOMS if (ROOT / room / "mlxpool" / "__init__.py").exists()]
     assert not list(ROOT.glob("tests/**/__init__.py"))
+
+
+def test_the_version() -> None:
+    assert version("mlxpool") == VERSION
+    alone = [sys.executable, "-c", "import mlxpool; print(mlxpool.__version__)"]
+    done = subprocess.run(alone, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{VERSION}\n", "")
 
 
 def imported(module: str) -> set[str]:

@@ -9,6 +9,7 @@ import { PoolError, State } from "./stream.mjs";
 const PING = 1; // seconds between two pings
 const SILENCE = 3; // seconds without any frame until a new connection is tried
 const GRACE = 60; // seconds without any frame until streams end with broker_lost
+const CONNECT_GRACE = 5; // the same when no broker ever answered
 const TICK = 100; // milliseconds
 const LINGER = 1000; // milliseconds for the last cancels to be sent
 const BIG = { useBigInt64: true }; // boot, link and seed have 63 bits
@@ -23,6 +24,7 @@ export class Client {
   #sent = Promise.resolve(); // a socket sends one message at a time
   #streams = new Map();
   #heardAt = now();
+  #known = false; // whether a broker ever answered
   #freshAt = -Infinity;
   #pingAt = -Infinity;
   #turnedAt = now();
@@ -53,7 +55,7 @@ export class Client {
     for (const { state } of this.#streams.values()) this.#say("cancel", state.id, 0, {});
     this.#endAll("the client was closed");
     await this.#sent;
-    this.#socket.linger = LINGER;
+    this.#socket.linger = this.#known ? LINGER : 0;
     this.#socket.close();
   }
 
@@ -96,6 +98,7 @@ export class Client {
 
   #receive(parts) {
     this.#heardAt = now();
+    this.#known = true;
     const [, kind, id, , attempt, pos] = decode(parts[0], BIG);
     const body = parts.length > 1 ? decode(parts[1], BIG) : {};
     if (kind === "pong") {
@@ -124,8 +127,11 @@ export class Client {
     // After a stop of this process the broker was not silent.
     if (time - this.#turnedAt > 1) this.#heardAt += time - this.#turnedAt;
     this.#turnedAt = time;
-    if (time - this.#heardAt > GRACE) {
-      this.#endAll(`no broker was heard at ${this.#endpoint} for ${GRACE} s`);
+    if (this.#streams.size === 0) this.#heardAt = time; // nothing was waited for
+    const grace = this.#known ? GRACE : CONNECT_GRACE;
+    if (time - this.#heardAt > grace) {
+      const advice = this.#known ? "" : "; start one with `mlxpool serve`";
+      this.#endAll(`no broker answers at ${this.#endpoint} for ${grace} s${advice}`);
     }
     if (time - Math.max(this.#heardAt, this.#freshAt) > SILENCE) {
       this.#connect();

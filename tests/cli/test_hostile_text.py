@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import load_progress
-from mlxpool.cli.commands import chat, check, pool, settings
+from mlxpool.cli import conversation, load_progress
+from mlxpool.cli.commands import check, pool, reports, settings, stats
 from mlxpool.cli.commands.top import View
 from mlxpool.cli.load_progress import StatusLine
 from mlxpool.cli.main import main
+from mlxpool.cli.style import Paint, plain
 from mlxpool.cli.target import Target
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.origins import Setting
@@ -43,7 +44,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "restart m/0": {"slot": HOSTILE},
     f"cancel {'0' * 32}": {"state": HOSTILE, "pos": 1},
 }
-LINES = {"ps": 5, "models": 4, "requests": 2, "stats": 6}  # of output; the others print one
+LINES = {"ps": 5, "models": 4, "requests": 2, "stats": 5}  # of output; the others print one
 
 Answer = Callable[..., Mapping[str, Any]]
 
@@ -63,7 +64,8 @@ def answering(answer: Mapping[str, Any] | PoolError) -> Answer:
 def test_commands_about_a_pool(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "ask", answering(ANSWERS[command]))
+    for module in (pool, reports, stats):
+        monkeypatch.setattr(module, "ask", answering(ANSWERS[command]))
     main(command.split())
     text = capsys.readouterr().out
     lines = text.removesuffix("\n").split("\n")
@@ -76,7 +78,8 @@ def test_commands_about_a_pool(
 def test_json_has_the_text_as_it_is(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "ask", answering(ANSWERS[command]))
+    for module in (pool, reports, stats):
+        monkeypatch.setattr(module, "ask", answering(ANSWERS[command]))
     main([*command.split(), "--json"])
     assert json.loads(capsys.readouterr().out) == ANSWERS[command]
 
@@ -94,7 +97,7 @@ def test_error_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(pool, "ask", answering(error))
+    monkeypatch.setattr(reports, "ask", answering(error))
     main(["ps"])
     assert capsys.readouterr().err == f"mlxpool: {shown}\n"
 
@@ -110,14 +113,14 @@ def test_errors_of_settings_keep_a_line_for_each(
     assert capsys.readouterr().err == f"mlxpool: 2 settings are wrong:\n  {SHOWN}\n  second\n"
 
 
-@pytest.mark.parametrize("live", [False, True])  # live: in colours, with rich
-def test_top(live: bool) -> None:
+@pytest.mark.parametrize("paint", [plain, lambda text, style: f"<{text}>"])
+def test_top(paint: Paint) -> None:
     view = View("model")
     requests = {"live": 0, "done": 0, "failed": 0, "cancelled": 0}
     stats = {"requests": requests, "queued": 0, "tokens": {"generated": 0}}
     view.history.append({**ANSWERS["ps"], "stats": stats})
-    page = view.page(2000, 40, live=live)
-    assert page.count(SHOWN) >= 4
+    page = view.page(2000, 40, keys=True, paint=paint)
+    assert page.count(SHOWN) >= 3
     for raw in ("\x1b[2J", "\u202e", "\r", "\t", "\nfake"):
         assert raw not in page
 
@@ -161,6 +164,7 @@ def test_the_progress_of_a_load(
 
 
 def test_an_unknown_command_of_a_chat() -> None:
-    assert f"unknown command /{SHOWN.split(' ')[0]}" in str(
-        chat.Conversation().command(f"/{HOSTILE}")
-    )
+    for command in (f"/{HOSTILE}", f"/set {HOSTILE}", f"/set stop {HOSTILE}", f"/unset {HOSTILE}"):
+        talk = conversation.Conversation(HOSTILE)
+        for reply in (talk.command(command), talk.command("/set")):
+            assert all(line.isprintable() for line in str(reply).split("\n")), reply

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.load_progress import progress_text, remote_worker_needed
+from mlxpool.cli.load_progress import in_one_line, progress_text, remote_worker_needed
 
 
 def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -24,6 +24,15 @@ LOADING = {"state": "loading", "load_progress": 0.25}
         (seen({"state": "none"}), "starting a worker for m"),
         (seen({"state": "starting"}), "starting a worker for m, 2.0 s"),
         (seen({"state": "loading"}), "loading m, 2.0 s"),
+        (
+            seen({"state": "loading", "uptime_s": 9.0}),
+            "loading m, 9.0 s (MLX itself is loaded; that takes longest the first time on a"
+            " machine)",
+        ),
+        (
+            seen({"state": "loading", "load_progress": 1.0}, size=1_000_000),
+            "warming m up, 2.0 s (kernels are compiled; later starts find them on the disk)",
+        ),
         (seen(LOADING), "loading m: 25 %, 2.0 s"),
         (seen(LOADING, size=1_000_000), "loading m: 25 % of 1.0 MB, 2.0 s"),
         (seen({"state": "none"}, {"state": "loading", "epoch": 2}), "loading m, 2.0 s"),
@@ -33,6 +42,22 @@ LOADING = {"state": "loading", "load_progress": 0.25}
 )
 def test_progress_text(answer: dict[str, Any], told: str) -> None:
     assert progress_text(answer, "m") == told
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "warming demo up, 12.0 s (kernels are compiled)"),
+        (47, "warming demo up, 12.0 s (kernels are compiled)"),
+        (46, "warming demo up, 12.0 s"),
+        (24, "warming demo up, 12.0 s"),
+        (20, "warming demo up, 1…"),
+    ],
+)
+def test_the_line_is_no_wider_than_the_terminal(width: int, shown: str) -> None:
+    """A line that is broken by the terminal could not be written over."""
+    assert in_one_line("warming demo up, 12.0 s (kernels are compiled)", width) == shown
+    assert len(shown) < width
 
 
 def test_a_name_that_shares_workers() -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from mlxpool.cli import admin, formatting
 from mlxpool.cli import main as cli
-from mlxpool.cli.commands import check, pool, run
+from mlxpool.cli.command_table import COMMAND_MODULES
+from mlxpool.cli.commands import check, pool, reports, run, stats
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
@@ -42,7 +43,8 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         self.answer = answer
         self.calls: list[tuple[Path, str, dict[str, Any], bytes | None]] = []
-        monkeypatch.setattr(pool, "ask", self)
+        for module in (pool, reports, stats):
+            monkeypatch.setattr(module, "ask", self)
 
     def __call__(
         self,
@@ -130,10 +132,10 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: mlxpool" in written.err
 
 
-@pytest.mark.parametrize("ident", ["", "xyz", "00", "0" * 31, "0" * 34])
+@pytest.mark.parametrize("ident", ["", "xyz", "0" * 33, "0x12", "00 11"])
 def test_an_invalid_id(ident: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(empty), "cancel", ident]) == USAGE
-    assert "32 hexadecimal digits" in capsys.readouterr().err
+    assert "1 to 32 hexadecimal digits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -281,9 +283,10 @@ def test_exit_codes_of_cancel(
 def test_a_closed_pipe_prints_no_error() -> None:
     """`mlxpool stats | head -0`: no traceback, no message."""
     code = (
-        "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import stats as ops\n"
         "from mlxpool.cli.main import main\n"
-        "ops.ask = lambda *a, **k: {str(n): n for n in range(100_000)}\n"
+        "broker = {'pid': 1, 'state': 'ready', 'uptime_s': 1.0, 'run_dir': '/a'}\n"
+        "ops.ask = lambda *a, **k: {'broker': broker, **{str(n): n for n in range(100_000)}}\n"
         "sys.exit(main(['stats', '--run-dir', '/a']))"
     )
     child = subprocess.Popen(
@@ -395,8 +398,8 @@ def test_every_command_is_documented() -> None:
 def test_every_command_is_found_in_its_module() -> None:
     """The parser of one module's commands and the parser of all know each command."""
     whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(whole.choices) == set(cli.COMMAND_MODULES)
-    for name in cli.COMMAND_MODULES:
+    assert set(whole.choices) == set(COMMAND_MODULES)
+    for name in COMMAND_MODULES:
         for before in ([], ["--json"], ["--run-dir", "serve"], ["--run-dir=x", "--json"]):
             root = cli.parser([*before, name, "x"])
             own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
@@ -407,13 +410,13 @@ def test_every_command_is_found_in_its_module() -> None:
 def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
     root = cli.parser(arguments)
     own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(own.choices) == set(cli.COMMAND_MODULES)
+    assert set(own.choices) == set(COMMAND_MODULES)
 
 
 def test_ps_imports_few_modules() -> None:
     """`ps` does not import modules that it does not need, as imports take time."""
     code = (
-        "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import reports as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.client import AsyncClient, Client
+from mlxpool.client import AsyncClient, ChatTokens, Client
 from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -345,11 +345,83 @@ def test_a_path_that_is_too_long() -> None:
         Client("/" + "x" * 200)
 
 
-def test_a_malformed_endpoint() -> None:
-    with Client(endpoint="carrier://pigeon") as client:
-        for _ in range(2):
-            with pytest.raises(OSError, match="carrier://pigeon"):
-                client.stream("m", "a")
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("endpoint", "hint"),
+    [
+        ("foo", ""),
+        ("carrier://pigeon", ""),
+        ("tcp://pool", ""),
+        ("tcp://*:7200", ""),
+        ("tcp://pool:0", ""),
+        ("tcp://pool:70000", ""),
+        ("tcp://pool:7200/v1", ""),
+        ("ipc://", ""),
+        ("pool:7200", "did you mean 'tcp://pool:7200'?"),
+        ("/run/mlxpool/front.ipc", "did you mean 'ipc:///run/mlxpool/front.ipc'"),
+        (7200, ""),
+    ],
+)
+def test_a_malformed_endpoint(kind: type[Client], endpoint: Any, hint: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        kind(endpoint=endpoint)
+    assert "must be tcp://HOST:PORT or ipc://PATH" in str(caught.value)
+    assert repr(endpoint) in str(caught.value) and hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://my_host.a-b:7200", "tcp://[fe80::1%eth0]:1", "ipc://@x"]
+)
+def test_a_well_formed_endpoint(endpoint: str) -> None:
+    Client(endpoint=endpoint).close()
+
+
+def test_an_endpoint_in_the_place_of_the_run_directory() -> None:
+    with pytest.raises(BadRequest, match="give it as endpoint="):
+        Client("tcp://pool:7200")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "asked", "held", "answer"),
+    [(60, 60_000, 60_000, 60.0), (0, 0, 0, 0.0), (-1, -1, 5000, 5.0), (0.0005, 1, -1, -1.0)],
+)
+def test_keep(
+    broker: FakeBroker, client: Client, seconds: float, asked: int, held: int, answer: float
+) -> None:
+    broker.open()
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(client.keep, "m", seconds)
+        message = broker.receive(kinds.KEEP)
+        assert message.body == {"model": "m", "keep_ms": asked}
+        broker.say(kinds.KEPT, message.header.id, {"keep_ms": held}, attempt=0)
+        assert kept.result(PATIENCE) == answer
+
+
+@pytest.mark.parametrize("seconds", [10**9, float("nan"), float("inf"), "5m", None, True])
+def test_a_time_that_no_model_is_kept_for(client: Client, seconds: Any) -> None:
+    with pytest.raises(BadRequest, match=r"seconds is .*, must be at most 100000000"):
+        client.keep("m", seconds)
+
+
+def test_a_chat_in_token_ids_and_all_that_is_known_of_a_model(
+    broker: FakeBroker, client: Client
+) -> None:
+    broker.open()
+    hi = [{"role": "user", "content": "hi"}]
+    with ThreadPoolExecutor(1) as pool:
+        chat = pool.submit(client.tokenize_chat, "m", hi, tools=[{"name": "f"}], think=False)
+        message = broker.receive(kinds.TOKENIZE)
+        tools = [{"name": "f"}]
+        assert message.body == {"model": "m", "messages": hi, "tools": tools, "think": False}
+        ids = pack_ids([4, 5])
+        broker.say(kinds.TOKENS, message.header.id, {"n": 2, "thinks": True}, ids, attempt=0)
+        assert chat.result(PATIENCE) == ChatTokens([4, 5], thinks=True)
+        about = pool.submit(client.describe, "m")
+        message = broker.receive(kinds.MODELS)
+        assert message.body == {"model": "m"}
+        row = {"name": "m", "about": {"layers": 2}}
+        broker.say(kinds.MODELS, message.header.id, {"models": [row]}, attempt=0)
+        assert about.result(PATIENCE) == row
 
 
 # ---- asyncio -------------------------------------------------------------------------------------

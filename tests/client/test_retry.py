@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -396,3 +397,18 @@ def test_time_without_open_streams_is_no_silence() -> None:
     run(timer, 0.0, 100)
     timer.reset()
     assert timer.silent == 0.0 and not timer.lost and timer.heard_at == -math.inf
+
+
+def test_a_broker_that_takes_no_connection_is_given_up_earlier() -> None:
+    pace = replace(PACE, connect_grace=5.0, handshake_grace=1.0)
+
+    def after(seconds: float, **state: Any) -> bool:
+        timer = SilenceTimer(pace, 0.0)
+        for name, value in state.items():
+            setattr(timer, name, value)
+        timer.now = seconds
+        return timer.lost
+
+    assert not after(0.9) and after(1.1)
+    assert not after(4.9, connected=True) and after(5.1, connected=True)
+    assert not after(pace.broker_grace - 1, heard_at=0.0)

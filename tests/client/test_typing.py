@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.common.version import VERSION
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bench", "broker", "cli", "client", "common", "gateway", "worker")
 
@@ -88,7 +90,15 @@ def checked(python: Path, program: str, folder: Path) -> list[str]:
 def test_every_package_is_marked_as_typed(installed: Path) -> None:
     (folder,) = installed.parents[1].glob("lib/python*/site-packages/mlxpool")
     assert sorted(path.parent.name for path in folder.glob("*/py.typed")) == list(PACKAGES)
-    assert not [path.name for path in folder.iterdir() if path.is_file()]
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert files == {"__init__.py", "__main__.py", "py.typed"}
+
+
+def test_the_package_has_its_version_and_runs(installed: Path) -> None:
+    """The wheel's `mlxpool` is an ordinary package; in the checkout it is a namespace."""
+    code = "import mlxpool; print(mlxpool.__version__)"
+    done = subprocess.run([installed, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{VERSION}\n"
 
 
 def test_programs_of_users_are_checked(installed: Path, tmp_path: Path) -> None:

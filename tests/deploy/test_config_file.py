@@ -13,7 +13,8 @@ from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import BUILTIN, Counting, KeyConfig, ModelConfig, PoolConfig
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
-SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key"}  # their defaults depend on the machine
+# Their defaults depend on the machine, or they have none.
+SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key", "http_keys", "metrics_admin_token"}
 
 
 @pytest.fixture(autouse=True)

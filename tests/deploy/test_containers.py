@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
 
+from mlxpool.cli.command_table import COMMAND_MODULES
 from support.command_lines import parsed
+from support.pool import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -26,6 +34,7 @@ KNOWN = {
 SERVICE = {
     "restart", "read_only", "tmpfs", "cap_drop", "security_opt", "networks", "logging", "image",
     "build", "ports", "volumes", "healthcheck", "stop_grace_period", "command", "depends_on",
+    "entrypoint",
 }  # fmt: skip
 
 
@@ -86,27 +95,126 @@ def test_an_image_contains_its_build(image: str) -> None:
     assert base_of(image) == "base" and base_of(f"build-{image}") == "build"
 
 
+def project() -> dict[str, Any]:
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"])
+
+
 def test_the_extras_exist() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    installed = re.findall(r'"\.\[(\w+)\]"', DOCKERFILE.read_text("utf-8"))
+    installed = re.findall(r'\*\.whl\)\[(\w+)\]"', DOCKERFILE.read_text("utf-8"))
     assert installed == ["cpu", "cuda12"]
-    assert set(installed) <= set(project["optional-dependencies"])
+    assert set(installed) <= set(project()["optional-dependencies"])
 
 
-def test_the_broker_has_what_it_imports_and_no_more() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    runs = [json.loads(value) for name, value in stages()["build-broker"] if name == "RUN"]
-    assert runs[0][:2] == ["pip", "install"]
-    assert set(runs[0][2:]) < set(project["dependencies"])
-    assert not any(name.startswith("mlx") for name in runs[0][2:])
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", each)[0] for each in requirements}
+
+
+def broker_packages() -> list[str]:
+    """What is installed in the image without MLX, beside our own wheel."""
+    command = json.loads(next(v for name, v in stages()["build-broker"] if name == "RUN"))
+    assert command[:2] == ["pip", "install"]
+    return [str(word) for word in command[2:]]
+
+
+def test_the_broker_has_no_mlx() -> None:
+    assert set(broker_packages()) < names_of(project()["dependencies"])
+    assert not any(name.startswith("mlx") for name in broker_packages())
+
+
+def copied(stage: str) -> list[str]:
+    """The paths of the repository that a stage copies."""
+    values = [v for name, v in stages()[stage] if name == "COPY" and not v.startswith("--from")]
+    return [name for value in values for name in value.split()[:-1]]
 
 
 def test_copied_paths_exist_and_only_the_builder_gets_sources() -> None:
     allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
-    copied = [v for name, v in stages()["build"] if name == "COPY"]
-    names = [name for value in copied for name in value.split()[:-1]]
-    assert sorted(names) == sorted(allowed)
-    assert all((ROOT / name).exists() for name in names)
+    assert sorted([*copied("build"), *copied("base")]) == sorted(allowed)
+    assert all((ROOT / name).exists() for name in allowed)
+
+
+def test_every_version_is_locked() -> None:
+    build = dict(v.split("=", 1) for n, v in stages()["build"] if n == "ENV" for v in v.split())
+    assert build["PIP_CONSTRAINT"] == "/src/requirements/constraints.txt"
+    for stage in stages():
+        for name, value in stages()[stage]:
+            if name == "RUN" and "pip" in value:
+                assert stage.startswith("build"), "only there is PIP_CONSTRAINT set"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that the images install, unpacked; built from the copied files alone."""
+    source = tmp_path_factory.mktemp("src")
+    for name in copied("build"):
+        link = source / name
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, link, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, link)
+    packed, unpacked = (tmp_path_factory.mktemp(name) for name in ("wheel", "site"))
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(packed)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = packed.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    return unpacked
+
+
+def needs(name: str) -> set[str]:
+    """A package and all that it requires, as it is installed here."""
+    found, open_ = set[str](), [name]
+    while open_:
+        about = distribution(open_.pop())
+        if about.name not in found:
+            found.add(about.name)
+            wanted = map(Requirement, about.requires or ())
+            open_ += [w.name for w in wanted if w.marker is None or w.marker.evaluate()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def broker_image(built: Path) -> Path:
+    """A site-packages as the image without MLX has it."""
+    for package in {each for name in broker_packages() for each in needs(name)}:
+        about = distribution(package)
+        for top in {file.parts[0] for file in about.files or () if file.parts[0][:1] != "."}:
+            if not (built / top).exists():
+                (built / top).symlink_to(Path(str(about.locate_file(top))))
+    return built
+
+
+def run_in(image: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `mlxpool` where only the image's packages can be imported."""
+    code = f"import sys; sys.path.append({str(image)!r}); from mlxpool.cli.main import main\n"
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{code}sys.exit(main(sys.argv[1:]))", *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+@pytest.mark.parametrize("name", COMMAND_MODULES)
+def test_every_command_is_in_the_image_without_mlx(broker_image: Path, name: str) -> None:
+    done = run_in(broker_image, name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: mlxpool {name}" in done.stdout
+
+
+def test_the_whole_help_and_the_checks_of_settings_work_in_it(broker_image: Path) -> None:
+    assert run_in(broker_image, "--help").returncode == 0
+    settings = ROOT / "deploy" / "k8s" / "base" / "mlxpool.toml"
+    done = run_in(broker_image, "config", "check", "--config", str(settings))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", ["mlxpool.broker.edge.broker", "mlxpool.gateway.supervised"])
+def test_its_processes_can_be_imported(broker_image: Path, module: str) -> None:
+    code = f"import sys; sys.path.append({str(broker_image)!r}); import {module}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_nothing_is_downloaded_by_other_means() -> None:
@@ -126,22 +234,30 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def test_the_compose_files_keys() -> None:
-    assert set(compose()) == {"name", "x-common", "services", "networks"}
+    assert set(compose()) == {
+        "name", "x-common", "x-broker-image", "services", "networks", "volumes",
+    }  # fmt: skip
     for service in services().values():
         assert set(service) <= SERVICE
 
 
-@pytest.mark.parametrize("name", ["broker", "worker"])
+SERVICES = ("broker", "worker", "gateway")
+
+
+@pytest.mark.parametrize("name", ["keys", *SERVICES])
 def test_a_service_has_few_privileges(name: str) -> None:
     service = services()[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-    assert all(volume.endswith(":ro") for volume in service["volumes"])
+    writable = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+    assert all(
+        name == "keys" and volume.split(":")[0] in compose()["volumes"] for volume in writable
+    )
 
 
-@pytest.mark.parametrize("name", ["broker", "worker"])
+@pytest.mark.parametrize("name", SERVICES)
 def test_a_service_is_one_of_the_images(name: str) -> None:
     service = services()[name]
     build = service["build"]
@@ -151,16 +267,24 @@ def test_a_service_is_one_of_the_images(name: str) -> None:
     parsed(service.get("command") or json.loads(last(build["target"], "CMD")))
 
 
-def test_the_worker_dials_the_brokers_port() -> None:
-    settings = COMPOSE.parent / services()["broker"]["volumes"][0].partition(":")[0]
-    (back,) = tomllib.loads(settings.read_text("utf-8"))["pool"]["back"]
-    command = services()["worker"]["command"]
-    assert command[command.index("--endpoint") + 1] == f"tcp://broker:{back.rpartition(':')[2]}"
-    assert services()["worker"]["depends_on"] == {"broker": {"condition": "service_healthy"}}
+def mounted(name: str) -> dict[str, str]:
+    """The named volumes of a service, by the folder in its container."""
+    pairs = (volume.removesuffix(":ro").split(":") for volume in services()[name]["volumes"])
+    return {inside: volume for volume, inside in pairs if volume in compose()["volumes"]}
 
 
-def test_keys_are_mounted_where_they_are_read() -> None:
-    for name in ("broker", "worker"):
-        inside = {volume.split(":")[1] for volume in services()[name]["volumes"]}
-        named = {word for word in services()[name].get("command", ()) if word.startswith("/keys/")}
-        assert named <= inside
+def test_each_service_has_its_own_keys_only() -> None:
+    made = {volume: inside for inside, volume in mounted("keys").items()}
+    assert set(made) == set(compose()["volumes"])
+    for name in SERVICES:
+        assert {made[volume] for volume in mounted(name).values()} == {f"/keys/{name}"}
+    folders = re.findall(r"(/keys/\w+)", DOCKERFILE.read_text("utf-8"))
+    assert sorted(folders) == sorted(made.values()), "a volume gets the owner of its folder"
+
+
+def test_services_start_in_their_order() -> None:
+    waits = {name: services()[name]["depends_on"] for name in SERVICES}
+    assert waits["broker"] == {"keys": {"condition": "service_completed_successfully"}}
+    for name in ("worker", "gateway"):
+        assert waits[name] == {"broker": {"condition": "service_healthy"}}
+    assert services()["keys"]["restart"] == "no"

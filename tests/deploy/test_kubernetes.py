@@ -18,6 +18,7 @@ from mlxpool.broker.telemetry.reports import pool_stats
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import PoolConfig
+from mlxpool.gateway.server import SHUTDOWN_TIMEOUT
 from support import snapshots
 from support.command_lines import parsed
 from support.core_harness import Story
@@ -173,9 +174,19 @@ def test_its_command_line_is_valid(document: dict[str, Any]) -> None:
     parsed(container["args"])
 
 
+def container_of(component: str) -> dict[str, Any]:
+    """The one container of the workload with this label."""
+    (found,) = (
+        container
+        for document in RUNNING
+        for container in pod(document)["containers"]
+        if document["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] == component
+    )
+    return dict(found)
+
+
 def broker() -> dict[str, Any]:
-    (container,) = pod(named("StatefulSet", "mlxpool-broker"))["containers"]
-    return dict(container)
+    return container_of("broker")
 
 
 def test_the_brokers_probes() -> None:
@@ -198,10 +209,33 @@ def test_the_ports_are_those_of_the_settings() -> None:
     }
     for document in EVERY:
         if document["kind"] == "Service":
+            component = document["spec"]["selector"]["app.kubernetes.io/component"]
             for port in document["spec"]["ports"]:
-                assert port["port"] == ports(broker())[port["targetPort"]]
+                assert port["port"] == ports(container_of(component))[port["targetPort"]]
     (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
     assert f":{http}/stats" in trigger["metadata"]["url"]
+
+
+def test_the_gateway_listens_on_its_port_and_dials_the_brokers() -> None:
+    gateway = container_of("gateway")
+    options = parsed(gateway["args"])
+    assert ports(gateway) == {"http": options.port}
+    assert options.endpoint == f"tcp://mlxpool:{ports(broker())['front']}"
+    (front,) = named("Service", "mlxpool")["spec"]["ports"]
+    assert front["port"] == ports(broker())["front"]
+    installed = pod(named("Deployment", "mlxpool-gateway"))["initContainers"][0]["command"]
+    names = {Path(path).name for path in installed[3:-1]}
+    used = {options.keys, Path(options.key), Path(options.server_key)}
+    assert {path.name for path in used} == names and {path.parent for path in used} == {
+        Path("/keys")
+    }
+
+
+def test_the_gateway_has_time_for_its_answers() -> None:
+    document = pod(named("Deployment", "mlxpool-gateway"))
+    (container,) = document["containers"]
+    waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert document["terminationGracePeriodSeconds"] > waits + SHUTDOWN_TIMEOUT
 
 
 def test_the_files_that_the_settings_name_are_mounted() -> None:

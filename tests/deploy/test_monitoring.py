@@ -179,6 +179,14 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"mlxpool_broker_loop_lag_seconds{_B}}}": "1.5x60"},
         {f"mlxpool_broker_loop_lag_seconds{_B}}}": "0.2x58 3 0.2"},
     ),
+    "MlxpoolGatewayDown": (
+        {f"mlxpool_gateway_up{_B}}}": "0x60"},
+        {f"mlxpool_gateway_up{_B}}}": "1x57 0 1 1"},
+    ),
+    "MlxpoolGatewayRestarting": (
+        {f"mlxpool_gateway_restarts_total{_B}}}": "0x45 1+1x14"},
+        {f"mlxpool_gateway_restarts_total{_B}}}": "0x50 1x10"},
+    ),
     "MlxpoolDrainDoesNotEnd": (
         {f'mlxpool_broker_state{_B},state="draining"}}': "1x60"},
         {f'mlxpool_broker_state{_B},state="draining"}}': "0x40 1x20"},

@@ -10,16 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.broker.edge.http_gateway import ABORT_GRACE
 from mlxpool.broker.edge.loop import LATE
+from mlxpool.cli.target import ENDPOINT_VARIABLES, KEY_VARIABLE, SERVER_KEY_VARIABLE
 from mlxpool.common.config.schema import PoolConfig
+from mlxpool.gateway.server import SHUTDOWN_TIMEOUT
 from support.command_lines import parsed
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
 BROKERS = ("mlxpool.service", "mlxpool-broker.service")
+GATEWAY = "mlxpool-gateway.service"
 UNITS = (*BROKERS, "mlxpool-worker@.service")
+EVERY = (*UNITS, GATEWAY)
 PROGRAM = "/opt/mlxpool/current/bin/mlxpool"
 # The maximum score of `systemd-analyze security`, in tenths, of 100.
-EXPOSED = {"mlxpool.service": 14, "mlxpool-broker.service": 12, "mlxpool-worker@.service": 14}
+EXPOSED = {
+    "mlxpool.service": 14,
+    "mlxpool-broker.service": 12,
+    "mlxpool-worker@.service": 14,
+    GATEWAY: 12,
+}
 
 
 def settings(unit: str) -> dict[str, list[str]]:
@@ -52,7 +62,7 @@ def placed(unit: str, folder: Path, text: str | None = None) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", EVERY)
 def test_systemd_verifies_the_unit(unit: str, tmp_path: Path) -> None:
     done = analyze("verify", "--man=no", placed(unit, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
@@ -64,7 +74,7 @@ def test_systemd_verify_finds_errors(tmp_path: Path) -> None:
     assert "Restrat" in done.stderr
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", EVERY)
 def test_the_security_score_is_low(unit: str, tmp_path: Path) -> None:
     most = f"--threshold={EXPOSED[unit]}"
     done = analyze("security", "--offline=yes", "--no-pager", most, placed(unit, tmp_path))
@@ -90,8 +100,31 @@ def test_the_run_directory_is_the_one_that_systemd_makes(unit: str) -> None:
 @pytest.mark.parametrize("unit", BROKERS)
 def test_times_fit_those_of_the_broker(unit: str) -> None:
     assert float(one(unit, "WatchdogSec")) / 2 > 10 * LATE, "a late turn is no hang"
-    assert float(one(unit, "TimeoutStopSec")) > 2 * PoolConfig().stop_grace
+    pool = PoolConfig()
+    ends = pool.http_drain_timeout + ABORT_GRACE + 2 * pool.stop_grace
+    assert float(one(unit, "TimeoutStopSec")) > ends
     assert one(unit, "Type") == "notify" and one(unit, "NotifyAccess") == "main"
+
+
+def test_the_gateways_unit() -> None:
+    told = (FOLDER / "gateway.env").read_text("utf-8")
+    given = dict(re.findall(r"^(\w+)=(.+)$", told, re.M))
+    line = re.sub(r"\$\{(\w+)\}", lambda match: given.pop(match[1]), one(GATEWAY, "ExecStart"))
+    assert given == {}, "a variable that nothing reads"
+    program, *arguments = shlex.split(line)
+    options = parsed(arguments)
+    assert program == PROGRAM
+    assert (options.host, options.port) == ("127.0.0.1", 8080)
+    assert options.keys == Path("/etc/mlxpool/http.keys")
+    assert one(GATEWAY, "EnvironmentFile") == "/etc/mlxpool/gateway.env"
+    assert (
+        f"MLXPOOL_RUN_DIR=/run/{one(BROKERS[0], 'RuntimeDirectory')}"
+        in settings(GATEWAY)["Environment"]
+    )
+    assert "RuntimeDirectory" not in settings(GATEWAY), "its end would remove the broker's"
+    assert float(one(GATEWAY, "TimeoutStopSec")) > SHUTDOWN_TIMEOUT
+    others = set(re.findall(r"^# (MLXPOOL_\w+)=", told, re.M))
+    assert others == {ENDPOINT_VARIABLES["front"], KEY_VARIABLE, SERVER_KEY_VARIABLE}
 
 
 def test_the_worker_units_files_exist() -> None:
@@ -105,5 +138,5 @@ def test_the_worker_units_files_exist() -> None:
 
 def test_the_user_is_that_of_sysusers() -> None:
     (made,) = re.findall(r"^u (\S+) ", (FOLDER / "sysusers.conf").read_text("utf-8"), re.MULTILINE)
-    for unit in UNITS:
+    for unit in EVERY:
         assert one(unit, "User") == one(unit, "Group") == made

@@ -22,7 +22,7 @@ SECTIONS = {
     part.partition("\n")[0]: part.partition("\n")[2] for part in PAGE.split("\n## ") if part
 }
 OF_ALL = (
-    "--help", "-h", "--run-dir", "--json", "--version", "--endpoint", "--server-key", "--key"
+    "--help", "-h", "--run-dir", "--json", "--version", "-V", "--endpoint", "--server-key", "--key"
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_the_options_of_each_section_are_those_of_the_command(name: str) -> None
     told = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)", SECTIONS[name])) - set(OF_ALL)
     if "those of `run`" in SECTIONS[name]:
         told |= own & {text for a in COMMANDS["mlxpool run"]._actions for text in a.option_strings}
-        told -= {"--chat", "--quiet"}
+        told -= {"--chat", "--image", "--quiet"}
     assert told == own
 
 
@@ -74,7 +74,7 @@ counting.step_us = 20000
 """
 # Commands that serve print nothing; tests/bench checks the output of `bench`.
 SERVING = {f"mlxpool {name}" for name in ("serve", "broker", "worker", "gateway")}
-NO_JSON = {*SERVING, *(n for n in COMMANDS if " bench " in n)}
+NO_JSON = {*SERVING, "mlxpool help", *(n for n in COMMANDS if " bench " in n)}
 # The order matters, as a command changes what later ones print. ID is that of a live request.
 TRIED: tuple[tuple[str, ...], ...] = (
     ("load", "counting", "--wait"),
@@ -83,6 +83,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("classify", "classify", "a dog"),
     ("run", "counting", "hello", "--max-tokens", "3", "--logprobs"),
     ("run", "counting", "hello", "--max-tokens", "3"),
+    ("run", "counting", "hello", "--max-tokens", "3", "--seed", str(2**64 - 1)),
     ("chat", "counting", "--max-tokens", "3"),
     ("chat", "nobody"),
     ("ps",),
@@ -101,6 +102,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("config", "show"),
     ("config", "check"),
     ("completion", "bash"),
+    ("version",),
     ("keygen", "somebody", "--role", "client", "--folder", "KEYS"),
     ("revoke", "gone"),
     ("reload",),
@@ -153,6 +155,21 @@ def test_json_has_the_shape_that_the_page_gives(name: str, answers: dict[str, li
         assert not wrong[0], "\n".join(wrong[0])
     for shape in known:
         assert any(not list(faults(value, shape)) for value in answers[name]), shape
+
+
+def integers(value: Any) -> Iterator[int]:
+    """Every integer within a value of JSON."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from integers(one)
+    elif isinstance(value, int):
+        yield value
+
+
+def test_every_integer_is_one_that_doubles_keep(answers: dict[str, list[Any]]) -> None:
+    found = [number for values in answers.values() for number in integers(values)]
+    assert len(found) > 100
+    assert max(map(abs, found)) < 2**53
 
 
 def test_an_error_has_the_shape_that_the_page_gives(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ ELSEWHERE = {  # kinds of blocks that other tests run
     "mermaid": "test_site.py has a browser draw them",
     "text": "no code: a picture, a prompt, an answer",
 }
-PORTS = re.compile(r"(?<=[: ])(7200|7201|7202|8080|9464)\b")
+PORT_NAMES = ("7200", "7201", "7202", "8080", "9464", "11434")
+PORTS = re.compile(rf"(?<=[: ])({'|'.join(PORT_NAMES)})\b")
 PLACES = re.compile(r"(?<![\w./$@~-])/(?=(?:data|etc|home|opt|path|run|var)/)")
 
 
@@ -130,9 +131,9 @@ PAGES = {
 def free_ports() -> dict[str, int]:
     """A free port for each port that pages name."""
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(5)]
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORT_NAMES]
         numbers = [server.getsockname()[1] for server in taken]
-    return dict(zip(("7200", "7201", "7202", "8080", "9464"), numbers, strict=True))
+    return dict(zip(PORT_NAMES, numbers, strict=True))
 
 
 def placed(page: Page, command: Command, root: Path, ports: Mapping[str, int]) -> Command:

@@ -14,7 +14,7 @@ from support.raw_peer import RawPeer
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
 PARTS = [bytes.fromhex(block.text) for block in blocks(PAGE) if block.kind == "hex"]
 ID = bytes(range(16))
-BOOT = 0x2040E1F0A1B2C3D4
+BOOT = 0x0010E1F0A1B2C3D4
 
 
 def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:

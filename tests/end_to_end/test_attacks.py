@@ -231,7 +231,7 @@ def test_frames_of_a_revoked_key_are_dropped_on_an_open_connection(
     assert raw.poll(60_000)
     accepted = secure.ask("stats")["requests"]["accepted"]
     secure.write("bob", "hand", "chief")
-    words = "key revoked key=alice"
+    words = 'event="key revoked" key=alice'
     before = secure.log().count(words)
     secure.ask("reload")
     until(lambda: secure.log().count(words) > before, "the key is revoked")

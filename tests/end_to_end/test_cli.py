@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,7 +62,9 @@ def test_ps_stats_and_models(pool: Pool) -> None:
     text = pool.cli("ps").stdout
     assert "counting/0" in text and str(row["pid"]) in text
     assert pool.cli_json("stats")["requests"]["accepted"] >= 1
-    assert "requests.accepted" in pool.cli("stats").stdout
+    assert re.search(
+        r"^requests +total +a second\n  accepted +\d+ +\d", pool.cli("stats").stdout, re.M
+    )
     assert {m["name"] for m in pool.cli_json("models")["models"]} == {
         "demo",
         "demo-embed",
@@ -80,8 +83,18 @@ def test_cancel_by_id(pool: Pool) -> None:
         assert done.returncode == 0 and "streaming" in done.stdout
         assert stream.read().reason == "cancelled"
     assert pool.cli("cancel", "00" * 16).returncode == 1
+    assert pool.cli("cancel", "00" * 4).returncode == 2  # no live request begins so
     bad = pool.cli("cancel", "xyz")
     assert bad.returncode == 2 and "hexadecimal" in bad.stderr
+
+
+def test_cancel_by_a_unique_prefix(pool: Pool) -> None:
+    with pool.client() as client, client.stream("slow", "x") as stream:
+        deltas = iter(stream)
+        next(deltas)
+        done = pool.cli("cancel", stream.id.hex()[:9].upper())
+        assert done.returncode == 0 and f"{stream.id.hex()}: was streaming" in done.stdout
+        assert stream.read().reason == "cancelled"
 
 
 def test_load_and_unload(pool: Pool) -> None:
@@ -98,6 +111,10 @@ def test_exit_codes(pool: Pool, tmp_path: Path) -> None:
     assert pool.cli("run", "counting", "x", "--no-such-flag").returncode == 2
     nobody = pool.cli("--run-dir", str(tmp_path), "ps")
     assert nobody.returncode == 3 and str(tmp_path) in nobody.stderr
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    refused = pool.cli("--run-dir", str(open_to_all), "serve")
+    assert refused.returncode == 2 and "has the mode 0755" in refused.stderr
     assert pool.cli("serve", "--config", str(tmp_path / "none.toml")).returncode == 2
 
 
@@ -107,7 +124,10 @@ def test_an_error_as_json(pool: Pool) -> None:
 
 
 def test_version_and_help(pool: Pool) -> None:
-    assert pool.cli("--version").stdout == f"mlxpool {version('mlxpool')}\n"
+    for words in ("--version", "-V", "version"):
+        assert pool.cli(words).stdout == f"mlxpool {version('mlxpool')}\n"
+    module = [sys.executable, "-m", "mlxpool", "version"]
+    assert subprocess.check_output(module, text=True) == pool.cli("version").stdout
     text = pool.cli("--help").stdout
     for command in ("serve", "run", "ps", "stats", "models", "cancel", "exit codes"):
         assert command in text

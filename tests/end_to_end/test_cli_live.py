@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from support.counting_checker import expected_ids, text_of
 from support.pool import Pool, until
-from support.terminal import Terminal
+from support.terminal import COLUMNS, LINES, Terminal
 
 CONFIG = """
 [models.slow]
@@ -20,6 +22,10 @@ counting.step_us = 20000
 [models.stuck]
 path = "builtin:counting"
 counting = { load_bytes = 100000000, fault = "lock", fault_in = "load", fault_at = 5 }
+
+[models."org/a-model-with-a-long-name-4bit"]
+path = "builtin:counting"
+counting.step_us = 20000
 
 [models.broken]
 path = "/nowhere/at/all"
@@ -32,8 +38,78 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-def on_terminal(pool: Pool, *arguments: str) -> Terminal:
-    return Terminal([*pool.command(), *arguments], pool.environment)
+def on_terminal(
+    pool: Pool, *arguments: str, columns: int = COLUMNS, lines: int = LINES
+) -> Terminal:
+    command = [*pool.command(), *arguments]
+    return Terminal(command, pool.environment, columns=columns, lines=lines)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+LONG = "org/a-model-with-a-long-name-4bit"
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("ps",), ("SLOT", "STATE", "TOTAL")),
+        (("models",), ("NAME", "STATE", "SIZE")),
+        (("requests",), ("ID", "MODEL", "STATE")),
+        (("top", "--count", "1"), ("SLOT", "STATE", "TOK/S")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_tables_fit_the_terminal(
+    pool: Pool, command: tuple[str, ...], shown: tuple[str, ...], columns: int
+) -> None:
+    """Columns are left out until the rest has room; a figure that is shown has its unit."""
+    with pool.client() as client, client.stream(LONG, "x") as stream:
+        deltas = iter(stream)
+        next(deltas)
+        with on_terminal(pool, *command, columns=columns) as terminal:
+            assert terminal.ended() == 0
+    lines = [line.rstrip() for line in terminal.shown.splitlines()]
+    (head,) = (number for number, line in enumerate(lines) if line.startswith(shown[0]))
+    assert max(len(line) for line in lines if "/nowhere" not in line) <= columns  # is not cut
+    rows = list(takewhile(lambda line: not re.match("broken|no room|q quit", line), lines[head:]))
+    assert set(shown) <= set(lines[head].split())
+    assert all(re.search(r"\d (B|kB|MB|GB|s|ms|min|h)$|\w$|-$", row) for row in rows), rows
+    if {"TOTAL", "SIZE", "MEM"} & set(lines[head].split()):
+        assert re.search(r"\d [kMG]?B\b", "\n".join(rows))
+    if command == ("requests",):
+        assert any(stream.id.hex().startswith(row.split()[0]) for row in rows[1:])
+
+
+def test_a_pipe_gets_every_column(pool: Pool) -> None:
+    assert pool.cli("ps").stdout.splitlines()[1].split() == [
+        "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "PREFIX", "COMPUTE",
+        "TOTAL", "RSS", "RESTARTS", "LAST", "EXIT",
+    ]  # fmt: skip
+
+
+def test_a_narrow_terminal_is_told_what_has_no_room(pool: Pool) -> None:
+    with on_terminal(pool, "models", columns=60) as models:
+        models.until("no room in 60 columns for ")
+        assert models.ended() == 0
+    with on_terminal(pool, "models", columns=200) as models:
+        assert models.ended() == 0
+        assert "no room" not in models.shown
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colours_unless_no_color_is_set(pool: Pool, no_color: str, coloured: bool) -> None:
+    pool.cli("load", "counting", "--wait")
+    environment = {**pool.environment, "NO_COLOR": no_color}
+    with Terminal([*pool.command(), "ps"], environment) as ps:
+        assert ps.ended() == 0
+        assert ("\x1b[32mready\x1b[0m" in ps.raw) is coloured
+        assert "ready" in ps.shown
+    with Terminal([*pool.command(), "run", "nobody", "x"], environment) as failing:
+        assert failing.ended() == 1
+        assert ("\x1b[1;31mmlxpool:\x1b[0m" in failing.raw) is coloured
+    assert "\x1b" not in pool.cli("ps").stdout
 
 
 # ---- top -----------------------------------------------------------------------------------------
@@ -66,22 +142,6 @@ def test_top_leaves_the_terminal_as_it_was_at_ctrl_c(pool: Pool) -> None:
         assert "\x1b[?25h\x1b[?1049l" in top.raw
 
 
-def test_top_without_rich_shows_the_same(pool: Pool) -> None:
-    pool.cli("load", "counting", "--wait")
-    code = (
-        "import sys; sys.modules['rich'] = None\n"
-        "from importlib import util; find = util.find_spec\n"
-        "util.find_spec = lambda name, *a: None if name == 'rich' else find(name, *a)\n"
-        "from mlxpool.cli.main import main; sys.exit(main())"
-    )
-    command = [pool.command()[0], "-c", code, "--run-dir", str(pool.run_dir), "top"]
-    with Terminal(command, pool.environment) as top:
-        top.until("counting/0")
-        assert "MODEL" in top.shown
-        top.send("q")
-        assert top.ended() == 0
-
-
 def test_top_into_a_pipe_is_plain_text(pool: Pool) -> None:
     pool.cli("load", "counting", "--wait")
     done = pool.cli("top", "--count", "1")
@@ -100,7 +160,22 @@ def test_stats_watch(pool: Pool) -> None:
     first, second = map(json.loads, done.stdout.splitlines())
     assert first["broker"]["uptime_s"] < second["broker"]["uptime_s"]
     assert set(first) == set(pool.cli_json("stats"))
-    assert pool.cli("stats", "--watch", "--count", "1").stdout.count("requests.accepted") == 1
+    assert pool.cli("stats", "--watch", "--count", "1").stdout.count("\n  accepted ") == 1
+
+
+def test_stats_watch_turns_pages(pool: Pool) -> None:
+    with on_terminal(pool, "stats", "--watch", columns=80, lines=12) as watching:
+        at = watching.until("page 1 of ")
+        assert "requests " in watching.shown and "broker.boot" not in watching.shown
+        watching.send(" ")
+        at = watching.until("page 2 of ", after=at)
+        watching.send("   ")
+        at = watching.until("sizes.", after=at)
+        watching.send("bbbbbbbbb")
+        watching.until("page 1 of ", after=at)
+        watching.send("q")
+        assert watching.ended() == 0
+        assert watching.raw.endswith("\x1b[?25h\x1b[?1049l")
 
 
 def test_stats_watch_reports_a_dead_broker(tmp_path: Path) -> None:
@@ -108,7 +183,7 @@ def test_stats_watch_reports_a_dead_broker(tmp_path: Path) -> None:
         Pool(tmp_path) as other,
         on_terminal(other, "stats", "--watch") as watching,
     ):
-        watching.until("broker.pid")
+        watching.until("broker.boot")
         other.kill()
         assert watching.ended() == 3
         assert "no broker answers at ipc://" in watching.shown
@@ -184,6 +259,35 @@ def test_ctrl_c_ends_the_answer_but_not_the_chat(pool: Pool) -> None:
         chat.send("\x04")
         assert chat.ended() == 0
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "the stream is cancelled")
+
+
+def test_a_chat_in_a_terminal(pool: Pool) -> None:
+    with on_terminal(pool, "chat", "counting", "--max-tokens", "2") as chat:
+        chat.until("Send a message; /? lists commands")
+        at = chat.until(">>> ")
+        chat.send("/set seed 7\n")
+        at = chat.until(">>> ", after=chat.until("seed is 7", after=at))
+        chat.send("/set verbose\n")
+        at = chat.until(">>> ", after=chat.until("figures follow", after=at))
+        chat.send('"""one\n')
+        at = chat.until("... ", after=at)
+        chat.send('two"""\n')
+        wanted = text_of(expected_ids(said(("user", "one\ntwo")), 7, 2))
+        at = chat.until(wanted.rstrip(), after=at)
+        at = chat.until("[2 tokens", after=at)
+        chat.until(">>> ", after=at)
+        chat.send("/bye\n")
+        assert chat.ended() == 0
+
+
+def test_a_chat_without_a_terminal_reads_several_lines_as_one_message(pool: Pool) -> None:
+    done = pool.cli(
+        "chat", "counting", "--max-tokens", "2", "--json",
+        stdin='/set seed 7\n"""\none\n\ntwo\n"""\n/exit\nnever\n',
+    )  # fmt: skip
+    (line,) = map(json.loads, done.stdout.splitlines())
+    assert line["content"] == text_of(expected_ids(said(("user", "one\n\ntwo")), 7, 2))
+    assert done.stderr == "seed is 7\n"
 
 
 def test_an_error_ends_the_answer_but_not_the_chat(pool: Pool) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
 import ollama
 import pytest
 
+from mlxpool.worker.engine.counting_engine import token_at
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.pool import Pool, until
@@ -146,14 +149,14 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
     ("more", "words"),
     [
         ({"format": "json"}, "'format' is not supported"),
-        ({"keep_alive": 5}, "'keep_alive' is not supported"),
+        ({"keep_alive": "soon"}, "'keep_alive' must be seconds, or a duration such as '5m'"),
         ({"images": ["aGk="]}, "this model does not support image input"),
         ({"images": ["?"]}, r"images\[0\] is not base64"),
         ({"suffix": "x"}, "'suffix' is not supported"),
         ({"template": "x"}, "'template' is not supported"),
-        ({"context": [1]}, "'context' is not supported"),
-        ({"options": {"num_ctx": 10**6}}, "num_ctx is 1000000, the context of the model is 131072"),
-        ({"options": {"num_thread": 3}}, "'options.num_thread' is not supported"),
+        ({"context": [-1]}, "'context' must be a list of token ids"),
+        ({"context": [1], "images": ["aGk="]}, "beside which no images are taken"),
+        ({"options": {"mirostat": 2}}, "'options.mirostat' is not supported"),
         ({"options": {"temperature": -1}}, "option 'options.temperature' is -1"),
         ({"options": {"bogus": 1}}, "unknown field 'options.bogus'"),
     ],
@@ -196,7 +199,6 @@ def test_truncate_shift_and_num_keep(gateway: GatewayThread, path: str) -> None:
 
 def test_paths_that_are_not_built_answer_501(client: ollama.Client, gateway: GatewayThread) -> None:
     calls: tuple[Callable[[], object], ...] = (
-        lambda: client.pull("x"),
         lambda: client.push("x"),
         lambda: client.create("x", from_="y"),
         lambda: client.copy("x", "y"),
@@ -217,3 +219,184 @@ def test_curl_needs_no_content_type_and_a_page_in_a_browser_does(gateway: Gatewa
     assert httpx.post(url, content=body, headers=headers).status_code == 200
     headers["origin"] = "http://elsewhere"
     assert httpx.post(url, content=body, headers=headers).status_code == 415
+
+
+# ---- loading and unloading -----------------------------------------------------------------------
+
+
+def loaded(client: ollama.Client, name: str) -> Any:
+    """The entry of a model in ps; None if it is not loaded."""
+    return next((one for one in client.ps().models if one.model == name), None)
+
+
+def seconds_left(client: ollama.Client, name: str) -> float:
+    """How long ps says that a model stays."""
+    entry = loaded(client, name)
+    assert entry is not None and entry.expires_at is not None
+    return float((entry.expires_at - datetime.now(UTC)).total_seconds())
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "low", "high"),
+    [
+        (3600, 3500, 3600),
+        ("2h", 7100, 7200),
+        ("1h30m", 5300, 5400),
+        (-1, 10**9, 10**11),
+        ("-1m", 10**9, 10**11),
+        ("-1", 10**9, 10**11),
+    ],
+)
+def test_keep_alive_sets_how_long_a_model_stays(
+    client: ollama.Client, keep_alive: float | str, low: float, high: float
+) -> None:
+    options = {"num_predict": 1}
+    client.generate("bare", "x", raw=True, options=options, keep_alive=keep_alive)
+    assert low < seconds_left(client, "bare") <= high
+    client.generate("bare", "x", raw=True, options=options)
+    assert low < seconds_left(client, "bare") <= high, "it holds for requests without one"
+
+
+def test_an_empty_request_with_keep_alive_0_unloads(client: ollama.Client) -> None:
+    for call in (client.generate, client.chat):
+        assert call("thinker", keep_alive="10m").done_reason == "load"
+        assert 500 < seconds_left(client, "thinker") <= 600
+        assert call("thinker", keep_alive=0).done_reason == "unload"
+        until(lambda: loaded(client, "thinker") is None, "it is unloaded")
+        assert call("thinker", keep_alive=0).done_reason == "unload", "it loads nothing"
+        assert loaded(client, "thinker") is None
+    assert next(iter(client.chat("thinker", stream=True, keep_alive=0))).done_reason == "unload"
+
+
+def test_keep_alive_0_unloads_after_the_answer(client: ollama.Client) -> None:
+    answer = client.generate(
+        "bare", "x", raw=True, options={"num_predict": 3}, keep_alive=0, stream=True
+    )
+    assert list(answer)[-1].eval_count == 3
+    until(lambda: loaded(client, "bare") is None, "it is unloaded")
+    client.embed("demo-embed", "x", keep_alive=0)
+    until(lambda: loaded(client, "demo-embed") is None, "it is unloaded")
+    client.embed("demo-embed", "x", keep_alive="1h")
+    assert 3500 < seconds_left(client, "demo-embed") <= 3600
+
+
+def test_what_the_settings_pin_is_not_unloaded(tmp_path: Path) -> None:
+    with (
+        Pool(tmp_path, "[models.counting]\npath = 'builtin:counting'\npin = true") as pool,
+        GatewayThread(pool.run_dir) as gateway,
+        ollama.Client(host=gateway.url) as client,
+    ):
+        client.generate("counting", "x", options={"num_predict": 1}, keep_alive=0)
+        with pytest.raises(ollama.ResponseError, match="its settings keep it for ever") as caught:
+            client.generate("counting", keep_alive=0)
+        assert caught.value.status_code == 400
+        assert seconds_left(client, "counting") > 10**9
+
+
+def test_options_of_ollamas_own_loader_are_logged_once(
+    client: ollama.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    options = {"num_predict": 1, "num_thread": 3, "num_gpu": 99, "use_mmap": False, "seed": 7}
+    for _ in range(2):
+        answer = client.generate("counting", "x", options=options)
+        assert answer.response == text_of(expected_ids("user: x\n", 7, 1))
+    client.embed("demo-embed", "x", options={"num_thread": 3, "num_batch": 8, "temperature": 0})
+    logged = [vars(one)["option"] for one in caplog.records if "no effect" in one.message]
+    assert sorted(logged) == ["num_batch", "num_gpu", "num_thread", "use_mmap"]
+
+
+def test_a_context_above_the_models_own_is_the_models_own(
+    client: ollama.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    client.generate("counting", "x", options={"num_predict": 1, "num_ctx": 10**6})
+    assert "num_ctx" in [vars(one).get("option") for one in caplog.records]
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def test_pull_of_a_model_that_is_there_succeeds(client: ollama.Client) -> None:
+    assert client.pull("bare").status == "success"
+    statuses = list(client.pull("bare:latest", stream=True))
+    assert [one.status for one in statuses if one.digest is None] == [
+        "pulling manifest", "verifying sha256 digest", "writing manifest", "success",
+    ]  # fmt: skip
+    (layer,) = [one for one in statuses if one.digest is not None]
+    assert layer.digest is not None and len(layer.digest) == len("sha256:") + 64
+    assert layer.completed == layer.total and layer.total
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pull_of_another_model_says_how_to_get_it(client: ollama.Client, stream: bool) -> None:
+    with pytest.raises(ollama.ResponseError, match=r"no model .llama3\.2.*mlxpool serve") as caught:
+        list(client.pull("llama3.2", stream=stream))  # type: ignore[call-overload]
+    assert caught.value.status_code == 404
+
+
+def test_tags_and_show_are_complete(client: ollama.Client) -> None:
+    until(lambda: info(client, "thinker"), "the model was looked at")
+    tag = next(one for one in client.list().models if one.model == "thinker")
+    shown = client.show("thinker")
+    for entry in (tag, shown):
+        details = entry.details
+        assert details is not None and (details.family, details.families) == ("llama", ["llama"])
+        assert details.format == "safetensors" and details.quantization_level == "f32"
+        assert details.parameter_size and details.parameter_size.endswith("K")
+        assert entry.modified_at is not None
+        assert abs((entry.modified_at - datetime.now(UTC)).total_seconds()) < 3600
+    assert tag.digest and len(tag.digest) == 12
+    assert shown.template == TEMPLATE and shown.modelfile and shown.license == ""
+    found = info(client, "thinker")
+    assert found["general.parameter_count"] > 10_000
+    assert (found["llama.block_count"], found["llama.embedding_length"]) == (2, 32)
+    assert (found["llama.attention.head_count"], found["llama.attention.head_count_kv"]) == (4, 2)
+    empty = client.show("counting")
+    assert empty.template == "" and empty.modified_at is not None
+
+
+def test_a_verbose_show_has_more(gateway: GatewayThread) -> None:
+    body = {"name": "counting", "verbose": True}  # `name` is the older form of `model`
+    shown = httpx.post(f"{gateway.url}/api/show", json=body).json()
+    assert shown["model_info"]["mlxpool.tokenizer"] == "bytes"
+
+
+# ---- context -------------------------------------------------------------------------------------
+
+
+def test_context_continues_a_conversation(client: ollama.Client) -> None:
+    options = {"num_predict": 3, "seed": 7}
+    first = client.generate("counting", "hi", options=options)
+    ids = [*b"user: hi\n", *expected_ids("user: hi\n", 7, 3)]
+    assert first.context == ids
+    second = client.generate("counting", "more", options=options, context=first.context)
+    prompt = [*ids, *b"user: more\n"]
+    made = [token_at(prompt, 7, place, 50_000) for place in range(3)]
+    assert second.response == text_of(made) and second.context == [*prompt, *made]
+    assert second.prompt_eval_count == len(prompt)
+    streamed = list(client.generate("counting", "hi", options=options, stream=True))
+    assert [part.context for part in streamed[:-1]] == [None] * (len(streamed) - 1)
+    assert streamed[-1].context == ids
+
+
+def test_context_of_a_model_without_a_template_and_of_raw(client: ollama.Client) -> None:
+    until(lambda: info(client, "bare"), "the model was looked at")
+    options = {"num_predict": 2}
+    first = client.generate("bare", "hello", options=options)
+    assert first.context is not None and len(first.context) == 5 + 2
+    second = client.generate("bare", "again", options=options, context=first.context)
+    assert second.prompt_eval_count == len(first.context) + 5
+    assert client.generate("bare", "hello", raw=True, options=options).context is None
+
+
+def test_context_keeps_thoughts_apart(client: ollama.Client) -> None:
+    until(lambda: info(client, "thinker"), "the model was looked at")
+    options = {"num_predict": 4, "seed": 3}
+    first = client.generate("thinker", "hi", options=options)
+    assert first.thinking and not first.response and first.context
+    for think, thinks in ((None, True), (False, False)):
+        again = client.generate(
+            "thinker", "hi", options=options, context=first.context, think=think
+        )
+        assert bool(again.thinking) is thinks and bool(again.response) is not thinks

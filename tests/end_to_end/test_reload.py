@@ -24,7 +24,7 @@ def reload(pool: Pool, config: str) -> str:
     os.kill(pool.process.pid, signal.SIGHUP)
 
     def verdict() -> bool:
-        return any(words in pool.log()[before:] for words in (" reloaded", "not reloaded"))
+        return any(words in pool.log()[before:] for words in ("event=reloaded", "not reloaded"))
 
     until(verdict, f"it is read:\n{pool.log()}")
     return pool.log()[before:]
@@ -35,11 +35,11 @@ def test_a_reload_changes_all_settings_beside_a_stream(tmp_path: Path) -> None:
         with pytest.raises(UnknownModel):
             client.generate("extra", "x", max_tokens=1)
 
-        assert "added=('extra',)" in reload(pool, HEAD + EXTRA)
+        assert "added=extra" in reload(pool, HEAD + EXTRA)
         assert len(client.generate("extra", "x", max_tokens=3).ids) == 3
 
         said = reload(pool, "[pool]\nquota_requests = 1\n" + HEAD + EXTRA)
-        assert "limits=('quota_requests',)" in said
+        assert "limits=quota_requests" in said
         with pytest.raises(OverQuota, match=r"1 live requests, at most 1 \(quota_requests\)") as e:
             client.generate("extra", "x", max_tokens=1)
         assert e.value.retryable and e.value.retry_after_ms
@@ -51,7 +51,7 @@ def test_a_reload_changes_all_settings_beside_a_stream(tmp_path: Path) -> None:
         assert len(client.generate("extra", "x", max_tokens=3).ids) == 3
 
         said = reload(pool, "[pool]\nmetrics = '127.0.0.1:0'\n" + HEAD)
-        assert "a restart is needed" in said and "metrics" in said and "gone=('extra',)" in said
+        assert "a restart is needed" in said and "metrics" in said and "gone=extra" in said
         with pytest.raises(UnknownModel, match="extra"):
             client.generate("extra", "x", max_tokens=1)
         until(lambda: pool.worker("extra/0")["state"] == "none", "its worker has ended")
@@ -92,4 +92,4 @@ def test_the_command_does_the_same(tmp_path: Path) -> None:
     with Pool(tmp_path, HEAD) as pool:
         pool.config.write_text(HEAD + EXTRA)
         assert pool.cli("reload").returncode == 0
-        until(lambda: "added=('extra',)" in pool.log(), "it is there")
+        until(lambda: "added=extra" in pool.log(), "it is there")

@@ -252,4 +252,4 @@ def test_a_hung_worker_is_disconnected_and_reconnects(tmp_path: Path) -> None:
         result = client.generate("counting", "hello", seed=5, max_tokens=50)
         assert list(result.ids) == expected_ids("hello", 5, 50)
         assert result.attempts >= 2
-        assert "why=hung in decode" in secure.log()
+        assert 'why="hung in decode' in secure.log()

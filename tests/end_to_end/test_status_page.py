@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
+import sys
+import tempfile
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.http.server import HttpServer
+from mlxpool.common.errors import PoolError
 from support import snapshots
 from support.chromium import Chromium
 from support.core_harness import Story
@@ -29,7 +32,12 @@ path = "builtin:counting"
 counting.step_us = 20000
 [models."{HOSTILE}"]
 path = "builtin:counting"
+[models.unsound]
+path = "builtin:counting"
+counting.fault = "raise"
+counting.fault_in = "load"
 """
+TOKEN = "operators-only-" + 2 * "0123456789abcdef"
 MAX_PAGE_BYTES = 100_000  # loaded until the first figures are shown
 ALARM = "#alarm:not([hidden])"
 FIGURE = "#cards .figure"  # of the first card: tokens a second
@@ -118,7 +126,7 @@ def test_names_with_html_and_line_breaks_are_escaped(page: Chromium, pool: Pool)
     until(lambda: model(page, HOSTILE_SHOWN)[1:2] == ["ready"], "its row")
     assert f"{HOSTILE_SHOWN}/0" in page.texts("#workers tbody td.name")
     assert page.run("return document.querySelectorAll('main img, main b').length") == 0
-    assert page.run("return document.title") == "ready · mlxpool"
+    assert page.run("return document.title").endswith(" · mlxpool")
     assert page.console_messages() == []
 
 
@@ -150,6 +158,111 @@ def test_the_page_is_readable_at_each_width(
     )
     assert light is dark, "light text on a dark ground, and the other way round"
     assert browser.console_messages() == []
+
+
+def test_a_failed_model_is_a_problem_in_the_words_of_ps(page: Chromium, pool: Pool) -> None:
+    with pool.client() as client, pytest.raises(PoolError):
+        client.generate("unsound", "hello", max_tokens=1)
+    page.wait_for_text("#problems", "1 model failed")
+    # On a busy machine the lag of the loop is a second problem.
+    until(lambda: re.fullmatch(r"ready, \d problems?", page.text("#state")), "the badge says so")
+    assert page.run("return document.querySelector('#state').classList.contains('bad')")
+    assert re.fullmatch(r"ready, \d problems? · mlxpool", page.run("return document.title"))
+    assert model(page, "unsound")[1] == "failed"
+    why = page.text("#problems li span")
+    assert why.startswith("unsound: ")
+    # The time until the next try changes from second to second.
+    said = re.sub(r"\d+ s\b", "N s", pool.cli("ps").stdout)
+    assert re.sub(r"\d+ s\b", "N s", why) in said.splitlines()
+    rows = page.texts("#errors tbody tr")
+    assert any("model_load_failed" in row for row in rows), rows
+    count = dict(each.split("\n") for each in page.texts("#counts div"))
+    assert int(count["Failed"]) + int(count["Refused"]) > 0
+
+
+def test_live_requests_are_shown_without_a_cancel(page: Chromium, pool: Pool) -> None:
+    with reader(pool, "slow"):
+        until(lambda: page.texts("#live tbody td.mood") == ["streaming"], "its request")
+        (live,) = pool.ask("requests")["requests"]
+        (shown,) = page.texts("#live tbody td.name")
+        assert live["id"].startswith(shown) and len(shown) == 12
+        assert page.run("return document.querySelector('#live button').offsetParent === null")
+        assert live["id"] not in page.run("return document.documentElement.outerHTML")
+    until(lambda: page.text("#live-none"), "it has ended")
+
+
+def test_the_charts_show_the_time_that_a_new_pool_has(browser: Chromium, tmp_path: Path) -> None:
+    with HttpServer("127.0.0.1:0") as server:
+        server.latest.fresh = 0.0
+        for uptime, oldest in ((5.0, "1 min ago"), (70.0, "2 min ago"), (9000.0, "10 min ago")):
+            with Loop(server, snapshots.of(Story(), uptime_s=uptime)):
+                browser.open(server.url)
+                browser.wait_for_text("#told", "as of")
+                marks = browser.run(
+                    "return Array.from(document.querySelectorAll('#cards text'),"
+                    " (text) => text.textContent)"
+                )
+                assert oldest in marks, marks
+
+
+@pytest.mark.parametrize(("width", "first"), [(400, "models"), (1280, "cards")])
+def test_on_a_phone_the_state_comes_before_the_charts(
+    browser: Chromium, pool: Pool, width: int, first: str
+) -> None:
+    browser.open(url(pool), width=width)
+    browser.wait_for_text("#told", "as of")
+    tops = {
+        id: browser.run(f"return document.getElementById('{id}').getBoundingClientRect().top")
+        for id in ("counts", "models", "cards")
+    }
+    assert sorted(tops, key=lambda id: tops[id])[:2] == ["counts", first]
+
+
+def test_an_operator_cancels_a_request(browser: Chromium, tmp_path: Path) -> None:
+    token = tmp_path / "status.token"
+    token.write_text(f"{TOKEN}\n")
+    token.chmod(0o600)
+    setting = f'metrics_admin_token = "{token}"'
+    config = CONFIG.format(port=0).replace("[models.slow]", f"{setting}\n[models.slow]")
+    with Pool(tmp_path, config) as pool, reader(pool, "slow"), reader(pool, "slow"):
+        browser.open(url(pool))
+        until(lambda: len(browser.texts("#live tbody tr")) == 2, "both requests")
+        first = browser.text("#live tbody td.name")
+        browser.click("#live tbody button")
+        browser.wait_for_text("#cancel-what", f"{first} of slow")
+        browser.write("#token", "a-wrong-token-that-is-long-enough")
+        browser.click("#cancel-yes")
+        browser.wait_for_text("#cancel-error", "the operators' token is missing or wrong")
+        assert len(pool.ask("requests")["requests"]) == 2
+        browser.write("#token", TOKEN)
+        browser.click("#cancel-yes")
+        until(lambda: first not in browser.texts("#live tbody td.name"), "it is gone")
+        assert not browser.run("return document.querySelector('#cancel').open")
+        (left,) = pool.ask("requests")["requests"]
+        browser.click("#live tbody button")
+        browser.wait_for_text("#cancel-what", left["id"][:12])
+        assert browser.run("return document.querySelector('#cancel-token').hidden"), "it is known"
+        browser.click("#cancel-no")
+        assert len(pool.ask("requests")["requests"]) == 1
+        assert pool.log().count("event=operator command=cancel") == 1
+        assert TOKEN not in pool.log()
+    browser.console_messages()  # drops the message about status 401
+
+
+def test_a_token_that_others_can_read_ends_the_start(tmp_path: Path) -> None:
+    token = tmp_path / "status.token"
+    token.write_text(TOKEN)
+    token.chmod(0o644)
+    file = tmp_path / "mlxpool.toml"
+    file.write_text(f'[pool]\nmetrics = "127.0.0.1:0"\nmetrics_admin_token = "{token}"\n')
+    command = [sys.executable, "-m", "mlxpool.cli.main", "serve", "--config", str(file)]
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as run_dir:
+        done = subprocess.run(
+            [*command, "--run-dir", run_dir], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert f"pool.metrics_admin_token: {token} can be read by others (mode 0644)" in done.stderr
+    assert TOKEN not in done.stderr
 
 
 def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path) -> None:

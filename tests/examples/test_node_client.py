@@ -104,6 +104,16 @@ def test_ctrl_c_ends_it_and_the_stream(main: list[str], pool: Pool) -> None:
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its stream is cancelled")
 
 
+def test_it_gives_up_without_a_broker(main: list[str], tmp_path: Path) -> None:
+    """After 5 s, and not after the 60 s that a broker has to come back."""
+    done = subprocess.run(
+        [*main, str(tmp_path), "m", "x"], capture_output=True, text=True, timeout=PATIENCE / 2
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"broker_lost: no broker answers at ipc://{tmp_path}/front.ipc for 5 s" in done.stderr
+    assert "mlxpool serve" in done.stderr
+
+
 def test_it_resumes_after_every_kind_of_loss(main: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         broker = FakeBroker(Path(folder)).open()

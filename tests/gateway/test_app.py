@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from mlxpool.gateway.app import Endpoint
+from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
+from mlxpool.gateway.endpoint import Endpoint, Handler, Surroundings
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.metrics import Metrics
 
 SCOPE = {"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""}
 
@@ -27,13 +30,20 @@ def messages_sent(error: Exception, *, started: bool) -> list[dict[str, Any]]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def work(request: Request, response: ResponseWriter) -> None:
+    async def work(request: Request, response: ResponseWriter) -> bool:
         if started:
             await response.open("text/plain")
         raise error
 
-    asyncio.run(Endpoint(None, ("GET",), work)(dict(SCOPE), disconnected, send))
+    asyncio.run(endpoint(work)(dict(SCOPE), disconnected, send))
     return sent
+
+
+def endpoint(work: Handler) -> Endpoint:
+    """A route that needs no key."""
+    access = AccessControl(ApiKeys(), ConcurrencyLimit(None))
+    surroundings = Surroundings(access, Drain(), Metrics("0", ["/x"]), logged=False)
+    return Endpoint(surroundings, "/x", ("GET",), work, public=True)
 
 
 @pytest.mark.parametrize("error", [ValueError("a secret"), OSError("a secret")])

@@ -8,39 +8,30 @@ from pathlib import Path
 import pytest
 
 from mlxpool.common.errors import BY_CODE
-from mlxpool.gateway import app, errors, formats
-from mlxpool.gateway.ollama import requests as ollama_requests
-from mlxpool.gateway.openai import requests as openai_requests
+from mlxpool.gateway import errors, formats
+from mlxpool.gateway.ollama import fields as ollama_fields
+from mlxpool.gateway.route_table import NOT_BUILT, OLLAMA, OPENAI, ROUTES
 
 DOCS = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
-OPENAI, _, REST = DOCS.partition("## From Ollama's client")
-OLLAMA = REST.partition("## Tools")[0]
+OPENAI_DOCS, _, REST = DOCS.partition("## From Ollama's client")
+OLLAMA_DOCS = REST.partition("## Tools")[0]
 
 
 def quoted(text: str) -> set[str]:
     return set(re.findall(r"`([\w.]+)`", text))
 
 
-OPENAI_FIELDS = {
-    *openai_requests.CHAT,
-    *openai_requests.COMPLETION,
-    *openai_requests.SAMPLING,
-    *openai_requests.ACCEPTED,
-    *openai_requests.CHAT_REFUSED,
-    *openai_requests.COMPLETION_REFUSED,
-}
-OLLAMA_FIELDS = {
-    *ollama_requests.GENERATE,
-    *ollama_requests.CHAT,
-    *ollama_requests.GENERATE_REFUSED,
-    *ollama_requests.OPTIONS,
-    *ollama_requests.OPTIONS_REFUSED,
-}
+BODIES = [(route.interface, route.body) for route in ROUTES if route.body is not None]
+OPENAI_FIELDS = {name for interface, body in BODIES if interface is OPENAI for name in body.names}
+OLLAMA_FIELDS = {name for interface, body in BODIES if interface is OLLAMA for name in body.names}
 
 
 @pytest.mark.parametrize(
     ("names", "section"),
-    [(OPENAI_FIELDS, OPENAI), (OLLAMA_FIELDS, OLLAMA)],
+    [
+        (OPENAI_FIELDS, OPENAI_DOCS),
+        (OLLAMA_FIELDS | ollama_fields.GENERATION_OPTIONS.names, OLLAMA_DOCS),
+    ],
     ids=["openai", "ollama"],
 )
 def test_every_field_is_named(names: set[str], section: str) -> None:
@@ -48,12 +39,13 @@ def test_every_field_is_named(names: set[str], section: str) -> None:
 
 
 def test_every_path_is_named() -> None:
-    assert all(path.partition("/{")[0] in OLLAMA for path in app.OLLAMA_NOT_BUILT)
+    for path in (*NOT_BUILT, *(route.path for route in ROUTES)):
+        assert f"`{path.partition('/{')[0]}" in DOCS
 
 
 def test_every_code_is_named_and_every_error_of_the_pool_has_one() -> None:
     codes = {code for _, code in errors.STATUS.values()}
-    assert not {code for code in codes if not re.search(rf"\b{code}\b", OPENAI)}
+    assert not {code for code in codes if not re.search(rf"\b{code}\b", OPENAI_DOCS)}
     assert set(BY_CODE) - set(errors.STATUS) == {"internal", "duplicate_id"}, "which are 500"
 
 

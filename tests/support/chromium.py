@@ -88,6 +88,16 @@ class Chromium(Closing):
         found = self.driver.find_element("css selector", selector)
         ActionChains(self.driver).move_to_element(found).perform()
 
+    def click(self, selector: str) -> None:
+        """Click on the first match."""
+        self.driver.find_element("css selector", selector).click()
+
+    def write(self, selector: str, text: str) -> None:
+        """Type a text into the first match, in place of what it has."""
+        found = self.driver.find_element("css selector", selector)
+        found.clear()
+        found.send_keys(text)
+
     def console_messages(self) -> list[str]:
         """The console's messages since the last call."""
         return [entry["message"] for entry in self._log("browser")]

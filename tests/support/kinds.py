@@ -6,9 +6,11 @@ from __future__ import annotations
 GENERATE, CANCEL, ACK, PING = "generate", "cancel", "ack", "ping"
 MODELS, TOKENIZE, DETOKENIZE = "models", "tokenize", "detokenize"
 EMBED, RERANK, CLASSIFY = "embed", "rerank", "classify"
+KEEP = "keep"
 # front: broker -> client
 ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "error"
 FATE, PONG, TOKENS, VECTORS = "fate", "pong", "tokens", "vectors"
+KEPT = "kept"
 # back: worker -> broker
 HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
 PROMPTS = "prompts"

@@ -161,6 +161,15 @@ class Pool(Closing):
         rows = [w for w in self.ask("ps")["workers"] if w["slot"] == slot]
         return dict(rows[0]) if rows else {}
 
+    def gateway(self, **wanted: Any) -> dict[str, Any]:
+        """Wait until the row of its gateway in `ps` has these values; returns the row."""
+
+        def check() -> dict[str, Any] | None:
+            row = self.ask("ps").get("gateway", {})
+            return row if all(row.get(k) == v for k, v in wanted.items()) else None
+
+        return dict(until(check, f"the gateway has {wanted}"))
+
     def in_state(self, slot: str, **wanted: Any) -> dict[str, Any]:
         """Wait until a worker's row has these values; returns the row."""
 

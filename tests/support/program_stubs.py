@@ -127,11 +127,18 @@ def mlxpool(words: Sequence[str]) -> None:
 
 def pip(words: Sequence[str]) -> None:
     need(words[0] == "install", f"pip {words[0]}")
-    only(words[1:])
+    rest = list(words[1:])
+    if "-c" in rest:
+        where = rest.index("-c")
+        need((ROOT / rest[where + 1]).is_file(), f"no constraints {rest[where + 1]}")
+        del rest[where : where + 2]
+    only(rest)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
         "optional-dependencies"
     ]
-    for word in words[1:]:
+    for word in rest:
+        if word == "./client":
+            continue
         match = re.fullmatch(r"(?:\.|mlxpool)(?:\[([\w,]+)\])?", word)
         need(match and set((match[1] or "").split(",")) <= {*extras, ""}, f"pip install {word}")
 
@@ -158,14 +165,24 @@ def docker(words: Sequence[str]) -> None:
     build.add_argument("context", type=Path)
     compose = commands.add_parser("compose", allow_abbrev=False)
     compose.add_argument("-f", type=Path, required=True)
-    compose.add_argument("what", choices=["up"])
-    compose.add_argument("--build", action="store_true")
+    verbs = compose.add_subparsers(required=True, dest="what")
+    for name, flags in (("up", ["--build", "--detach"]), ("exec", []), ("run", ["--rm"])):
+        verb = verbs.add_parser(name, allow_abbrev=False)
+        for flag in flags:
+            verb.add_argument(flag, action="store_true")
+        if name == "run":
+            verb.add_argument("--entrypoint")
+        if name != "up":
+            verb.add_argument("service")
+            verb.add_argument("words", nargs="+")
     given = options.parse_args(words)
     if given.verb == "build":
         need(given.context.is_dir(), f"no folder {given.context}")
         need(given.target in targets(given.f), f"no target {given.target} in {given.f}")
         return
-    for name, service in yaml.safe_load(given.f.read_text("utf-8"))["services"].items():
+    services = yaml.safe_load(given.f.read_text("utf-8"))["services"]
+    need(given.what == "up" or given.service in services, f"no such service: {words}")
+    for name, service in services.items():
         about = service.get("build")
         if about is not None:
             file = given.f.parent / about["context"] / about["dockerfile"]
@@ -243,12 +260,23 @@ def systemctl(words: Sequence[str]) -> None:
         done = subprocess.run([program, "verify", "--man=no", copy], capture_output=True, text=True)
         need((done.returncode, done.stderr) == (0, ""), done.stderr)
     (line,) = re.findall(r"^ExecStart=(.*)$", text, re.M)
+    for key, value in service_variables(text, files=not instance).items():
+        line = line.replace(f"${{{key}}}", value)
+        os.environ[key] = str(placed(value)) if value.startswith("/run/") else value
     if instance:  # its broker is on another machine: only its arguments are checked
         mlxpool(shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line).replace("%I", instance))[1:])
     else:
         start(
             name, re.sub(r"(?<=[ =])/(?=\w)", f"{os.environ[ROOT_VARIABLE]}/", f" {line}").split()
         )
+
+
+def service_variables(text: str, *, files: bool) -> dict[str, str]:
+    """The variables that a unit sets, with those of its file."""
+    found = re.findall(r"^Environment=(MLXPOOL\w+)=(.*)$", text, re.M)
+    for path in re.findall(r"^EnvironmentFile=(.*)$", text, re.M) if files else ():
+        found += re.findall(r"^(\w+)=(.*)$", placed(path).read_text("utf-8"), re.M)
+    return {**dict(found), "HTTP_PORT": "0"}  # its port may be in use here
 
 
 def start(name: str, command: Sequence[str]) -> None:

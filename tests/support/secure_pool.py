@@ -113,7 +113,7 @@ class SecurePool(Pool):
     def reload_outcomes(self) -> int:
         """The number of finished reloads in the log."""
         log = self.log()
-        return sum(log.count(words) for words in (" reloaded", "not reloaded"))
+        return sum(log.count(words) for words in ("event=reloaded", "not reloaded"))
 
 
 class RemoteWorker(Closing):

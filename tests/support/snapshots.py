@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker.telemetry import snapshot
-from mlxpool.broker.telemetry.snapshot import BrokerInfo, Snapshot
+from mlxpool.broker.telemetry.snapshot import BrokerInfo, GatewayInfo, Snapshot
 from support.core_harness import Story
 
 BROKER = BrokerInfo(
@@ -25,6 +25,20 @@ BROKER = BrokerInfo(
 )
 
 
-def of(story: Story, lag: float = 0.0, **broker: Any) -> Snapshot:
+GATEWAY = GatewayInfo(
+    url="http://127.0.0.1:11434",
+    state="ready",
+    pid=3,
+    uptime_s=1.0,
+    rss=50_000_000,
+    restarts=2,
+    last_exit="killed by SIGKILL",
+)
+
+
+def of(
+    story: Story, lag: float = 0.0, gateway: GatewayInfo | None = None, **broker: Any
+) -> Snapshot:
     """The snapshot of a story's core at its present time; `broker` are fields of BrokerInfo."""
-    return snapshot.take(story.core.state, replace(BROKER, **broker), lag, story.now)
+    about = replace(BROKER, **broker)
+    return snapshot.take(story.core.state, about, lag, story.now, gateway=gateway)

@@ -1,6 +1,7 @@
-"""Takes the screenshot of the status page for the documentation, from a pool under load.
+"""Takes screenshots of the status page, from a pool that does what a scene says.
 
-python tests/support/status_screenshot.py docs/img/status.png [--minutes 10] [--dark] [--width 390]
+PYTHONPATH=tests python tests/support/status_screenshot.py docs/img/status.png [--scene busy]
+    [--minutes 10] [--dark] [--width 400]
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -33,34 +37,58 @@ path = "builtin:counting"
 counting.fault = "raise"
 counting.fault_in = "load"
 """
-READERS = {"chat": 18, "summaries": 5, "demo": 1, "unsound": 1}  # concurrent readers of each model
-MEAN_PAUSE = 6.0  # seconds between two requests of a reader
 
 
-async def read(client: AsyncClient, model: str, random: Random) -> None:
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """`readers` are concurrent readers of each model; `kills`: workers that are killed."""
+
+    readers: Mapping[str, int]
+    mean_pause: float  # seconds between two requests of a reader
+    kills: tuple[str, ...] = ()
+
+
+SCENES = {
+    "healthy": Scene({"chat": 6, "summaries": 2, "demo": 1}, 6.0),
+    "failed": Scene({"chat": 10, "summaries": 3, "demo": 1, "unsound": 1}, 6.0),
+    "restarts": Scene({"chat": 10, "summaries": 3}, 6.0, ("chat/0", "chat/1", "chat/1")),
+    "busy": Scene({"chat": 60, "summaries": 12, "demo": 1}, 0.5),
+}
+
+
+async def read(client: AsyncClient, model: str, random: Random, mean_pause: float) -> None:
     """Send one request after the other without end."""
     while True:
         prompt = "hello " * random.randint(1, 200)
         with contextlib.suppress(PoolError):
             await client.generate(model, prompt, max_tokens=random.randint(40, 900))
-        await asyncio.sleep(random.expovariate(1 / MEAN_PAUSE))
+        await asyncio.sleep(random.expovariate(1 / mean_pause))
 
 
-async def work(run_dir: Path, seconds: float) -> None:
-    """Run all readers for `seconds`."""
-    names = [name for name, count in READERS.items() for _ in range(count)]
+async def work(run_dir: Path, scene: Scene) -> None:
+    """Run all readers without end."""
+    names = [name for name, count in scene.readers.items() for _ in range(count)]
     async with AsyncClient(run_dir=run_dir) as client, asyncio.TaskGroup() as group:
-        readers = [group.create_task(read(client, n, Random(i))) for i, n in enumerate(names)]
-        await asyncio.sleep(seconds)
-        for reader in readers:
-            reader.cancel()
+        for number, name in enumerate(names):
+            group.create_task(read(client, name, Random(number), scene.mean_pause))
+
+
+async def kill(pool: Pool, slots: tuple[str, ...], seconds: float) -> None:
+    """Kill these workers, one after the other, within `seconds`."""
+    for slot in slots:
+        await asyncio.sleep(seconds / (len(slots) + 1))
+        await asyncio.to_thread(pool.in_state, slot, state="ready")
+        await asyncio.to_thread(pool.kill_worker, slot, signal.SIGKILL)
 
 
 async def take_screenshot(pool: Pool, options: argparse.Namespace) -> bytes:
-    """The page after `options.minutes` of load, as PNG."""
-    url = pool.ask("ps")["broker"]["metrics"]
-    busy = asyncio.create_task(work(pool.run_dir, options.minutes * 60 + 30))
-    await asyncio.sleep(options.minutes * 60)
+    """The page after `options.minutes` of the scene, as PNG."""
+    url, scene = pool.ask("ps")["broker"]["metrics"], SCENES[options.scene]
+    seconds = options.minutes * 60
+    busy = asyncio.create_task(work(pool.run_dir, scene))
+    killing = asyncio.create_task(kill(pool, scene.kills, seconds))
+    await asyncio.sleep(seconds)
+    await killing
     with Chromium() as browser:
         browser.open(url, dark=options.dark, width=options.width, height=800)
         await asyncio.to_thread(browser.wait_for_text, "#told", "as of")
@@ -74,6 +102,7 @@ async def take_screenshot(pool: Pool, options: argparse.Namespace) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--scene", choices=SCENES, default="failed")
     parser.add_argument("--minutes", type=float, default=10.0, help="of work before the picture")
     parser.add_argument("--width", type=int, default=1280, help="pixels")
     parser.add_argument("--dark", action="store_true")

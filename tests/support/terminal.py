@@ -22,11 +22,18 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
 class Terminal(Closing):
-    """A command in a terminal of 40 lines and 160 columns; `close` kills it if it still runs."""
+    """A command in a terminal; `close` kills it if it still runs."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        columns: int = COLUMNS,
+        lines: int = LINES,
+    ) -> None:
         self._mine, its = pty.openpty()
-        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.shown = ""  # all output without escape sequences
         self.raw = ""
 

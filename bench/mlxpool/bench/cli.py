@@ -29,8 +29,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `bench` and its subcommands."""
     bench = commands.add_parser(
         "bench",
-        help="measure this machine: engine, end to end, mixed load, broker, prefix cache",
-        description="Measures in rounds, beside peers where they are installed, and prints tables"
+        help="measure this machine",
+        description="Measures engine, end to end, mixed load, broker or prefix cache. Measures in"
+        " rounds, beside peers where they are installed, and prints tables"
         " with ratios. Starts a pool of its own; `load` can measure a running one.",
     )
     kinds = bench.add_subparsers(dest="kind", metavar="WHAT", required=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from mlxpool.cli.reach import no_answer
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BrokerLost, Unauthorized, from_body
 from mlxpool.common.protocol import frames, to_client
@@ -30,8 +31,8 @@ def ask(
     """Send one admin message; returns the body of the answer.
 
     `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
-    endpoint without an answer in time, Unauthorized naming a key that the broker refuses, and the
-    error that the broker answers with.
+    endpoint without an answer in time, which a broker that is starting may still give, Unauthorized
+    naming a key that the broker refuses, and the error that the broker answers with.
     """
     target = Target(where) if isinstance(where, Path) else where
     endpoint, credentials = target.endpoint_of("admin"), target.credentials()
@@ -68,18 +69,3 @@ def _wait_for_answer(socket: zmq.Socket[bytes], handshake: Handshake) -> bool:
             return True
         handshake.succeeded()
     return False
-
-
-def no_answer(run_dir: Path, endpoint: str) -> str:
-    """The error message for a broker that does not answer; the lock file tells if it runs."""
-    if endpoint.startswith("tcp:"):
-        return f"no broker answers at {endpoint}; is it its admin endpoint?"
-    try:
-        pid = int((run_dir / "lock").read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return (
-            f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
-            " or name its folder with --run-dir"
-        )
-    return f"the broker (pid {pid}) of {run_dir} does not answer: it is frozen, or very busy"

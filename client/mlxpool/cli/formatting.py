@@ -38,6 +38,11 @@ def duration(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.0f} h"
 
 
+def milliseconds(seconds: float) -> str:
+    """A short time in milliseconds, a longer one as `duration` has it."""
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
+
+
 def count(text: str) -> int:
     """The count that an argument gives. Raises ArgumentTypeError below 1."""
     if not text.isdecimal() or not int(text):

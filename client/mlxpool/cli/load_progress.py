@@ -14,6 +14,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.style import width_of
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
@@ -22,11 +23,17 @@ from mlxpool.common.escapes import escape_line
 FIRST_DELAY = 0.5  # seconds of waiting before the first question: a short wait shows nothing
 SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
 WAIT_INTERVAL = 0.1  # seconds between two questions of `wait_for`
+SLOW_START = 3.0  # seconds without a loaded weight that need a reason
+SLOW_START_REASON = "MLX itself is loaded; that takes longest the first time on a machine"
+WARM_UP_REASON = "kernels are compiled; later starts find them on the disk"
 FAILED = frozenset({"failed", "broken"})  # states of a model
 
 
 def progress_text(answer: Mapping[str, Any], name: str) -> str:
-    """What a request for this model waits for, by an answer of `ps`; "" if for nothing known."""
+    """What a request for this model waits for, by an answer of `ps`; "" if for nothing known.
+
+    A reason that not every terminal has room for is in parentheses at the end.
+    """
     model = _model_row(answer, name)
     own = _worker_rows(answer, model, name)
     states = {row["state"] for row in own}
@@ -38,9 +45,16 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
         queued = model.get("queued", 0)
         return f"waiting for {name}, {queued} in its queue" if queued else ""
     newest = max(own, key=lambda row: row.get("epoch") or 0)
-    since = duration(newest.get("uptime_s", 0.0))
+    seconds: float = newest.get("uptime_s", 0.0)
+    since = duration(seconds)
     if newest["state"] != "loading":
         return f"starting a worker for {name}, {since}"
+    loaded = newest.get("load_progress") or 0.0
+    if loaded >= 1:
+        return f"warming {name} up, {since} ({WARM_UP_REASON})"
+    if not loaded:
+        reason = f" ({SLOW_START_REASON})" if seconds >= SLOW_START else ""
+        return f"loading {name}, {since}{reason}"
     return f"loading {name}{_loaded_share(newest, model)}, {since}"
 
 
@@ -71,6 +85,13 @@ def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     return f": {100 * loaded:.0f} %" + (f" of {size(whole)}" if whole else "")
 
 
+def in_one_line(text: str, width: int) -> str:
+    """The text, or as much as a line of `width` characters has room for; reasons go first."""
+    if len(text) >= width:
+        text = text.partition(" (")[0]
+    return text if len(text) < width else f"{text[: width - 2]}…"
+
+
 class StatusLine:
     """One line of standard error that is written over; does nothing without a terminal."""
 
@@ -81,7 +102,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         if self.live:
             self._shown = True  # before the write, so that `clear` works after a Ctrl-C in it
-            sys.stderr.write(f"\r\x1b[K{escape_line(text)}")
+            sys.stderr.write(f"\r\x1b[K{in_one_line(escape_line(text), width_of(sys.stderr))}")
             sys.stderr.flush()
 
     def clear(self) -> None:

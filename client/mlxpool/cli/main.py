@@ -6,102 +6,66 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from mlxpool.cli import target
+from mlxpool.cli.command_table import COMMAND_MODULES, GROUPS, REMOTE_MODULES
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.parser import Parser, RootParser
+from mlxpool.cli.reach import explained
+from mlxpool.cli.style import ERROR, paint_of
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.paths import run_dir_of
+from mlxpool.common.version import VERSION
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
-# The module of each command. Only the one that is needed is imported, so that `ps` is quick.
-COMMAND_MODULES = {
-    "serve": "mlxpool.cli.commands.serve",
-    "broker": "mlxpool.cli.commands.serve",
-    "worker": "mlxpool.cli.commands.worker",
-    "run": "mlxpool.cli.commands.run",
-    "chat": "mlxpool.cli.commands.chat",
-    "embed": "mlxpool.cli.commands.embed",
-    "rerank": "mlxpool.cli.commands.embed",
-    "classify": "mlxpool.cli.commands.embed",
-    "check": "mlxpool.cli.commands.check",
-    "ps": "mlxpool.cli.commands.pool",
-    "top": "mlxpool.cli.commands.top",
-    "stats": "mlxpool.cli.commands.pool",
-    "models": "mlxpool.cli.commands.pool",
-    "requests": "mlxpool.cli.commands.pool",
-    "load": "mlxpool.cli.commands.pool",
-    "unload": "mlxpool.cli.commands.pool",
-    "drain": "mlxpool.cli.commands.pool",
-    "restart": "mlxpool.cli.commands.pool",
-    "cancel": "mlxpool.cli.commands.pool",
-    "reload": "mlxpool.cli.commands.pool",
-    "stop": "mlxpool.cli.commands.pool",
-    "keygen": "mlxpool.cli.commands.keygen",
-    "revoke": "mlxpool.cli.commands.revoke",
-    "gateway": "mlxpool.cli.commands.gateway",
-    "bench": "mlxpool.bench.cli",
-    "config": "mlxpool.cli.commands.settings",
-    "completion": "mlxpool.cli.commands.completion",
-}
-
-# The modules whose commands take --endpoint, --server-key and --key.
-REMOTE_MODULES = frozenset(
-    COMMAND_MODULES[name] for name in ("run", "chat", "embed", "ps", "top", "gateway", "revoke")
-)
-
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
-exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupted
+`mlxpool help COMMAND` shows the options of a command.
+exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 Ctrl-C
 
   mlxpool serve &                     start a broker
   mlxpool run demo "def main():"      complete a text
   mlxpool ps                          workers and what they are doing
-  mlxpool check /path/to/model        what a model is, needs, and what is wrong with it
+  mlxpool check /path/to/model        what a model is and needs
 """
 
 
-class Version(argparse.Action):
-    """Prints the version and exits; the package's metadata is read only then."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import version
-
-        print(f"mlxpool {version('mlxpool')}")
-        parser.exit()
-
-
-def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser(arguments: Sequence[str] = ()) -> RootParser:
     """The parser of the whole command line, or of the one command that the arguments name."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir",
         type=Path,
+        metavar="DIR",
         default=argparse.SUPPRESS,
         help="the broker's run directory (default: $MLXPOOL_RUN_DIR, run_dir of the settings,"
         " $XDG_RUNTIME_DIR/mlxpool, ~/.mlxpool/run)",
     )
     common.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="machine-readable output"
+        "--json", action="store_true", default=argparse.SUPPRESS, help="output for programs"
     )
-    root = argparse.ArgumentParser(
+    root = RootParser(
         "mlxpool",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[common],
+        groups=GROUPS,
     )
-    root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    version = f"mlxpool {VERSION}"
+    root.add_argument("-V", "--version", action="version", version=version)
     remote = argparse.ArgumentParser(add_help=False, parents=[common])
     target.add_flags(remote)
-    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = root.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Parser
+    )
     module = COMMAND_MODULES.get(_command(arguments))
     for name in [module] if module else dict.fromkeys(COMMAND_MODULES.values()):
         import_module(name).add_commands(commands, remote if name in REMOTE_MODULES else common)
@@ -123,12 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
     options.admin_target = target.target_of(options, "admin")
-    options.whole_parser = parser  # for `completion`
+    options.whole_parser = parser  # for `completion` and `help`
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)
     except BrokerLost as error:
-        return _print_error(options, error, UNREACHABLE)
+        return _print_error(options, explained(options.run_dir, error), UNREACHABLE)
     except BadRequest as error:
         return _print_error(options, error, USAGE)
     except PoolError as error:
@@ -150,6 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     given = sys.argv[1:] if arguments is None else arguments
     root = parser(given)
+    if not given:
+        root.print_help(sys.stderr)
+        sys.exit(USAGE)
     options, rest = root.parse_known_args(given)
     take_rest: Callable[[argparse.Namespace, list[str]], bool] | None
     take_rest = getattr(options, "take_rest", None)  # set by `run`
@@ -168,10 +135,10 @@ def _print_error(
 ) -> int:
     """Print the message, or these lines of it; returns the exit code."""
     if options.json:
-        print(json.dumps({"error": error.body()}))
+        print(json_text({"error": error.body()}))
     code_shown = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
     message = "\n  ".join(map(escape_line, lines or [error.message]))
-    print(f"mlxpool: {code_shown}{message}", file=sys.stderr)
+    print(f"{paint_of(sys.stderr)('mlxpool:', ERROR)} {code_shown}{message}", file=sys.stderr)
     return code
 
 

@@ -11,11 +11,13 @@ from mlxpool.common.paths import config_file
 if TYPE_CHECKING:
     from mlxpool.common.config.schema import PoolConfig
 
-POOL_FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
+POOL_FLAGS = (
+    "front", "back", "admin", "secret_key", "http", "http_keys", "log_format", "local_workers",
+)  # fmt: skip
 
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the broker's further endpoints, its CURVE key and its log format."""
+    """Add the flags for the broker's further endpoints, its keys, HTTP and the log format."""
     for name, whom in (
         ("front", "clients"),
         ("back", "workers that dial in"),
@@ -25,6 +27,17 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
             f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {whom}"
         )
     parser.add_argument("--secret-key", metavar="FILE", help="the broker's own key: tcp is CURVE")
+    parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help="answer HTTP as OpenAI and Ollama do, such as 127.0.0.1:11434 (default: `http` of the"
+        " settings, else not at all)",
+    )
+    parser.add_argument(
+        "--http-keys",
+        metavar="FILE",
+        help="bearer keys, one a line; --http needs them on an address that others reach",
+    )
     parser.add_argument("--log-format", choices=("text", "json"))
 
 

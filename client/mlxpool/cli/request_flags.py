@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.cli.reach import check_socket
 from mlxpool.cli.target import Target, target_of
 from mlxpool.common.escapes import escape_text
 from mlxpool.common.options import CHECKS, FLAGS, MAX_DEADLINE_MS
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
     from mlxpool.client import Client
 
 BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person waits
+# Seconds until a broker that takes no connection counts as gone. libzmq's own thread takes it, so
+# a busy broker is no later than this; over tcp it takes four round trips.
+IPC_GRACE, TCP_GRACE = 0.5, 0.75
+
+
+def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add `--connect-timeout`."""
+    parser.add_argument(
+        "--connect-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="wait so long for a broker that is not there yet (default: not at all)",
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +63,14 @@ def seconds(text: str) -> float:
 
 
 def options_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The options of `generate` that flags give; None: not given."""
+    """The options of `generate` that flags give; None: not given.
+
+    Raises BadRequest naming the flag, its value and its bound, as the broker would for the option.
+    """
     options = {name: getattr(flags, name) for name in CHECKS if hasattr(flags, name)}
+    for name, value in options.items():
+        if value is not None:
+            CHECKS[name](f"--{name.replace('_', '-')}", value)
     if flags.deadline is not None:
         options["deadline_ms"] = max(1, round(flags.deadline * 1000))
     if flags.top_logprobs:
@@ -63,15 +83,33 @@ def shown_form(options: argparse.Namespace) -> Callable[[str], str]:
     return escape_text if sys.stdout.isatty() and not options.raw else str
 
 
-def client_of(options: argparse.Namespace, kind: type[Client]) -> Client:
-    """A client of the broker that the flags name; `kind` is `Client`, imported by the caller."""
+def check_broker(options: argparse.Namespace) -> None:
+    """Raises BrokerLost at once where no broker can be; with --connect-timeout one may be to come.
+
+    Raises BadRequest for a malformed endpoint.
+    """
     target = target_of(options, "front")
-    return kind(
+    endpoint = target.endpoint_of("front")
+    if options.connect_timeout is None:
+        check_socket(target.run_dir, endpoint)
+
+
+def client_of(options: argparse.Namespace) -> Client:
+    """A client of the broker that the flags name. Raises as `check_broker` does."""
+    # Here and not above: commands that only show help start faster without.
+    from mlxpool.client import Client, Pace
+
+    check_broker(options)
+    target, wait = target_of(options, "front"), options.connect_timeout
+    grace = TCP_GRACE if (target.endpoint or "").startswith("tcp:") else IPC_GRACE
+    return Client(
         target.run_dir,
         target.endpoint,
         server_key=target.server_key,
         key=target.key,
-        broker_grace=BROKER_GRACE,
+        broker_grace=max(BROKER_GRACE, wait or 0.0),
+        **({} if wait is None else {"connect_timeout": wait}),
+        pace=Pace(handshake_grace=grace if wait is None else wait),
     )
 
 

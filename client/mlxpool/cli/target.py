@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpool.common.transport import sockets
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.transport import endpoints, sockets
 from mlxpool.common.transport.keys import Credentials
 
 SERVER_KEY_VARIABLE, KEY_VARIABLE = "MLXPOOL_SERVER_KEY", "MLXPOOL_KEY"
@@ -58,9 +59,14 @@ class Target:
     def endpoint_of(self, socket: str) -> str:
         """The endpoint given, or the local broker's ipc endpoint of this socket.
 
-        Raises ValueError for a run directory whose path is too long for a socket.
+        Raises BadRequest for a malformed endpoint, ValueError for a run directory whose path is too
+        long for a socket.
         """
-        return self.endpoint or sockets.ipc(self.run_dir, socket)
+        if not self.endpoint:
+            return sockets.ipc(self.run_dir, socket)
+        if (fault := endpoints.dial_fault(self.endpoint)) is not None:
+            raise BadRequest(fault)
+        return self.endpoint
 
 
 def target_of(options: argparse.Namespace, socket: str) -> Target:

@@ -9,14 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.columns import Column
+from mlxpool.cli.formatting import duration, milliseconds, size
 
 Snapshot = Mapping[str, Any]
 
 RATE_SNAPSHOTS = 3  # a second apart; tokens per second are an average over them
 MAX_SNAPSHOTS = 61  # a minute, over which the time to the first token has its median
 
-HEAD = ("MODEL", "SLOT", "STATE", "RUN", "WAIT", "TOK/S", "TTFT", "KV%", "MEM", "RESTARTS", "UP")
+COLUMNS = (
+    Column("SLOT", 0, "text"),
+    Column("STATE", 0),
+    Column("RUN", 2, right=True),
+    Column("WAIT", 3, right=True),
+    Column("TOK/S", 1, right=True),
+    Column("TTFT", 5, right=True),
+    Column("KV%", 6, right=True),
+    Column("MEM", 4, right=True),
+    Column("RESTARTS", 8, right=True),
+    Column("UP", 7, right=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +103,14 @@ def ordered(found: Sequence[Row], order: SortOrder, *, reverse: bool = False) ->
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The cells of a row, one for each of HEAD."""
+    """The cells of a row, one for each of COLUMNS. A model without workers has no slot."""
     return (
-        row.model,
-        row.slot,
+        row.model if row.slot == "-" else row.slot,
         row.state,
         str(row.running),
         str(row.waiting),
         _figure(row.rate, "{:.0f}"),
-        _milliseconds(row.first_token),
+        "-" if row.first_token is None else milliseconds(row.first_token),
         _figure(None if row.kv is None else 100 * row.kv, "{:.0f}"),
         size(row.memory),
         str(row.restarts),
@@ -107,19 +118,24 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def summary(history: Sequence[Snapshot]) -> str:
-    """One line about the whole pool."""
+def summary(history: Sequence[Snapshot]) -> list[str]:
+    """The whole pool in parts of a line."""
     history = _of_one_broker(history)
     now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
     broker, counts = now["broker"], now["stats"]["requests"]
     seconds = broker["uptime_s"] - before["broker"]["uptime_s"]
     generated = now["stats"]["tokens"]["generated"] - before["stats"]["tokens"]["generated"]
     rate = f"{generated / seconds:.0f}" if seconds > 0 else "-"
-    return (
-        f"broker {broker['pid']} {broker['state']}, up {duration(broker['uptime_s'])};"
-        f" {counts['live']} live, {now['stats']['queued']} queued, {counts['done']} done,"
-        f" {counts['failed']} failed, {counts['cancelled']} cancelled; {rate} tokens/s"
-    )
+    return [
+        f"broker {broker['pid']} {broker['state']}",
+        f"up {duration(broker['uptime_s'])}",
+        f"{rate} tokens/s",
+        f"{counts['live']} live",
+        f"{now['stats']['queued']} queued",
+        f"{counts['done']} done",
+        f"{counts['failed']} failed",
+        f"{counts['cancelled']} cancelled",
+    ]
 
 
 def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
@@ -191,9 +207,3 @@ def _row(
 
 def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"

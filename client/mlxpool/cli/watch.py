@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from mlxpool.cli.admin import no_answer
+from mlxpool.cli.reach import no_answer
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body

@@ -6,6 +6,7 @@ connection or a broker is lost.
 
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.sync import Client, Stream
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "ChatTokens",
     "Client",
     "Delta",
     "Pace",

@@ -12,7 +12,18 @@ from typing import Any, TypeVar, Unpack
 from mlxpool.client import vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
-from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
+from mlxpool.client.request import (
+    ChatTokens,
+    Question,
+    cancel,
+    describe,
+    detokenize,
+    generate,
+    keep,
+    list_models,
+    tokenize,
+    tokenize_chat,
+)
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
@@ -71,6 +82,7 @@ class AsyncStream:
     async def _next(self) -> Delta | None:
         if self._open.finished:
             return None
+        self._connection.check_process()
         return self._connection.took(self._open, await self._queue.get())
 
     async def ready(self) -> list[Delta]:
@@ -171,12 +183,31 @@ class AsyncClient:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
         return await self._call(list_models())
 
+    async def describe(self, model: str) -> dict[str, Any]:
+        """All that is known of one model; see `Client.describe`."""
+        return await self._call(describe(model))
+
+    async def keep(self, model: str, seconds: float) -> float:
+        """Keep a model loaded for so many seconds after its last work; see `Client.keep`."""
+        return await self._call(keep(model, seconds))
+
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The token ids of a text, as the model would read it as a prompt.
 
         Loads the model if it is not loaded. Raises UnknownModel.
         """
         return await self._call(tokenize(model, text))
+
+    async def tokenize_chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        think: bool | str | None = None,
+    ) -> ChatTokens:
+        """The token ids of a chat; see `Client.tokenize_chat`."""
+        return await self._call(tokenize_chat(model, messages, tools, think))
 
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises what `tokenize` does."""

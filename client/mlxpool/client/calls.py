@@ -12,7 +12,9 @@ from mlxpool.common.protocol import from_client, to_client
 from mlxpool.common.protocol.frames import Message
 
 # The others may wait for a model.
-ANSWERED_AT_ONCE = frozenset({from_client.ListModels.kind, from_client.Cancel.kind})
+ANSWERED_AT_ONCE = frozenset(
+    {from_client.ListModels.kind, from_client.Keep.kind, from_client.Cancel.kind}
+)
 CANCELLABLE = from_client.CALLS
 
 OnReply = Callable[[Message | PoolError], None]

@@ -22,7 +22,7 @@ from mlxpool.client.dealer import Dealer
 from mlxpool.client.request import Question, deadline_of, resumed
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, Frame, StreamState, frame_of_row, parse_frame
-from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized, from_body
+from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
@@ -30,7 +30,7 @@ from mlxpool.common.protocol.frames import Content, Message, encoded
 from mlxpool.common.protocol.from_client import Ack, Cancel, GenerateDraft, Ping
 from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
-from mlxpool.common.transport import sockets
+from mlxpool.common.transport import endpoints, sockets
 from mlxpool.common.transport.keys import Credentials
 
 ACK_IDS = 64  # ids read before an ack goes out; the rest follows with the next ping
@@ -56,6 +56,19 @@ class OpenStream:
         return None if self.deadline is None else self.deadline - time.monotonic()
 
 
+def _front(run_dir: str | Path | None, endpoint: str | None) -> str:
+    """The endpoint to connect to. Raises as `Connection` does."""
+    if not endpoint:
+        if "://" in str(run_dir):
+            raise BadRequest(
+                f"run_dir is a folder, got {str(run_dir)!r:.200}; give it as endpoint="
+            )
+        return sockets.ipc(Path(run_dir or default_run_dir()), "front")
+    if (fault := endpoints.dial_fault(endpoint)) is not None:
+        raise BadRequest(fault)
+    return endpoint
+
+
 class Connection:
     """One connection to a broker, for any number of streams and calls of any thread."""
 
@@ -66,8 +79,11 @@ class Connection:
         pace: Pace,
         credentials: Credentials | None,
     ) -> None:
-        """Raises ValueError for a run directory whose path is too long for a socket."""
-        endpoint = endpoint or sockets.ipc(Path(run_dir or default_run_dir()), "front")
+        """Raises BadRequest for a malformed endpoint.
+
+        Raises ValueError for a run directory whose path is too long for a socket.
+        """
+        endpoint = _front(run_dir, endpoint)
         self.timer = SilenceTimer(pace, time.monotonic())
         self._pace = pace
         self._dealer = Dealer(endpoint, credentials)
@@ -75,13 +91,19 @@ class Connection:
         self._streams: dict[bytes, OpenStream] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._history = History("client")
+        self._process = os.getpid()  # a fork of it has no connection: threads are not forked
         self._ping_at = self._tick_at = 0.0
         self._lock = threading.Lock()  # around the start and the end of the thread
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """End the thread. Open streams are cancelled and end with BrokerLost."""
+        """End the thread. Open streams are cancelled and end with BrokerLost.
+
+        In a fork of the process it does nothing: the connection is that of the parent.
+        """
+        if self._process != os.getpid():
+            return
         with self._lock:
             thread, self._thread = self._thread, None
             self._closing.set()
@@ -92,8 +114,23 @@ class Connection:
             if thread is not threading.current_thread():
                 thread.join(timeout=5)
 
+    def check_process(self) -> None:
+        """Raises BadRequest in a fork of the process that made the client.
+
+        The fork has no thread that reads the socket, so that every wait would be without an end.
+        """
+        if self._process != os.getpid():
+            raise BadRequest(
+                f"this client was made in process {self._process} and is used in its fork"
+                f" {os.getpid()}; make a client in each process, after the fork"
+            )
+
     def _do(self, command: Callable[[], None]) -> None:
-        """Have the thread run a command. Raises BrokerLost after `close`; see `Dealer.open`."""
+        """Have the thread run a command.
+
+        Raises BrokerLost after `close`, BadRequest in a fork of the process; see `Dealer.open`.
+        """
+        self.check_process()  # before the lock, which a thread of the parent may have held
         with self._lock:
             if self._closing.is_set():
                 raise BrokerLost("the client is closed")
@@ -150,7 +187,7 @@ class Connection:
                 self._send(Cancel(), stream.state.id)
                 stream.retry.cancel_sent(self.timer.now)
 
-        with contextlib.suppress(BrokerLost):
+        with contextlib.suppress(PoolError):  # in a fork the stream is the parent's
             self._do(send)
 
     def ask(
@@ -177,7 +214,7 @@ class Connection:
             if self._calls.forget(question.id):
                 self._send(Cancel(), question.id)
 
-        with contextlib.suppress(BrokerLost):  # `close` has cancelled everything
+        with contextlib.suppress(PoolError):  # `close` has cancelled everything
             self._do(send)
 
     # ---- the thread's loop -----------------------------------------------------------------------
@@ -204,8 +241,10 @@ class Connection:
         self._dealer.wait(due_in if waiting else None)
         now = time.monotonic()
         self.timer.advance(now)
-        if self._dealer.handshake.succeeded() and waiting:
-            self._send(Ping())  # its `pong` tells whether streams have to be sent again
+        if self._dealer.handshake.succeeded():
+            self.timer.connected = True
+            if waiting:
+                self._send(Ping())  # its `pong` tells whether streams have to be sent again
         if self._dealer.handshake.refusal and waiting:
             self._end_all(Unauthorized(self._dealer.handshake.refusal))
         if not waiting:
@@ -339,7 +378,7 @@ class Connection:
         self._calls.reconnected(self.timer.now)
 
     def _give_up(self) -> None:
-        known = self.timer.heard_at > -math.inf
+        known = self.timer.heard_at > -math.inf or self.timer.connected
         advice = "" if known else "; start one with `mlxpool serve`"
         endpoint, trouble = self._dealer.endpoint, self._dealer.handshake.trouble
         silence = f"no broker answers at {endpoint} for {self.timer.silent:.0f} s"

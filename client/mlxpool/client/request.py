@@ -10,15 +10,23 @@ from typing import Any, Generic, TypeVar
 
 from mlxpool.client.images import Image, read_images, take_images
 from mlxpool.client.stream import StreamState
-from mlxpool.common.checks import shown
+from mlxpool.common.checks import is_number, shown
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol import from_client
 from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Content, Message
-from mlxpool.common.protocol.from_client import Cancel, GenerateDraft, ListModels, ModelCall
+from mlxpool.common.protocol.from_client import (
+    KEEP_FOREVER,
+    MAX_KEEP_MS,
+    Cancel,
+    GenerateDraft,
+    Keep,
+    ListModels,
+    ModelCall,
+)
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Resume, check_size
-from mlxpool.common.protocol.to_client import ModelList
+from mlxpool.common.protocol.to_client import Kept, ModelList
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds that hold for the first sending
@@ -149,6 +157,32 @@ def list_models() -> Question[list[dict[str, Any]]]:
     return Question(os.urandom(ID_BYTES), ListModels(), lambda a: ModelList.parse(a.body).models)
 
 
+def describe(model: str) -> Question[dict[str, Any]]:
+    """Ask for all that is known of one model."""
+    return Question(
+        os.urandom(ID_BYTES), ListModels(model), lambda a: ModelList.parse(a.body).models[0]
+    )
+
+
+def keep(model: str, seconds: float) -> Question[float]:
+    """Ask to keep a model loaded; the answer is the seconds that hold. Raises BadRequest."""
+    if not is_number(seconds) or not -math.inf <= seconds <= MAX_KEEP_MS / 1000:
+        raise BadRequest(
+            f"seconds is {shown(seconds)}, must be at most {MAX_KEEP_MS // 1000}, or below 0: for"
+            " ever"
+        )
+    keep_ms = KEEP_FOREVER if seconds < 0 else math.ceil(seconds * 1000)
+    return Question(
+        os.urandom(ID_BYTES),
+        Keep(model, keep_ms),
+        lambda answer: _seconds_kept(Kept.parse(answer.body)),
+    )
+
+
+def _seconds_kept(kept: Kept) -> float:
+    return -1.0 if kept.keep_ms < 0 else kept.keep_ms / 1000
+
+
 def tokenize(model: str, text: str) -> Question[list[int]]:
     """Ask for the ids of a text. Raises BadRequest for a value that is no str."""
     data = _utf8(text)
@@ -160,6 +194,34 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
         os.urandom(ID_BYTES),
         content,
         lambda answer: unpack_ids(answer.blobs[0]) if answer.blobs else [],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """A chat as the model's template renders it, in token ids.
+
+    `thinks`: the prompt ends inside the model's thoughts, so the completion begins with them.
+    """
+
+    ids: list[int]
+    thinks: bool
+
+
+def tokenize_chat(
+    model: str,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None = None,
+    think: bool | str | None = None,
+) -> Question[ChatTokens]:
+    """Ask for the ids of a chat. Raises BadRequest for messages that are no maps."""
+    prompt = ChatPrompt(_maps(messages), tools, think)
+    return Question(
+        os.urandom(ID_BYTES),
+        ModelCall(from_client.TOKENIZE, model, prompt.body()),
+        lambda answer: ChatTokens(
+            unpack_ids(answer.blobs[0]) if answer.blobs else [], answer.body.get("thinks") is True
+        ),
     )
 
 

@@ -39,6 +39,7 @@ class Pace:
     overdue: float = 1.0  # after a deadline, until the client ends the stream itself
     broker_grace: float = BROKER_GRACE  # of silence, until the client ends its streams
     connect_grace: float = CONNECT_GRACE  # the same when no broker ever answered
+    handshake_grace: float = math.inf  # the same when there never was a connection
 
 
 class Action(Enum):
@@ -70,6 +71,7 @@ class SilenceTimer:
         self.pace = pace
         self.now = 0.0
         self.heard_at = -math.inf  # when any frame came last
+        self.connected = False  # whether there ever was a connection
         self.reconnects = 0  # connections replaced since then
         self._wall = wall
         self._waiting_since = self._connected_at = 0.0
@@ -112,6 +114,8 @@ class SilenceTimer:
         grace = self.pace.broker_grace
         if self.heard_at == -math.inf:
             grace = min(grace, self.pace.connect_grace)
+            if not self.connected:
+                grace = min(grace, self.pace.handshake_grace)
         return self.silent > grace
 
 

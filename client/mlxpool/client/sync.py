@@ -13,7 +13,18 @@ from typing import Any, TypeVar, Unpack
 from mlxpool.client import vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
-from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
+from mlxpool.client.request import (
+    ChatTokens,
+    Question,
+    cancel,
+    describe,
+    detokenize,
+    generate,
+    keep,
+    list_models,
+    tokenize,
+    tokenize_chat,
+)
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
@@ -71,6 +82,7 @@ class Stream(Closing):
     def _next(self) -> Delta | None:
         if self._open.finished:
             return None
+        self._connection.check_process()
         return self._connection.took(self._open, self._queue.get())
 
     def read(self) -> Result:
@@ -88,11 +100,15 @@ class Client(Closing):
     """A blocking client: one connection to a broker, for any number of threads and streams.
 
     `run_dir` is the run directory of a local broker (default: the usual one), `endpoint` any front
-    endpoint in its place. An endpoint that speaks CURVE needs `server_key`, the broker's public key
-    (text or a file), and `key`, the file of a key that the broker knows; BadKey is raised for keys
-    that cannot be used. Calls and streams end with BrokerLost if no broker answers within
-    `connect_timeout` seconds or is silent for `broker_grace` seconds, and with Unauthorized if the
-    broker refuses the key. Other errors are listed below.
+    endpoint in its place; BadRequest is raised for one that is not tcp://HOST:PORT or ipc://PATH.
+    An endpoint that speaks CURVE needs `server_key`, the broker's public key (text or a file), and
+    `key`, the file of a key that the broker knows; BadKey is raised for keys that cannot be used.
+    Calls and streams end with BrokerLost if no broker answers within `connect_timeout` seconds or
+    is silent for `broker_grace` seconds, and with Unauthorized if the broker refuses the key. Other
+    errors are listed below.
+
+    A client belongs to the process that made it. In a fork of that process each call, and each read
+    of a stream, raises BadRequest at once; see "Processes that fork".
 
     A stream goes on after the loss of its connection, worker or broker, unless it has
     durable=False; `pace` sets the intervals of these retries.
@@ -151,6 +167,23 @@ class Client(Closing):
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
         return self._call(list_models())
 
+    def describe(self, model: str) -> dict[str, Any]:
+        """All that is known of one model: its map in `models`, and `about`, what its files say.
+
+        Raises UnknownModel.
+        """
+        return self._call(describe(model))
+
+    def keep(self, model: str, seconds: float) -> float:
+        """Keep a model loaded for so many seconds after its last work; loads it if need be.
+
+        0 unloads it once it has no work; below 0 it stays. This holds for all its clients, until it
+        is unloaded or the next `keep`. Returns the seconds that hold: the pool's settings may allow
+        less, or keep it longer. Raises UnknownModel, and the error of a model that is not
+        available.
+        """
+        return self._call(keep(model, seconds))
+
     def tokenize(self, model: str, text: str) -> list[int]:
         """The token ids of a text, as the model would read it as a prompt.
 
@@ -158,6 +191,19 @@ class Client(Closing):
         answer within 60 seconds.
         """
         return self._call(tokenize(model, text))
+
+    def tokenize_chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        think: bool | str | None = None,
+    ) -> ChatTokens:
+        """The token ids of a chat as the model's template renders it. Raises what `tokenize` does,
+        and BadRequest for messages that the template does not take.
+        """
+        return self._call(tokenize_chat(model, messages, tools, think))
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises what `tokenize` does."""

@@ -1,4 +1,4 @@
-"""The log format of every process: text, or JSON lines.
+"""The log format of every process: text (logfmt), or JSON lines. Both have the same keys.
 
 Prompts and completions are never logged. What models and clients name may be: in the text log
 control characters are escaped, and only a record begins at the left margin.
@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import textwrap
 import threading
 import time
+import traceback
+from collections.abc import Mapping
+from datetime import datetime
 from types import TracebackType
+from typing import Any
 
-from mlxpool.common.escapes import escape_line, escape_text
+from mlxpool.common.escapes import CONTROLS, escape_text
 
+# What no unquoted value may hold: white space, quotes, =, \ and what else is escaped.
+_SPECIAL = re.compile(rf"[\s\"'=\\]|{CONTROLS.pattern}")
 _OWN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -35,25 +42,57 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class Text(logging.Formatter):
-    """`12:00:00 info  broker: message key=value`; the keys of `extra` follow the message."""
+class Logfmt(logging.Formatter):
+    """One line of logfmt: `ts=… level=info logger=broker event="worker ready" epoch=3`.
+
+    `ts` is the local time with its offset from UTC. The keys of `extra` follow; those without a
+    value (None) are left out. `exception` is the error in one line; its traceback follows the
+    record in lines that begin with two spaces.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = "".join(
-            f" {k}={v}" for k, v in record.__dict__.items() if k not in _OWN and v is not None
-        )
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = escape_line(
-            f"{stamp} {record.levelname.lower():7} {_short(record)}: {record.getMessage()}{extras}"
-        )
+        pairs = {
+            "ts": _local(record),
+            "level": record.levelname.lower(),
+            "logger": _short(record),
+            "event": record.getMessage(),
+            **{k: v for k, v in record.__dict__.items() if k not in _OWN and v is not None},
+        }
         if not record.exc_info:
-            return line
-        exception = escape_text(self.formatException(record.exc_info))
-        return f"{line}\n{textwrap.indent(exception, '  ')}"
+            return _logfmt(pairs)
+        pairs["exception"] = "".join(traceback.format_exception_only(record.exc_info[1])).strip()
+        lines = escape_text(self.formatException(record.exc_info))
+        return f"{_logfmt(pairs)}\n{textwrap.indent(lines, '  ')}"
+
+
+def _logfmt(pairs: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_quoted(_text(value))}" for key, value in pairs.items())
+
+
+def _text(value: Any) -> str:
+    """A value as text: the entries of a list with commas, booleans and tables as in JSON."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, bool | dict):
+        return json.dumps(value, default=str, ensure_ascii=False)
+    return str(value)
+
+
+def _quoted(text: str) -> str:
+    """A value of logfmt: in quotes, with the escapes of JSON, where a parser needs them."""
+    if text and text != "null" and not _SPECIAL.search(text):
+        return text
+    return CONTROLS.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False)
+    )
 
 
 def _short(record: logging.LogRecord) -> str:
     return record.name.removeprefix("mlxpool.")
+
+
+def _local(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 def _utc(record: logging.LogRecord) -> str:
@@ -67,7 +106,7 @@ LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}  # of the setting log_le
 def set_up(*, json_lines: bool, level: int = logging.INFO) -> None:
     """Write the log of this process, exceptions that nothing catches included, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if json_lines else Text())
+    handler.setFormatter(JsonLines() if json_lines else Logfmt())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -32,30 +32,36 @@ MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 Check = Callable[[str, Any], Any]
 
 
-def _integer(low: int, high: int) -> Check:
+@dataclass(frozen=True, slots=True)
+class IntegerIn:
     """Checks an integer from `low` to `high`, both inclusive."""
 
-    def check(name: str, value: Any) -> int:
+    low: int
+    high: int
+
+    def __call__(self, name: str, value: Any) -> int:
         if not is_integer(value):
             raise BadRequest(f"option {name!r} must be an integer, got {shown(value)}")
-        if not low <= value <= high:
-            raise BadRequest(f"option {name!r} is {shown(value)}, must be from {low} to {high}")
+        if not self.low <= value <= self.high:
+            bounds = f"must be from {self.low} to {self.high}"
+            raise BadRequest(f"option {name!r} is {shown(value)}, {bounds}")
         return value
 
-    return check
 
-
-def _number(low: float, high: float) -> Check:
+@dataclass(frozen=True, slots=True)
+class NumberIn:
     """Checks a finite number from `low` to `high`, both inclusive; the value is a float."""
 
-    def check(name: str, value: Any) -> float:
+    low: float
+    high: float
+
+    def __call__(self, name: str, value: Any) -> float:
         if not is_number(value):
             raise BadRequest(f"option {name!r} must be a number, got {shown(value)}")
-        if not low <= value <= high:  # NaN and infinities are not, either
-            raise BadRequest(f"option {name!r} is {shown(value)}, must be from {low:g} to {high:g}")
+        if not self.low <= value <= self.high:  # NaN and infinities are not, either
+            bounds = f"must be from {self.low:g} to {self.high:g}"
+            raise BadRequest(f"option {name!r} is {shown(value)}, {bounds}")
         return float(value)
-
-    return check
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -84,7 +90,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
         raise BadRequest(f"option {name!r} must be a map of token id to number")
     if len(value) > MAX_BIASES:
         raise BadRequest(f"option {name!r} has {len(value)} entries, at most {MAX_BIASES}")
-    amount = _number(-MAX_BIAS, MAX_BIAS)
+    amount = NumberIn(-MAX_BIAS, MAX_BIAS)
     biases: dict[int, float] = {}
     for token, bias in value.items():
         digits = str(token)
@@ -104,41 +110,41 @@ class Options:
 
     max_tokens: Annotated[
         int,
-        _integer(-(2**31), MAX_COUNT),
+        IntegerIn(-(2**31), MAX_COUNT),
         "tokens to generate at most (default, 0 or below: up to the context)",
     ] = -1
-    temperature: Annotated[float, _number(0, 100), "0 is greedy (default 0.8)"] = 0.8
+    temperature: Annotated[float, NumberIn(0, 100), "0 is greedy (default 0.8)"] = 0.8
     top_p: Annotated[
-        float, _number(0, 1), "keep the most likely tokens of this mass (default 0.9)"
+        float, NumberIn(0, 1), "keep the most likely tokens of this mass (default 0.9)"
     ] = 0.9  # 1 (or 0) is off
     top_k: Annotated[
         int,
-        _integer(0, MAX_COUNT),
+        IntegerIn(0, MAX_COUNT),
         "keep this many of the most likely tokens, 0: all (default 40)",
     ] = 40
     min_p: Annotated[
-        float, _number(0, 1), "drop tokens this much less likely than the first (default 0)"
+        float, NumberIn(0, 1), "drop tokens this much less likely than the first (default 0)"
     ] = 0.0  # 0 is off
     repeat_penalty: Annotated[
-        float, _number(0.01, 100), "divide the logits of recent tokens (default 1, off)"
+        float, NumberIn(0.01, 100), "divide the logits of recent tokens (default 1, off)"
     ] = 1.0
     repeat_last_n: Annotated[
-        int, _integer(-1, MAX_COUNT), "how many tokens are recent, -1: all (default 64)"
+        int, IntegerIn(-1, MAX_COUNT), "how many tokens are recent, -1: all (default 64)"
     ] = 64  # -1: the context, 0: none
     presence_penalty: Annotated[
-        float, _number(-100, 100), "subtract from recent tokens once (default 0)"
+        float, NumberIn(-100, 100), "subtract from recent tokens once (default 0)"
     ] = 0.0
     frequency_penalty: Annotated[
-        float, _number(-100, 100), "subtract from recent tokens for each time (default 0)"
+        float, NumberIn(-100, 100), "subtract from recent tokens for each time (default 0)"
     ] = 0.0
     logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
     seed: Annotated[
-        int, _integer(-1, MAX_SEED), "for the same text again (default: drawn)"
+        int, IntegerIn(-1, MAX_SEED), "for the same text again (default: drawn)"
     ] = -1  # < 0: the broker draws one
     stop: Annotated[tuple[str, ...], _stops, "end before this text; may be repeated"] = ()
     logprobs: Annotated[bool, _boolean, "report each token's, with --json"] = False
     top_logprobs: Annotated[
-        int, _integer(0, MAX_TOP_LOGPROBS), "alternatives reported with --json (default 0)"
+        int, IntegerIn(0, MAX_TOP_LOGPROBS), "alternatives reported with --json (default 0)"
     ] = 0
     ignore_eos: Annotated[bool, _boolean, "go on past the model's own end"] = False
     truncate: Annotated[
@@ -149,11 +155,11 @@ class Options:
     ] = False
     num_keep: Annotated[
         int,
-        _integer(-1, MAX_COUNT),
+        IntegerIn(-1, MAX_COUNT),
         "first tokens that truncate and shift keep, -1: the prompt (default 4)",
     ] = 4
     num_ctx: Annotated[
-        int, _integer(0, MAX_COUNT), "context of this request (default, 0: the model's)"
+        int, IntegerIn(0, MAX_COUNT), "context of this request (default, 0: the model's)"
     ] = 0
     format: Annotated[Mapping[str, Any] | None, check_format] = None  # what the answer has to be
 

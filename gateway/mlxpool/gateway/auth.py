@@ -1,29 +1,40 @@
 """Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
 
-The file of keys has one key a line and is read again when the process gets SIGHUP.
+The file of keys has one key a line, or a name and a key, and is read again when the process gets
+SIGHUP.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
 
+from mlxpool.common.api_keys import digest, read_keys
+from mlxpool.common.config.bounds import LOOPBACK
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.settings import LOOPBACK
 
 log = logging.getLogger("mlxpool.gateway")
 
-MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who sends a request: the digest of the key, and its name in logs, None without keys."""
+
+    digest: bytes
+    name: str | None
+
+
+NOBODY = Owner(b"", None)
 
 
 class ApiKeys:
@@ -32,7 +43,7 @@ class ApiKeys:
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._digests = () if file is None else _read_digests(file)
+        self._names = {} if file is None else read_keys(file)
 
     @property
     def required(self) -> bool:
@@ -43,23 +54,25 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            self._digests = _read_digests(self._file)
+            self._names = read_keys(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
-            log.info("%s has %d keys", self._file, len(self._digests))
+            log.info("%s has %d keys", self._file, len(self._names))
 
-    def owner(self, authorization: str | None) -> bytes | None:
-        """The digest of the key in this header, None if the key is unknown.
+    def owner(self, authorization: str | None) -> Owner | None:
+        """Whose key is in this header; None if the key is unknown.
 
-        Takes the same time for every key. Without a file all requests have the owner b"".
+        Takes the same time for every key. Without a file all requests have the same owner.
         """
         if self._file is None:
-            return b""
+            return NOBODY
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return given if any(known) and scheme.lower() == "bearer" else None
+        given = digest(key.strip())
+        known = [hmac.compare_digest(given, each) for each in self._names]
+        if not any(known) or scheme.lower() != "bearer":
+            return None
+        return Owner(given, self._names[given])
 
 
 class ConcurrencyLimit:
@@ -97,7 +110,8 @@ class AccessControl:
         self._keys = keys
         self._limit = limit
 
-    def admitted(self, request: Request) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def admitted(self, request: Request) -> Iterator[Owner]:
         """To be entered for as long as the request takes. Raises HttpError."""
         host = HOST.fullmatch(request.headers.get("host", ""))
         if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
@@ -107,29 +121,5 @@ class AccessControl:
         if owner is None:
             message = "a known key is wanted: Authorization: Bearer KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
-        return self._limit.request(owner)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _read_digests(file: Path) -> tuple[bytes, ...]:
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the keys in {file} cannot be read: {error}") from error
-    digests = []
-    for number, line in enumerate(lines, 1):
-        key = line.strip()
-        if not key or key.startswith("#"):
-            continue
-        if len(key) < MIN_KEY_LENGTH or len(key.split()) > 1:
-            raise ValueError(
-                f"{file}, line {number}: a key is one word of at least {MIN_KEY_LENGTH} characters;"
-                f" it has {len(key)} (make one with `openssl rand -hex 32`)"
-            )
-        digests.append(_digest(key))
-    if not digests:
-        raise ValueError(f"{file} has no key: write one a line")
-    return tuple(digests)
+        with self._limit.request(owner.digest):
+            yield owner

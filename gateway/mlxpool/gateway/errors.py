@@ -33,10 +33,9 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "draining": (503, "draining"),
 }
 ERROR_TYPES = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
-# Part of the body may still be unread, so the connection cannot carry another request.
 LOADING_RETRY_AFTER = 1.0  # seconds until a request for a model that is loading is sent again
+# Part of the body may still be unread, so the connection cannot carry another request.
 CLOSING_STATUSES = (408, 413)
-PARAMS = {"unknown_model": "model", "context_exceeded": "messages"}
 
 
 @dataclass(eq=False)
@@ -44,6 +43,7 @@ class HttpError(Exception):
     """A request that is answered with an error.
 
     `param`: the request field that caused it. `retry`: whether the client may send it again.
+    `close`: the connection takes no other request.
     """
 
     status: int
@@ -53,6 +53,8 @@ class HttpError(Exception):
     retry_after: float | None = None  # seconds
     retry: bool = True
     load_progress: float | None = None  # 0 to 1, of a model that is loading
+    close: bool = False
+    request_id: str | None = None  # of the response, see exchange
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -66,6 +68,8 @@ class HttpError(Exception):
             "param": self.param,
             "code": self.code,
         }
+        if self.request_id is not None:
+            error["request_id"] = self.request_id
         return {"error": error, **self._progress()}
 
     def ollama_body(self) -> dict[str, Any]:
@@ -80,7 +84,7 @@ class HttpError(Exception):
         headers = {} if self.retry else {"x-should-retry": "false"}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
-        if self.status in CLOSING_STATUSES:
+        if self.close or self.status in CLOSING_STATUSES:
             headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -97,10 +101,13 @@ def unsupported_parameter(param: str, advice: str) -> HttpError:
     return bad_request(f"{param!r} is not supported: {advice}", param, "unsupported_parameter")
 
 
-def from_pool_error(error: PoolError, *, started: bool = False) -> HttpError:
+def from_pool_error(
+    error: PoolError, *, started: bool = False, prompt_field: str | None = None
+) -> HttpError:
     """The HTTP form of a pool's error.
 
     `started`: a model has produced output, so a retry would repeat work and is not suggested.
+    `prompt_field`: the field of the request that has its prompt.
     """
     status, code = STATUS.get(error.code, (429 if error.retry_after_ms is not None else 500, ""))
     progress = (error.details or {}).get("load_progress")
@@ -117,7 +124,7 @@ def from_pool_error(error: PoolError, *, started: bool = False) -> HttpError:
         status,
         error.message,
         code or error.code,
-        PARAMS.get(error.code),
+        {"unknown_model": "model", "context_exceeded": prompt_field}.get(error.code),
         retry_after=1.0 if after is None and status == 429 else after,
         retry=error.retryable and not started,
     )

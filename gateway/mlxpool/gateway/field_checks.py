@@ -4,17 +4,61 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.schemas import Schema, nullable
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 NOWHERE: Mapping[str, str] = {}
-NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in the prompt"
+NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in words"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The fields of a map in a request: what its check takes, and its schema in openapi.json.
+
+    Names of fields lead to schemas. `accepted` fields have no effect, `refused` ones have to have
+    a value that requests nothing.
+    """
+
+    honoured: Mapping[str, Schema]
+    required: tuple[str, ...] = ()
+    accepted: Mapping[str, Schema] = field(default_factory=dict)
+    refused: RefusedFields = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """All known fields."""
+        return {*self.honoured, *self.accepted, *self.refused}
+
+    def check(
+        self, body: Mapping[str, Any], prefix: str = "", elsewhere: Mapping[str, str] = NOWHERE
+    ) -> None:
+        """See `check_names`; whether the required fields are there is checked by their readers."""
+        check_names(body, self.honoured, self.accepted, self.refused, prefix, elsewhere)
+
+    def schema(self) -> Schema:
+        """The JSON schema. null counts as absent, so every optional field may be null."""
+        known = {**self.honoured, **self.accepted}
+        properties = {
+            name: schema if name in self.required else nullable(schema)
+            for name, schema in known.items()
+        }
+        for name, (neutral, advice) in self.refused.items():
+            why = f"not supported: {advice}"
+            properties[name] = {"enum": [*neutral, None], "description": why}
+        return {
+            "type": "object",
+            "properties": properties,
+            **({"required": list(self.required)} if self.required else {}),
+            "additionalProperties": False,
+        }
 
 
 def check_names(

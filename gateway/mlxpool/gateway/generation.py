@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,7 +19,10 @@ from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_
 from mlxpool.gateway.formats.events import Event, Parser
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelList
+from mlxpool.gateway.operations.exchange import Exchange
 from mlxpool.gateway.settings import Settings
+
+log = logging.getLogger("mlxpool.gateway")
 
 NO_TIMEOUT = 10.0**9  # seconds
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
@@ -24,12 +30,18 @@ MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but n
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice to generate: the model and the keyword arguments of the client's `stream`."""
+    """One choice to generate: the model and the keyword arguments of the client's `stream`.
+
+    `repeated`: an earlier choice of the request has the same prompt. `thinks`: a prompt of token
+    ids ends inside the model's thoughts.
+    """
 
     model: str
     arguments: Mapping[str, Any]
     chat: ChatFormats = NO_CHAT
     tools: Sequence[Mapping[str, Any]] = ()
+    repeated: bool = False
+    thinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,7 @@ class Choice:
 
     def _get_parser(self) -> Parser:
         if self._parser is None:
-            thinks = self.stream.facts.get("thinks") is True
+            thinks = self._request.thinks or self.stream.facts.get("thinks") is True
             self._parser = make_parser(self._request.chat, self._request.tools, thinks=thinks)
         return self._parser
 
@@ -93,9 +105,19 @@ class Generation:
     """
 
     def __init__(
-        self, client: AsyncClient, requests: Sequence[ChoiceRequest], deadline: float | None
+        self,
+        client: AsyncClient,
+        requests: Sequence[ChoiceRequest],
+        deadline: float | None,
+        exchange: Exchange,
     ) -> None:
-        """Start the streams, with `deadline` in seconds. Raises PoolError if one cannot be sent."""
+        """Start the streams, with `deadline` in seconds. Raises PoolError if one cannot be sent.
+
+        The exchange gets the time of the first token, and the tokens of all choices.
+        """
+        self._exchange = exchange
+        self._prompt_field = "messages" if "messages" in requests[0].arguments else "prompt"
+        self._requests = requests
         self._choices: list[Choice] = []
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue(
             MAX_UNWRITTEN_UPDATES
@@ -108,6 +130,7 @@ class Generation:
                 self.close()
                 raise
             self._choices.append(Choice(number, stream, request))
+        exchange.model, exchange.pool_id = requests[0].model, self.id
 
     @property
     def choices(self) -> int:
@@ -134,9 +157,14 @@ class Generation:
                 continue
             except PoolError as error:
                 started = any(choice.started for choice in self._choices)
-                raise errors.from_pool_error(error, started=started) from error
+                field = self._prompt_field
+                raise errors.from_pool_error(error, started=started, prompt_field=field) from error
+            if self._exchange.first_token is None:
+                self._exchange.first_token = time.monotonic()
             if update.result is not None:
                 unfinished -= 1
+                counted = self._requests[update.choice].repeated
+                self._exchange.count(update.result.usage, prompt=not counted)
                 if update.result.reason == "cancelled":
                     message = "the request was cancelled by an operator"
                     raise HttpError(503, message, "cancelled", retry=False)
@@ -194,15 +222,46 @@ class PoolAccess:
         self.settings = settings
         self.client = client
         self.models = ModelList(client)
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Cancel what is in flight; the client stays open."""
+        for task in self._unloading:
+            task.cancel()
+        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await self.models.close()
+
+    @contextlib.asynccontextmanager
+    async def kept(self, model: str, seconds: float | None) -> AsyncIterator[None]:
+        """Keep a model loaded for so long after the work that is done while entered.
+
+        Below 0: without end; 0: it is unloaded after this work, once it has no other; None: as it
+        is. Raises PoolError, also for a model that is not available.
+        """
+        if seconds:
+            await self.client.keep(model, seconds)
+        try:
+            yield
+        finally:
+            if seconds == 0:
+                task = asyncio.create_task(self._unload(model))
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, model: str) -> None:
+        try:
+            await self.client.keep(model, 0)
+        except PoolError as error:
+            log.warning("a model stays loaded", extra={"model": model, "why": error.message})
 
     @property
     def deadline_ms(self) -> int | None:
         """The gateway's deadline of a request in milliseconds; None: the pool's own."""
         return milliseconds(self.settings.deadline)
 
-    def generate(self, requests: Sequence[ChoiceRequest]) -> Generation:
+    def generate(self, requests: Sequence[ChoiceRequest], exchange: Exchange) -> Generation:
         """Start the streams of a request, with the gateway's deadline. Raises PoolError."""
-        return Generation(self.client, requests, self.settings.deadline)
+        return Generation(self.client, requests, self.settings.deadline, exchange)
 
 
 # ---- the response --------------------------------------------------------------------------------
@@ -242,7 +301,7 @@ async def write_stream(
     except HttpError as error:
         if not response.started:
             raise
-        await response.write(encoding.error(error))
+        await response.write(encoding.error(response.identified(error)))
         await response.close()
         return None
     return [results[number] for number in sorted(results)]

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Send
 
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
@@ -18,9 +19,10 @@ TOO_DEEP = "the body is nested too deeply"
 
 
 class ResponseWriter:
-    """Sends one JSON value, or a stream of pieces."""
+    """Sends one JSON value, or a stream of pieces; notes in the exchange what it sent."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, exchange: Exchange) -> None:
+        self.exchange = exchange
         self._send = send
         self.started = False
         self.streaming = False  # a stream was opened and not closed
@@ -30,14 +32,30 @@ class ResponseWriter:
     ) -> None:
         """Send a whole response."""
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-        await self._start(status, JSON, {**(headers or {}), "content-length": str(len(data))})
+        await self.data(data, JSON, status, headers)
+
+    async def data(
+        self,
+        data: bytes,
+        content_type: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send a whole response of any content type."""
+        length = {"content-length": str(len(data))}
+        await self._start(status, content_type, {**(headers or {}), **length})
         await self._send({"type": "http.response.body", "body": data})
+
+    def identified(self, error: HttpError) -> HttpError:
+        """The error with the id of the request; the exchange gets its code."""
+        error.request_id, self.exchange.failure = self.exchange.id, error.code
+        return error
 
     async def open(self, content_type: str) -> None:
         """Start a stream. Its headers tell clients not to retry: the work would be done twice."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         await self._start(200, content_type, {**headers, "x-should-retry": "false"})
-        self.streaming = True
+        self.streaming = self.exchange.streamed = True
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the stream; waits while the client reads slowly."""
@@ -50,7 +68,8 @@ class ResponseWriter:
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
-        every = {"content-type": content_type, **headers}
+        self.exchange.status = status
+        every = {"content-type": content_type, REQUEST_ID: self.exchange.id, **headers}
         pairs = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in every.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
@@ -105,8 +124,11 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 async def cancel_on_disconnect(
     receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]
-) -> None:
-    """Run `work`; cancel it when the client closes the connection. Raises what `work` raises."""
+) -> bool:
+    """Run `work`; cancel it when the client closes the connection. Raises what `work` raises.
+
+    Returns whether it was cancelled.
+    """
     working = asyncio.create_task(work())
     disconnect = asyncio.create_task(_wait_for_disconnect(receive))
     try:
@@ -115,8 +137,10 @@ async def cancel_on_disconnect(
         for task in (working, disconnect):
             task.cancel()
         await asyncio.gather(working, disconnect, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
+    if working.cancelled():
+        return True
+    working.result()
+    return False
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

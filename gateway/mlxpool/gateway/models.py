@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from mlxpool.client import AsyncClient
@@ -14,6 +15,7 @@ from mlxpool.common.protocol.images import VISION
 from mlxpool.gateway.formats import ChatFormats
 
 MAX_AGE = 2.0  # seconds; an older list is refreshed in the background of the request
+MAX_NAMES_SHOWN = 20
 LATEST = ":latest"  # the tag that Ollama's users write after a name
 
 
@@ -32,6 +34,10 @@ class ModelInfo:
     quantisation: str
     chat: ChatFormats | None  # None: the model has no chat template
     features: tuple[str, ...] = ()
+    parameters: int = 0
+    modified: int | None = None  # seconds since 1970
+    expires_in: float | None = None  # seconds; below 0: it stays; None: it is not loaded
+    about: Mapping[str, Any] = field(default_factory=dict)  # what its files say, if asked for
 
     @property
     def vision(self) -> bool:
@@ -54,6 +60,10 @@ class ModelInfo:
             quantisation=row.get("quantisation") or "",
             chat=chat and ChatFormats(chat.get("tools"), chat.get("thinking")),
             features=tuple(row.get("features") or ()),
+            parameters=row.get("parameters") or 0,
+            modified=row.get("modified"),
+            expires_in=row.get("expires_in"),
+            about=row.get("about") or {},
         )
 
 
@@ -80,8 +90,20 @@ class ModelList:
             self._start_refresh()
         model = self._find(name)
         if model is None:
-            raise UnknownModel(f"there is no model {name!r}; known: {', '.join(self._models)}")
+            raise UnknownModel(f"there is no model {name!r:.80}; {self._hint(name)}")
         return model
+
+    async def described(self, name: str) -> ModelInfo:
+        """One model with all that is known of it, read now. Raises what `get` does."""
+        model = await self.get(name)
+        return ModelInfo.from_row(await self._client.describe(model.name))
+
+    def _hint(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._models, n=1)
+        if near:
+            return f"did you mean {near[0]!r}?"
+        more = ", …" if len(self._models) > MAX_NAMES_SHOWN else ""
+        return f"known: {', '.join(list(self._models)[:MAX_NAMES_SHOWN])}{more}"
 
     async def close(self) -> None:
         """Cancel a refresh that is in flight."""

@@ -2,45 +2,75 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
+from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-BACKLOG = 1024  # connections that wait to be accepted
-SHUTDOWN_TIMEOUT = 5  # seconds for streams in flight after SIGTERM
+SHUTDOWN_TIMEOUT = 5  # seconds that uvicorn waits for connections when nothing runs any more
 # Seconds. With the default of 5 ms the thread that reads the pool waits for the loop's thread.
 THREAD_SWITCH_INTERVAL = 0.0005
 
 
 def listen(settings: Settings) -> socket.socket:
     """A bound and listening socket. Raises OSError naming the address."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is named; without it small pieces take 40 ms.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((settings.host, settings.port))
-        bound.listen(BACKLOG)
+        return listening.listen(settings.host, settings.port)
     except OSError as error:
-        bound.close()
         where = f"{settings.host}:{settings.port}"
         words = f"cannot listen on {where}: {error.strerror}; take another --host or --port"
         raise OSError(error.errno, words) from error
-    return bound
 
 
-def make_server(gateway: Gateway) -> uvicorn.Server:
-    """A uvicorn server of this application, without access log or log configuration."""
-    config = uvicorn.Config(
+class DrainingServer(uvicorn.Server):
+    """Drains the gateway at the first SIGTERM or Ctrl-C, and ends at once at the second."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self.interrupted = False  # by Ctrl-C
+        self._gateway = gateway
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._finishing: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The handler of signals; the loop does the work."""
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        if self._loop is None or not self.started:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if self._finishing is None:
+            self._finishing = asyncio.ensure_future(self._finish())
+        else:
+            self._gateway.drain.hurry()
+
+    async def _finish(self) -> None:
+        try:
+            await self._gateway.finish()
+        finally:
+            self.should_exit = True
+
+
+def server_config(gateway: Gateway) -> uvicorn.Config:
+    """How uvicorn serves this application: without access log or log configuration."""
+    return uvicorn.Config(
         gateway.app,
         lifespan="on",
         log_config=None,
@@ -48,21 +78,27 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         server_header=False,
     )
-    return uvicorn.Server(config)
+
+
+def make_server(gateway: Gateway) -> DrainingServer:
+    """A server of this application."""
+    return DrainingServer(server_config(gateway), gateway)
 
 
 def run(settings: Settings, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again. `ready` is called with the URL.
 
-    Raises ValueError for keys that cannot be used, OSError for an address that cannot be bound.
+    Raises ValueError for keys that cannot be used, OSError for an address that cannot be bound, and
+    KeyboardInterrupt after Ctrl-C.
     """
     gateway = Gateway(settings)
     bound = listen(settings)
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its shutdown
     signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    host, port = bound.getsockname()[:2]
-    ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    ready(listening.url_of(bound))
+    server = make_server(gateway)
     with bound:
-        make_server(gateway).run([bound])
+        server.run([bound])
+    if server.interrupted:
+        raise KeyboardInterrupt

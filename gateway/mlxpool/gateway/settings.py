@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxpool.common.config.bounds import LOOPBACK, origin_faults
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import sockets
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,9 @@ class Settings:
     deadline: float | None = None  # seconds for a request; None: the pool's own
     per_key: int | None = None  # requests in flight of a key (without keys: of all)
     broker_grace: float = 10.0  # seconds without the broker until a request is answered 503
+    drain_timeout: float = 30.0  # seconds that running requests have after SIGTERM
+    cors_origins: tuple[str, ...] = ()  # whose pages in browsers may use the gateway; "*": all
+    access_log: bool = True  # a line for each request
 
     @property
     def broker(self) -> str:
@@ -45,3 +47,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
                 raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")
+        if not 0 <= self.drain_timeout < 1e9:
+            raise ValueError(f"drain_timeout is {self.drain_timeout}, must be 0 to 1e9 seconds")
+        for fault in origin_faults(self.cors_origins):
+            raise ValueError(fault)

@@ -108,8 +108,8 @@ def test_head_has_no_body(server: HttpServer, loop: Loop) -> None:
     assert kind.startswith("text/plain")
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_methods_other_than_get_and_head_are_refused(
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS"])
+def test_methods_other_than_get_head_and_post_are_refused(
     server: HttpServer, loop: Loop, method: str
 ) -> None:
     assert get(server, "/metrics", method)[0] == 501

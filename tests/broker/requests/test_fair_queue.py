@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -110,6 +111,20 @@ def test_the_bytes_of_waiting_prompts_are_counted() -> None:
     queue.drop(two)
     queue.take(one)
     assert (queue.count, queue.bytes) == (0, 0)
+
+
+def test_the_longest_wait_is_found_over_owners_priorities_and_resumed_ones() -> None:
+    queue = Queue()
+    assert queue.waiting_since() == math.inf
+    for number, (owner, priority, at) in enumerate([("a", 0, 5.0), ("a", 0, 3.0), ("b", 2, 4.0)]):
+        each = request(number, owner, priority=priority)
+        each.accepted_at = at
+        queue.add(each)
+    assert queue.waiting_since() == 4.0, "the first of its owner, whatever the next ones say"
+    resumed = request(9)
+    resumed.accepted_at, resumed.run.measured_at = 1.0, 3.5
+    queue.add_resumed(resumed)
+    assert queue.waiting_since() == 3.5, "it has had tokens until then"
 
 
 waiting = st.tuples(

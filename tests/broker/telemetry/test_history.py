@@ -15,6 +15,7 @@ from mlxpool.broker.telemetry.history import (
     RateColumn,
     RecentHistory,
     quantile,
+    recent_events,
     recent_rates,
 )
 from support import snapshots
@@ -69,6 +70,27 @@ def test_the_time_to_the_first_token_is_that_of_the_last_minute(story: Story) ->
     assert medians[0] is not None and 0.25 < medians[0] < 0.5
     assert medians == [medians[0]] * history.QUANTILE_POINTS + [None]
     assert ring.points[0].p95 is not None and ring.points[0].p95 > medians[0]
+
+
+def test_what_went_wrong_is_summed_over_the_points(story: Story) -> None:
+    worker, ring = story.ready_worker(sequences=9), RecentHistory()
+    worker.fail(story.generate(), "out_of_memory")
+    ring.record(snapshots.of(story), 10.0)
+    for code in ("internal", "internal", "slow_consumer"):
+        worker.fail(story.generate(), code)
+        ring.record(snapshots.of(story), story.now)
+        story.now += 2.0
+    worker.end(story.generate())
+    story.generate(prompt=5)
+    worker.die("killed by SIGKILL")
+    ring.record(snapshots.of(story), story.now)
+    events = recent_events(ring.points)
+    assert events.failures == {"internal": 2, "slow_consumer": 1}
+    assert events.failing_models == {"m": 3}
+    assert events.rejected == {"bad_request": 1}
+    assert events.restarts == {"m/0": 1}
+    assert events.ended == 4
+    assert recent_events([]).failures == {}
 
 
 def test_the_number_of_points_is_bounded(story: Story) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +66,7 @@ def busy(story: Story) -> None:
 
 def test_every_family_of_the_table_is_there_in_its_kind(story: Story) -> None:
     busy(story)
-    metrics = read(story)
+    metrics = read(story, gateway=snapshots.GATEWAY)
     for family in FAMILIES:
         metric = metrics[family.name.removesuffix("_total")]
         assert metric.type == family.kind, family.name
@@ -84,6 +85,14 @@ def test_names_of_metrics_follow_the_rules_of_prometheus() -> None:
         assert family.name.startswith(("mlxpool_", "process_")), family.name
         assert family.name.endswith("_total") == (family.kind == "counter"), family.name
         assert not {"id", "owner", "pid", "link", "epoch"} & set(family.labels), family.name
+
+
+def test_the_gateway_is_up_while_it_is_ready(story: Story) -> None:
+    assert read(story)["mlxpool_gateway_up"].samples == []
+    for state, up in (("ready", 1), ("restarting", 0), ("draining", 0)):
+        metrics = read(story, gateway=replace(snapshots.GATEWAY, state=state))
+        assert value(metrics, "mlxpool_gateway_up") == up
+        assert value(metrics, "mlxpool_gateway_restarts_total") == 2
 
 
 def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from mlxpool.broker.http.status_page import PAGE
 from mlxpool.broker.telemetry.history import MAX_COLUMNS, MAX_POINTS, POINT_INTERVAL, RecentHistory
-from mlxpool.broker.telemetry.status import MAX_ROWS, status
+from mlxpool.broker.telemetry.snapshot import MAX_LIVE
+from mlxpool.broker.telemetry.status import ID_DIGITS, MAX_ROWS, status
 from mlxpool.common.config.model_names import MAX_NAME
 from support import snapshots
 from support.core_harness import START, Story, model
@@ -26,7 +27,10 @@ def test_the_status_of_a_pool_at_work(story: Story) -> None:
     worker.beat(phase="decode", memory=MEMORY)
     past.record(snapshots.of(story), START + 2)
     told = status(snapshots.of(story, pid=7), past, START + 3)
-    assert told["broker"] == {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2}
+    broker = {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2, "level": ""}
+    assert told["broker"] == broker
+    assert told["problems"] == []
+    assert set(told["levels"].values()) == {""}
     assert (told["requests"]["live"], told["tokens"]) == (2, 6)
     (busy, cold), (row,) = told["models"], told["workers"]
     assert (busy["name"], busy["state"], busy["running"], busy["waiting"]) == ("m", "ready", 1, 1)
@@ -63,6 +67,80 @@ def test_errors_are_not_the_ends_that_somebody_asked_for(story: Story) -> None:
     story.cancel(story.generate())
     row = status(snapshots.of(story), RecentHistory(), START)["models"][0]
     assert (row["accepted"], row["failed"]) == (3, 1)
+
+
+def test_a_failed_model_is_a_problem_and_so_is_its_row(story: Story) -> None:
+    story.core.state.registry.describe("m", {"problems": ["no config.json"]})
+    told = status(snapshots.of(story), RecentHistory(), START)
+    assert told["broker"]["level"] == "bad"
+    assert told["problems"] == [
+        {"level": "bad", "what": "1 model failed", "details": ("m: no config.json",)}
+    ]
+    assert [row["state"] for row in told["models"]] == ["failed", "cold"]
+
+
+def test_what_went_wrong_in_the_last_minutes_has_a_colour(story: Story) -> None:
+    past = RecentHistory()
+    past.record(snapshots.of(story), START)
+    worker = story.ready_worker()
+    worker.fail(story.generate())
+    worker.die("killed by SIGKILL")
+    story.generate(name="m", prompt=5)
+    past.record(snapshots.of(story), START + 2)
+    taken = snapshots.of(story, lag=0.3)
+    told = status(taken, past, START + 2)
+    assert told["levels"] == {
+        "failed": "bad", "rejected": "warn", "restarts": "warn", "lag": "warn",
+    }  # fmt: skip
+    assert (told["restarts"], told["rejected"]) == (1, 1)
+    assert told["models"][0]["failed_level"] == "bad"
+    assert told["workers"][0]["restarts_level"] == "warn"
+    later = status(taken, RecentHistory(), START + 900)
+    assert later["levels"] == {"failed": "", "rejected": "", "restarts": "", "lag": "warn"}
+    assert later["models"][0]["failed_level"] == later["workers"][0]["restarts_level"] == ""
+
+
+def test_only_a_worker_that_loads_has_the_progress_of_its_load(story: Story) -> None:
+    worker = story.ready_worker()
+    worker.beat(phase="idle", load_progress=1.0)
+    taken = snapshots.of(story)
+    assert status(taken, RecentHistory(), START)["workers"][0]["load_progress"] is None
+    (row,) = taken.workers
+    assert row.beat is not None
+    beat = replace(row.beat, load_progress=0.4321)
+    loading = replace(taken, workers=(replace(row, state="loading", beat=beat),))
+    assert status(loading, RecentHistory(), START)["workers"][0]["load_progress"] == 0.432
+
+
+def test_errors_are_told_by_code(story: Story) -> None:
+    worker, past = story.ready_worker(), RecentHistory()
+    worker.fail(story.generate(), "out_of_memory")
+    past.record(snapshots.of(story), START)
+    worker.fail(story.generate(), "internal")
+    story.generate(prompt=5)
+    past.record(snapshots.of(story), START + 2)
+    rows = status(snapshots.of(story), past, START + 2)["errors"]
+    assert rows == [
+        {"code": "bad_request", "recent": 1, "failed": 0, "rejected": 1},
+        {"code": "internal", "recent": 1, "failed": 1, "rejected": 0},
+        {"code": "out_of_memory", "recent": 0, "failed": 1, "rejected": 0},
+    ]
+
+
+def test_live_requests_are_the_oldest_and_without_their_whole_id(story: Story) -> None:
+    worker, first = story.running(sequences=1)
+    worker.tokens(first, 3)
+    for _ in range(MAX_LIVE + 1):
+        story.generate()
+    story.now += 2.5
+    told = status(snapshots.of(story), RecentHistory(), START)
+    assert (len(told["live"]), told["live_hidden"]) == (MAX_LIVE, 2)
+    assert told["live"][0] == {
+        "id": first.hex()[:ID_DIGITS], "model": "m", "state": "streaming", "slot": "m/0",
+        "tokens": 3, "age_s": 2.5,
+    }  # fmt: skip
+    assert told["live"][1]["state"] == "queued" and told["live"][1]["slot"] == ""
+    assert 2 * len(first) / 2 > ID_DIGITS
 
 
 def test_the_status_has_no_text_of_a_request(story: Story) -> None:

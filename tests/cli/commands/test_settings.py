@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -169,14 +168,3 @@ def test_each_shell_can_read_its_script(shell: str) -> None:
         [program, *no_run], input=script, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_without_shtab_the_error_names_the_package() -> None:
-    code = (
-        "import sys; from importlib import util\n"
-        "util.find_spec = lambda name, *a: None\n"
-        "from mlxpool.cli.main import main; sys.exit(main(['completion', 'bash']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == USAGE
-    assert "pip install 'mlxpool[cli]'" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,14 @@ def test_models_by_flag(file: Path) -> None:
         ("[pool]\nrun_dir = 3", ["pool.run_dir must be a string"]),
         ('[pool]\nlog_format = "xml"', ["'xml'", "json"]),
         ('[pool]\nmodels_dir = "/nowhere/at/all"', ["there is no folder /nowhere/at/all"]),
+        (
+            '[pool]\nmetrics_admin_token = "/t"',
+            ["metrics_admin_token needs pool.metrics on the loopback interface", "got ''"],
+        ),
+        (
+            '[pool]\nmetrics = "0.0.0.0:9464"\nmetrics_admin_token = "/t"',
+            ["pool.metrics_admin_token", "got '0.0.0.0:9464'", "not encrypted", "ssh -L"],
+        ),
         ("[pool", ["is not TOML"]),
     ],
 )
@@ -299,6 +308,12 @@ def test_what_is_no_size(value: Any) -> None:
 # ---- folders and workers -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "[::1]:0", "localhost:9464"])
+def test_the_token_of_the_status_page_is_a_file(file: Path, address: str) -> None:
+    file.write_text(f'[pool]\nmetrics = "{address}"\nmetrics_admin_token = "/t"\n')
+    assert load(file).metrics_admin_token == Path("/t")
+
+
 def test_paths_are_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ann")
     assert loaded(file, '[pool]\nrun_dir = "~/run"\n').run_dir == Path("/home/ann/run")
@@ -328,8 +343,23 @@ def test_a_run_directory_that_is_open_to_others(tmp_path: Path, mode: int) -> No
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(mode)
-    with pytest.raises(ConfigError, match="chmod 700"):
+    told = f"has the mode 0{mode:o}.*must be 0700: chmod 700 {run_dir}"
+    with pytest.raises(ConfigError, match=told):
         check_run_dir(run_dir)
+
+
+def test_a_run_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner is wrong, and the mode, which nobody else can change, is not mentioned."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    owner = pwd.getpwuid(run_dir.stat().st_uid).pw_name
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(ConfigError) as caught:
+        check_run_dir(run_dir)
+    text = str(caught.value)
+    assert f"belongs to the user {owner} (" in text and f"runs as {2**31 - 7}" in text
+    assert "mode" not in text
 
 
 @pytest.mark.parametrize("name", ["run", "run/logs"])

@@ -34,6 +34,9 @@ PROMPTS: list[Prompt] = [
 ]
 PARSED_BY_BODY: list[Any] = [
     from_client.Ack([(ID, 3)]),
+    from_client.Keep("m", -1),
+    from_client.ListModels("m"),
+    from_client.ListModels(),
     from_worker.Hello("m/0", "m", "t", 7, 1.5, "h", "d", 64),
     from_worker.Credit(2, 5),
     from_worker.Beat("decode", 3, 4, ID, 1.5, 1, 2, "paged", {"kv": 1}, {"hits": 2}),
@@ -48,6 +51,7 @@ PARSED_BY_BODY: list[Any] = [
     to_client.Accepted(1, 2, 0, 7),
     to_client.Fate("streaming", 3),
     to_client.Pong(1, 2, 1),
+    to_client.Kept(-1),
     to_client.ModelList([{"name": "m"}]),
     to_client.Done("stop", "rest", {"prompt_tokens": 1}, {"total": 2.5}, 1),
 ]
@@ -131,6 +135,16 @@ def test_an_error_is_the_one_that_was_raised() -> None:
     assert isinstance(again, QueueFull)
     assert (again.message, again.retry_after_ms, failed.code) == ("full", 5, "queue_full")
     assert to_client.Failed.about(error, ID).body()["about"] == ID
+
+
+def test_a_chat_to_tokenize_travels() -> None:
+    chat = ChatPrompt([{"role": "user", "content": "a"}], [{"name": "f"}], "low")
+    body = {"model": "m", **chat.body(), "owner": "me"}
+    assert to_worker.Tokenize.parse(body, ()) == to_worker.Tokenize(chat, "me")
+    with pytest.raises(BadRequest, match="messages must be a list"):
+        to_worker.Tokenize.parse({**body, "messages": "hi"}, ())
+    with pytest.raises(BadRequest, match=r"text must be .* or messages a list"):
+        to_worker.Tokenize.parse({"model": "m"}, ())
 
 
 @pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])

@@ -29,7 +29,7 @@ from support.worker_stores import Store, put_in_hub
 
 MODEL = {
     "type", "size", "parameters", "layers", "context", "vocabulary", "quantisation", "tokenizer",
-    "templates", "chat", "eos_ids", "digest", "features",
+    "templates", "chat", "eos_ids", "digest", "features", "details",
 }  # fmt: skip
 MAX_RENDERER_MEMORY = {
     "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
@@ -100,6 +100,13 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
         "eos_ids": [EOS],
         "digest": versions.digest_of(inspect(good).digest),
         "features": ["batching", "tree", "resume", "deterministic"],
+        "details": {
+            "modified": int((good / "config.json").stat().st_mtime),
+            "width": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "template": json.loads((good / "tokenizer_config.json").read_text())["chat_template"],
+        },
     }
     assert set(report["model"]) == MODEL
 

@@ -368,7 +368,7 @@ def test_a_worker_that_lost_its_device_reports_it_and_exits(tmp_path: Path) -> N
         assert bye.body["error"]["message"].startswith("the device is lost: DeviceGone: ")
         assert worker.ended() == 1
         assert worker.block.read().request == id_of(2), "the end is charged to it"
-        assert " critical " in worker.log() and "the device is lost" in worker.log()
+        assert "level=critical " in worker.log() and "the device is lost" in worker.log()
 
 
 FRAMES = 8

@@ -1,7 +1,8 @@
-"""Answers `ping` and `models`, and has workers answer what clients ask of models."""
+"""Answers `ping`, `models` and `keep`, and has workers answer what clients ask of models."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
@@ -23,8 +24,8 @@ from mlxpool.common.errors import (
     WorkerLost,
 )
 from mlxpool.common.protocol.frames import VERSION, Content
-from mlxpool.common.protocol.from_client import Cancel, ModelCall
-from mlxpool.common.protocol.to_client import Failed, ModelList, Pong
+from mlxpool.common.protocol.from_client import KEEP_FOREVER, Cancel, Keep, ModelCall
+from mlxpool.common.protocol.to_client import Failed, Kept, ModelList, Pong
 
 MAX_LOSSES = 2  # of workers that had a call of the tokenizer
 # The same of one that a model computes: whoever kills workers ends many calls with each.
@@ -47,8 +48,49 @@ class Calls:
 
     def on_list_models(self, event: ev.ClientListModels, now: float) -> None:
         self._state.heard(event.link, now)
-        rows = listing.brief(listing.rows(self._state.registry, now))
-        self._outbox.send(event.link, ModelList(rows), event.id, event.attempt)
+        registry, message = self._state.registry, event.message
+        answer: Content
+        try:
+            if isinstance(message, PoolError):
+                raise message
+            if message.model is None:
+                answer = ModelList(listing.brief(listing.rows(registry, now)))
+            else:
+                registry.model(message.model)  # raises UnknownModel
+                answer = ModelList([listing.detailed(registry, message.model, now)])
+        except PoolError as error:
+            answer = Failed.of(error)
+        self._outbox.send(event.link, answer, event.id, event.attempt)
+
+    def on_keep(self, event: ev.ClientKeep, now: float) -> None:
+        self._state.heard(event.link, now)
+        answer: Content
+        try:
+            answer = Kept(self._keep(event.message, now))
+        except PoolError as error:
+            answer = Failed.of(error)
+        self._outbox.send(event.link, answer, event.id, event.attempt)
+
+    def _keep(self, message: Keep | PoolError, now: float) -> int:
+        """Set how long a model stays; returns the milliseconds that hold. Raises PoolError.
+
+        A client cannot shorten what the settings keep for ever, and beyond the setting
+        `client_keep_alive` it cannot lengthen what they say.
+        """
+        if isinstance(message, PoolError):
+            raise message
+        registry, name = self._state.registry, message.model
+        model = registry.model(name)
+        if message.keep_ms:
+            self._state.check_admits(model, name)
+            registry.check_available(model, now, name)
+        usual = model.config.keep_alive
+        seconds = allowed_keep(message.keep_ms, usual, self._state.config.client_keep_alive)
+        if usual >= 0:
+            self._pool.keep(model, seconds, now)
+        if message.keep_ms:
+            self._pool.require(model, now)
+        return KEEP_FOREVER if seconds < 0 else round(seconds * 1000)
 
     def on_call(self, event: ev.ClientModelCall, now: float) -> None:
         self._state.heard(event.link, now)
@@ -199,6 +241,19 @@ class Calls:
         self._state.timers.clear(("call", call.id))
         if answer is not None:
             self._outbox.send(call.link, answer, call.id, call.attempt)
+
+
+def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
+    """Seconds for which an idle model stays; below 0: without end.
+
+    `usual`: its setting keep_alive; `longest`: what clients may ask for beyond it, below 0: any.
+    """
+    if usual < 0:
+        return usual
+    asked = math.inf if asked_ms < 0 else asked_ms / 1000
+    bound = math.inf if longest < 0 else max(longest, usual)
+    seconds = min(asked, bound)
+    return -1.0 if math.isinf(seconds) else seconds
 
 
 def _reason_to_fail(call: Call, where: str, cause: str) -> PoolError | None:

@@ -71,6 +71,7 @@ class Core:
             ev.ClientAck: delivery.on_ack,
             ev.ClientPing: calls.on_ping,
             ev.ClientListModels: calls.on_list_models,
+            ev.ClientKeep: calls.on_keep,
             ev.ClientModelCall: calls.on_call,
             ev.ClientHeard: endings.on_heard,
             ev.LinkLost: endings.on_link_lost,

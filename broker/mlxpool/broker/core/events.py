@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
@@ -72,11 +72,22 @@ class ClientPing(Event):
 
 @dataclass(frozen=True, slots=True)
 class ClientListModels(Event):
-    """`models` of a client."""
+    """`models` of a client, or the error that parsing it raised."""
 
     link: int
     id: bytes
     attempt: int
+    message: from_client.ListModels | PoolError = field(default_factory=from_client.ListModels)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeep(Event):
+    """`keep` of a client, or the error that parsing it raised."""
+
+    link: int
+    id: bytes
+    attempt: int
+    message: from_client.Keep | PoolError
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class WorkerPool:
 
     def _unload_if_idle(self, model: Model, now: float) -> None:
         idle = now - model.idle_since + ROUNDING
-        if model.idle_since and 0 <= model.config.keep_alive <= idle:
+        if model.idle_since and 0 <= model.keep_alive <= idle:
             self.unload(model, exit_causes.IDLE, remote=False)
 
     # ---- unloading ---------------------------------------------------------------------------
@@ -112,9 +112,19 @@ class WorkerPool:
             model.idle_since = 0.0
         elif model.idle_since == 0.0:
             model.idle_since = now
-            if model.config.keep_alive >= 0 and model.local_workers:
-                self._state.timers.set(("idle", model.name), now + model.config.keep_alive)
+            if model.keep_alive >= 0 and model.local_workers:
+                self._state.timers.set(("idle", model.name), now + model.keep_alive)
             self.require_those_without_worker(now)
+
+    def keep(self, model: Model, seconds: float, now: float) -> None:
+        """Keep an idle model loaded for so long, from now on; below 0: without end.
+
+        This holds until its workers are unloaded, and in place of the setting keep_alive.
+        """
+        model.kept = seconds if model.workers or seconds else None
+        model.idle_since = 0.0
+        self._state.timers.clear(("idle", model.name))
+        self.update_idle_timer(model, now)
 
     def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
         """Stop the model's workers, those that dialled in only if `remote`.
@@ -133,6 +143,7 @@ class WorkerPool:
 
     def _end_demand(self, model: Model, event: str) -> None:
         self._state.timers.clear(("restart", model.name))
+        model.kept = None
         model.move(event)
         if model.state is ModelState.COLD and model.failures >= self._state.config.restart_limit:
             model.move("breaker opened")

@@ -23,13 +23,16 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
 from mlxpool.broker.edge.endpoints import Endpoints, IdlePeers
 from mlxpool.broker.edge.executor import Actions, Executor
+from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
+from mlxpool.broker.edge.page_cancels import PageCancels
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host.os_process import memory_limit_bytes
+from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.telemetry.reports import top
@@ -37,6 +40,7 @@ from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import BUILTIN_PREFIX, PoolConfig
+from mlxpool.common.protocol.frames import EXACT_BITS
 from mlxpool.common.trace import History
 
 if TYPE_CHECKING:
@@ -60,8 +64,9 @@ class Broker:
         descriptors = raise_descriptor_limit()
         self.settings = CurrentSettings(config)
         self._lock = lock(config.run_dir)
-        self.http = _http_server(config.metrics) if config.metrics else None
-        self.boot = secrets.randbits(63) or 1
+        self.http = _http_server(config) if config.metrics else None
+        self.gateway_process = GatewayProcess(config) if config.http else None
+        self.boot = secrets.randbits(EXACT_BITS) or 1
         self._started_at = time.monotonic()
         self.core = Core(
             config,
@@ -74,10 +79,11 @@ class Broker:
         self.counters = self.state.counters
         self.executor = Executor(self.core, self.counters, History("broker"))
         self.perform = self.executor.perform
-        self.lifecycle = Lifecycle(self.perform, self.notifier)
-        self.endpoints = Endpoints(config, descriptors, self._count_refusal)
         self.lag = LoopLag()
         self.loop = Loop(self.lag, lambda late, now: self.perform(ev.Late(late), now))
+        self.gateway = self._make_gateway()
+        self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway)
+        self.endpoints = Endpoints(config, descriptors, self._count_refusal)
         # Models that other supervisors serve have no files here.
         scanned = config if config.local_workers else replace(config, models={})
         self.catalogue = Catalogue(scanned, self.perform)
@@ -93,6 +99,12 @@ class Broker:
 
     def _current(self) -> PoolConfig:
         return self.settings.config
+
+    def _make_gateway(self) -> HttpGateway | None:
+        process = self.gateway_process
+        if process is None:
+            return None
+        return HttpGateway(process, self._current, self.loop, self.boot)
 
     def _build_workers(self, config: PoolConfig) -> None:
         perform, state = self.perform, self.state
@@ -158,6 +170,7 @@ class Broker:
             guard=self.guard,
             endpoints=self.endpoints.bound,
             metrics_url=None if self.http is None else self.http.url,
+            gateway=self.gateway,
         )
         target = ReloadTarget(
             self.state.registry,
@@ -165,6 +178,7 @@ class Broker:
             self.endpoints,
             self.remote_workers,
             self.catalogue,
+            self.gateway,
         )
         self.reloader = Reloader(
             self.settings, reread, target, self.perform, self.notifier, self.counters
@@ -176,14 +190,18 @@ class Broker:
             stop=lambda now: self.lifecycle.stop(now, final=True),
             drain_grace=lambda: self.settings.config.drain_grace,
         )
+        commands = Commands(self.core, controls, self.perform)
+        self.page_cancels = None
+        if self.http is not None and self.http.cancels is not None:
+            self.page_cancels = PageCancels(self.http.cancels, self.state, commands)
         self.admin = AdminServer(
             self.endpoints.admin,
-            Commands(self.core, controls, self.perform),
+            commands,
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.counters,
         )
-        self.signals = Signals(self.lifecycle, self.supervisor.close, self.reloader.begin)
+        self.signals = Signals(self.lifecycle, self.supervisor.kill_all, self.reloader.begin)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -203,9 +221,13 @@ class Broker:
         add_source(self.catalogue.waker, self.catalogue.on_results)
         if self.http is not None:
             add_source(self.http.latest.waker, self._put_snapshot)
+        if self.page_cancels is not None:
+            add_source(self.page_cancels.waker, self.page_cancels.serve)
         add_task(self.catalogue.answer_waiting, self.catalogue.next_wake)
         add_task(self._wake_core, self.core.next_wake)
         add_task(self.worker_processes.observe, self.supervisor.next_wake)
+        if self.gateway is not None:
+            add_task(self.gateway.check, self.gateway.next_wake)
         add_task(remote.observe, remote.slots.next_wake)
         add_task(listener.check, listener.next_wake)
         add_task(self.guard.check, self.guard.next_wake)
@@ -250,14 +272,21 @@ class Broker:
                 ready()
                 self.notifier.ready()
                 self._start()
-                while not (self.lifecycle.stopping and not self.supervisor.children):
+                while not self._has_ended():
                     self.loop.turn()
         finally:
             self.close()
 
+    def _has_ended(self) -> bool:
+        """Whether it was told to stop, and every process that it started has ended."""
+        gateway_ended = self.gateway is None or self.gateway.ended
+        return self.lifecycle.stopping and not self.supervisor.children and gateway_ended
+
     def _start(self) -> None:
-        """Start the catalogue and the workers of pinned models."""
+        """Start the catalogue, the gateway and the workers of pinned models."""
         config = self.settings.config
+        if self.gateway is not None:
+            self.gateway.start(time.monotonic())
         # Built-in models are inspected only when somebody asks for the list.
         own = any(not model.path.startswith(BUILTIN_PREFIX) for model in config.models.values())
         self.catalogue.start(scan=config.local_workers and own)
@@ -270,6 +299,8 @@ class Broker:
         self.reloader.close()
         self.catalogue.close()
         self.supervisor.close()
+        if self.gateway_process is not None:
+            self.gateway_process.close()
         if self.http is not None:
             self.http.close()
         self.remote_workers.slots.close()
@@ -280,8 +311,10 @@ class Broker:
         log.info("broker stopped")
 
 
-def _http_server(address: str) -> HttpServer:
+def _http_server(config: PoolConfig) -> HttpServer:
     # Not imported above: without it a broker starts faster after the end of the one before.
+    from mlxpool.broker.http.operator_access import read_token
     from mlxpool.broker.http.server import HttpServer
 
-    return HttpServer(address)
+    file = config.metrics_admin_token
+    return HttpServer(config.metrics, operator_token=None if file is None else read_token(file))

@@ -17,7 +17,7 @@ from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
 from mlxpool.common.protocol import frames, from_client
-from mlxpool.common.protocol.frames import Header, Message, encoded
+from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
@@ -123,7 +123,7 @@ class ClientIngress:
 
 
 def new_seed() -> int:
-    return secrets.randbits(63)
+    return secrets.randbits(EXACT_BITS)
 
 
 def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:
@@ -142,7 +142,11 @@ def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]
     if kind == from_client.Cancel.kind:
         return ev.CancelRequest(link, owner, header.id)
     if kind == from_client.ListModels.kind:
-        return ev.ClientListModels(link, header.id, header.attempt)
+        listing = _parsed(from_client.ListModels.parse, message.body)
+        return ev.ClientListModels(link, header.id, header.attempt, listing)
+    if kind == from_client.Keep.kind:
+        keep = _parsed(from_client.Keep.parse, message.body)
+        return ev.ClientKeep(link, header.id, header.attempt, keep)
     if kind in from_client.CALLS:
         parse = from_client.ModelCall.parse
         call = _parsed(parse, kind, message.body, message.blobs, owner)

@@ -14,6 +14,7 @@ from pathlib import Path
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
+from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.broker")
@@ -63,18 +64,41 @@ def raise_descriptor_limit() -> int:
 
 
 class Lifecycle:
-    """Owned by the broker's thread. The loop ends when `stopping` and the last worker has ended."""
+    """Owned by the broker's thread. The loop ends when `stopping` and the last child has ended."""
 
-    def __init__(self, perform: Perform, notifier: ServiceNotifier) -> None:
+    def __init__(
+        self, perform: Perform, notifier: ServiceNotifier, gateway: HttpGateway | None
+    ) -> None:
+        self.ending = False  # told to end; answers over HTTP may still run
         self.stopping = False
         self._perform = perform
         self._notifier = notifier
+        self._gateway = gateway
+
+    def end(self, now: float) -> None:
+        """Let answers over HTTP finish, then stop; another broker may follow."""
+        if self.ending:
+            return
+        self.ending = True
+        self._notifier.stopping()
+        if self._gateway is None:
+            self.stop(now, final=False)
+        else:
+            self._gateway.drain(now, lambda now: self.stop(now, final=False))
+
+    def end_at_once(self, now: float) -> None:
+        """Stop without waiting for answers over HTTP."""
+        if self._gateway is not None:
+            self._gateway.kill(now)
+        self.stop(now, final=False)
 
     def stop(self, now: float, *, final: bool) -> None:
         """End every stream, then the workers. `final`: no other broker follows."""
         if not self.stopping:
-            self.stopping = True
+            self.ending = self.stopping = True
             self._notifier.stopping()
+            if self._gateway is not None:
+                self._gateway.abort(now)
             self._perform(ev.Shutdown(final), now)
 
 
@@ -82,7 +106,10 @@ class Signals:
     """`waker` becomes readable after a signal. Made and used on the main thread."""
 
     def __init__(
-        self, lifecycle: Lifecycle, kill_workers: Callable[[], None], reload: Callable[[], object]
+        self,
+        lifecycle: Lifecycle,
+        kill_workers: Callable[[float], None],
+        reload: Callable[[], object],
     ) -> None:
         self.waker = Waker()
         self._lifecycle = lifecycle
@@ -112,7 +139,8 @@ class Signals:
         if signal.SIGHUP in numbers:
             self._reload()
         ends = sum(number in (signal.SIGTERM, signal.SIGINT) for number in numbers)
-        if ends > 1 or (ends and self._lifecycle.stopping):
-            self._kill_workers()  # the second signal: wait for nothing
-        if ends:
-            self._lifecycle.stop(now, final=False)  # the sender may start another broker
+        if ends > 1 or (ends and self._lifecycle.ending):
+            self._kill_workers(now)  # the second signal: wait for nothing
+            self._lifecycle.end_at_once(now)
+        elif ends:
+            self._lifecycle.end(now)  # the sender may start another broker

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mlxpool.broker.catalogue.catalogue import Catalogue
 from mlxpool.broker.edge.endpoints import Endpoints
+from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
@@ -22,18 +23,22 @@ class ReloadTarget:
         endpoints: Endpoints,
         remote: RemoteWorkers,
         catalogue: Catalogue,
+        gateway: HttpGateway | None,
     ) -> None:
         self._registry = registry
         self._supervisor = supervisor
         self._endpoints = endpoints
         self._remote = remote
         self._catalogue = catalogue
+        self._gateway = gateway
 
     def model_of(self, name: str) -> str:
         return self._registry.model(name).name
 
     def use(self, config: PoolConfig) -> dict[str, str]:
         self._supervisor.config = config
+        if self._gateway is not None:
+            self._gateway.reload()
         return self._endpoints.access.keyring.replace(config.keys)
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core.state import State
+from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.lifecycle import Lifecycle
 from mlxpool.broker.edge.loop import LoopLag
 from mlxpool.broker.telemetry import snapshot
@@ -33,6 +34,7 @@ class Reporter:
         guard: MemoryGuard,
         endpoints: Mapping[str, list[str]],
         metrics_url: str | None,
+        gateway: HttpGateway | None,
     ) -> None:
         """`endpoints` are those of back and admin beside the run directory's."""
         self._pool = pool
@@ -46,11 +48,13 @@ class Reporter:
         self._guard = guard
         self._endpoints = endpoints
         self._metrics_url = metrics_url
+        self._gateway = gateway
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
         """With `listing` also the rows of models that `ps` shows."""
         broker, lag = self._broker(now), self._lag.worst(now)
-        return snapshot.take(self._pool, broker, lag, now, listing=listing)
+        gateway = None if self._gateway is None else self._gateway.info(now)
+        return snapshot.take(self._pool, broker, lag, now, listing=listing, gateway=gateway)
 
     def status(self) -> str:
         """A line for the service manager."""
@@ -62,7 +66,7 @@ class Reporter:
     def _state(self) -> str:
         if self._lifecycle.stopping:
             return "stopping"
-        return "ready" if self._pool.admits else "draining"
+        return "ready" if self._pool.admits and not self._lifecycle.ending else "draining"
 
     def _broker(self, now: float) -> BrokerInfo:
         config = self._settings()

@@ -59,7 +59,9 @@ def with_process(snapshot: Snapshot) -> Snapshot:
 class Renderers:
     """What answers share between requests. Used by all threads of the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, cancels: bool) -> None:
+        """`cancels`: operators may cancel requests."""
+        self.cancels = cancels
         self.history = RecentHistory()
         self._writer = PrometheusWriter()
         self._writing = threading.Lock()  # its cache is for one thread at a time
@@ -96,8 +98,8 @@ def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
 def _status_json(renderers: Renderers, snapshot: Snapshot) -> Answer:
     """What the status page shows."""
     shown = replace(snapshot, process=ProcessFigures(VERSIONS))
-    body = json.dumps(status(shown, renderers.history, monotonic()), separators=(",", ":"))
-    return HTTPStatus.OK, "application/json", body.encode()
+    told = {**status(shown, renderers.history, monotonic()), "cancels": renderers.cancels}
+    return HTTPStatus.OK, "application/json", json.dumps(told, separators=(",", ":")).encode()
 
 
 PATHS: dict[str, Callable[[Renderers, Snapshot], Answer]] = {

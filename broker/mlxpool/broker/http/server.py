@@ -1,6 +1,7 @@
 """Serves the status page, `/metrics`, `/healthz`, `/readyz` and `/stats` over HTTP.
 
-Its threads share one thing with the broker's loop: the latest snapshot.
+Its threads share two things with the broker's loop: the latest snapshot, and the cancels that
+operators ask for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from socketserver import TCPServer
 from time import monotonic
 from typing import Any
 
+from mlxpool.broker.http import cancel_route
+from mlxpool.broker.http.cancel_queue import CancelQueue
+from mlxpool.broker.http.cancel_route import CancelRoute
 from mlxpool.broker.http.connections import MAX_SECONDS, Connections, Stage
 from mlxpool.broker.http.latest_snapshot import LatestSnapshot, Unavailable
 from mlxpool.broker.http.routes import (
@@ -41,15 +45,27 @@ SWITCH_INTERVAL = 0.0005
 class HttpServer(Closing):
     """Serves from its construction on. Raises OSError naming an address it cannot have."""
 
-    def __init__(self, address: str, history_interval: float = POINT_INTERVAL) -> None:
-        """`history_interval`: seconds between two points of the history."""
+    def __init__(
+        self,
+        address: str,
+        history_interval: float = POINT_INTERVAL,
+        operator_token: bytes | None = None,
+    ) -> None:
+        """`history_interval`: seconds between two points of the history.
+
+        `operator_token` is the digest of the token with which requests may be cancelled.
+        """
         host, port = host_port(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.latest = LatestSnapshot()
+        self.cancels = None if operator_token is None else CancelQueue()
+        route = None
+        if self.cancels is not None and operator_token is not None:
+            route = CancelRoute(self.cancels, operator_token)
         try:
-            self._server = _Server((host, port), family, self.latest)
+            self._server = _Server((host, port), family, self.latest, route)
         except OSError as error:
-            self.latest.close()
+            self._close_exchanges()
             raise OSError(
                 error.errno,
                 f"pool.metrics: cannot listen on {address}: {error.strerror};"
@@ -93,9 +109,15 @@ class HttpServer(Closing):
             except Unavailable:
                 continue
 
+    def _close_exchanges(self) -> None:
+        """What the threads wait for at the loop; they get Unavailable."""
+        self.latest.close()
+        if self.cancels is not None:
+            self.cancels.close()
+
     def close(self) -> None:
         self._closing.set()
-        self.latest.close()
+        self._close_exchanges()
         self._server.shutdown()
         for thread in self._threads:
             thread.join()
@@ -110,11 +132,16 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = BACKLOG
 
     def __init__(
-        self, address: tuple[str, int], family: socket.AddressFamily, latest: LatestSnapshot
+        self,
+        address: tuple[str, int],
+        family: socket.AddressFamily,
+        latest: LatestSnapshot,
+        cancel_route: CancelRoute | None,
     ) -> None:
         self.address_family = family
         self.latest = latest
-        self.renderers = Renderers()
+        self.cancel_route = cancel_route
+        self.renderers = Renderers(cancels=cancel_route is not None)
         self.connections = Connections()
         super().__init__(address, _Handler)
 
@@ -158,6 +185,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self._send(*self._answer(), head=True)
+
+    def do_POST(self) -> None:
+        self._send(*self._post_answer())
+
+    def _post_answer(self) -> Answer:
+        route = self.server.cancel_route
+        if self.path != cancel_route.PATH:
+            only = f"only {cancel_route.PATH} takes POST, not {self.path!r:.80}\n"
+            return HTTPStatus.METHOD_NOT_ALLOWED, TEXT, only.encode()
+        if route is None:
+            off = "requests can be cancelled here only with pool.metrics_admin_token\n"
+            return HTTPStatus.NOT_FOUND, TEXT, off.encode()
+        body = cancel_route.read_body(self.headers, self.rfile)
+        self.server.connections.set_stage(self.connection, Stage.ANSWER)
+        return route.answer(self.headers, body, self.client_address[0])
 
     def _answer(self) -> Answer:
         path = self.path.partition("?")[0]

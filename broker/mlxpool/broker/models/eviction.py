@@ -10,11 +10,12 @@ from mlxpool.broker.models.model import Model
 def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
     """Idle models whose workers free `missing` bytes, least recently used first; [] if they cannot.
 
-    Models that are kept for ever and workers that dialled in are not evicted.
+    Models that the settings keep for ever and workers that dialled in are not evicted; those that
+    a client keeps for ever go last.
     """
     idle = [m for m in models if m.idle_since and m.local_workers and m.config.keep_alive >= 0]
     chosen, freed = [], 0
-    for model in sorted(idle, key=lambda m: m.idle_since):
+    for model in sorted(idle, key=lambda m: (m.keep_alive < 0, m.idle_since)):
         if freed >= missing:
             break
         chosen.append(model)

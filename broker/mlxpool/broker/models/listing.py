@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.checks import mapping
 
 DIGEST_DIGITS = 12  # that are shown
 MAX_DETAILED = 150  # models whose details fit into one body
 MAX_ERROR = 200  # characters of an error that clients are shown
-BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory")
+BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory", "expires_in")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A name whose model cannot be had, or could not be loaded: why, as `ps` and `models` say."""
+
+    name: str
+    state: str
+    error: str
+
+
+def faults(registry: Registry, now: float) -> Iterator[Fault]:
+    """The names with an error, in their order."""
+    for name in registry.names.offered():
+        state, error = _state_and_error(registry, name, now)
+        if error:
+            yield Fault(name, state, error)
 
 
 def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
     """A row for each name, as `mlxpool models --json` prints them."""
     return [_row(registry, name, now) for name in registry.names.offered()]
+
+
+def detailed(registry: Registry, name: str, now: float) -> dict[str, Any]:
+    """The row of one name, with all that its files say. Its name must be known."""
+    about = dict(registry.names.known[name].about)
+    return {**brief([_row(registry, name, now)])[0], "about": about}
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -29,10 +54,7 @@ def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
     known, model = registry.names.known[name], registry.model(name)
-    trouble = registry.unavailable(model, now, name)
-    state = model.shown_state(registry.restart_limit)
-    if state == "cold" and known.fault is not None:
-        state = "failed"
+    state, error = _state_and_error(registry, name, now)
     about, workers = known.about, model.workers
     digest = next(filter(None, (worker.digest for worker in workers)), known.digest)
     context = max((worker.context for worker in workers), default=0)
@@ -48,14 +70,27 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "size": about.get("size"),
         "memory": _memory_of(workers),
         "load_progress": _rounded(model.load_progress),
+        "expires_in": _rounded(model.expires_in(now)),
+        "parameters": about.get("parameters"),
+        "modified": mapping(about.get("details")).get("modified"),
         "quantisation": about.get("quantisation"),
         "features": _shown_features(features, known.config.prefix_cache),
         "chat": _chat_of(about),
         "layout": next(filter(None, (worker.beat.layout for worker in workers)), None),
         "digest": digest[:DIGEST_DIGITS] or None,
         "shares": None if model.name == name else model.name,
-        "error": trouble.message if trouble is not None else _last_error(model) or known.fault,
+        "error": error,
     }
+
+
+def _state_and_error(registry: Registry, name: str, now: float) -> tuple[str, str | None]:
+    """The state of a name as operators see it, and what is wrong with its model."""
+    known, model = registry.names.known[name], registry.model(name)
+    trouble = registry.unavailable(model, now, name)
+    state = model.shown_state(registry.restart_limit)
+    if state == "cold" and known.fault is not None:
+        state = "failed"
+    return state, trouble.message if trouble is not None else _last_error(model) or known.fault
 
 
 def _chat_of(about: Mapping[str, object]) -> dict[str, str | None] | None:
@@ -78,8 +113,8 @@ def _shown_features(features: object, prefix_cache: str) -> list[str]:
     return [one for one in found if one != "tree" or prefix_cache == "tree"]
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 3)
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)
 
 
 def _last_error(model: Model) -> str | None:

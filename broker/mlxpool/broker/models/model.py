@@ -26,6 +26,7 @@ class Model:
     failures: int = 0  # workers in a row that ended before they served
     retry_at: float = 0.0  # no worker is started before
     idle_since: float = 0.0  # 0: it is in use or has no ready worker
+    kept: float | None = None  # seconds that a client keeps it when idle; None: the setting counts
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported
     )
@@ -83,6 +84,20 @@ class Model:
     def busy(self) -> bool:
         """Whether anything waits for it or runs in it."""
         return bool(self.queue or self.calls) or not all(w.idle for w in self.workers)
+
+    @property
+    def keep_alive(self) -> float:
+        """Seconds without work after which its workers are unloaded; below 0: never."""
+        return self.config.keep_alive if self.kept is None else self.kept
+
+    def expires_in(self, now: float) -> float | None:
+        """Seconds until it is unloaded if no work comes; below 0: never; None: it is not loaded."""
+        if not any(worker.state in SERVING for worker in self.workers):
+            return None
+        if self.keep_alive < 0 or not self.local_workers:
+            return -1.0
+        idle = now - self.idle_since if self.idle_since else 0.0
+        return max(0.0, self.keep_alive - idle)
 
     @property
     def unused(self) -> bool:

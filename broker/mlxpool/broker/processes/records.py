@@ -1,4 +1,4 @@
-"""Files that name the running workers, so that the next broker can end those left behind."""
+"""Files that name the running child processes, so that the next broker can end survivors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def kill_group(pid: int) -> None:
         pass  # the group is empty
 
 
-class WorkerRecords:
-    """One JSON file for each running worker: its pid and start time."""
+class ProcessRecords:
+    """One JSON file for each running process: its pid and start time."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "workers"
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def _path(self, slot: str) -> Path:
         return self._folder / f"{file_stem(slot)}.json"
@@ -46,21 +46,32 @@ class WorkerRecords:
     def remove(self, slot: str) -> None:
         self._path(slot).unlink(missing_ok=True)
 
-    def kill_survivors(self) -> list[int]:
-        """End the recorded workers of an earlier broker; returns their pids.
+    def any_alive(self) -> bool:
+        """Whether a recorded process of an earlier broker runs."""
+        return any(_alive(path) for path in self._folder.glob("*.json"))
 
-        A pid counts only together with its start time: another process may have it by now.
-        """
+    def kill_survivors(self) -> list[int]:
+        """End the recorded processes of an earlier broker; returns their pids."""
         ended = []
         for path in sorted(self._folder.glob("*.json")):
-            try:
-                with path.open() as file:
-                    record = json.loads(file.read(MAX_RECORD_CHARS))
-                pid, began = int(record["pid"]), record["start_time"]
-            except (OSError, ValueError, KeyError, TypeError):
-                pid, began = 0, None
-            if pid > 1 and began is not None and os_process.start_time(pid) == began:
+            pid = _alive(path)
+            if pid is not None:
                 kill_group(pid)
                 ended.append(pid)
             path.unlink(missing_ok=True)
         return ended
+
+
+def _alive(path: Path) -> int | None:
+    """The pid of a record whose process runs.
+
+    A pid counts only together with its start time: another process may have it by now.
+    """
+    try:
+        with path.open() as file:
+            record = json.loads(file.read(MAX_RECORD_CHARS))
+        pid, began = int(record["pid"]), record["start_time"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    same = pid > 1 and began is not None and os_process.start_time(pid) == began
+    return pid if same else None

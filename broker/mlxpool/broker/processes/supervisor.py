@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlxpool.broker.host import os_process
 from mlxpool.broker.processes.blas import preload
-from mlxpool.broker.processes.records import WorkerRecords, file_stem, kill_group
+from mlxpool.broker.processes.records import ProcessRecords, file_stem, kill_group
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
@@ -89,7 +89,7 @@ class Supervisor:
         self.dial = dial
         self.portable = portable or not hasattr(os, "pidfd_open")
         self.children: dict[str, Child] = {}  # by slot
-        self.records = WorkerRecords(config.run_dir)
+        self.records = ProcessRecords(config.run_dir / "workers")
         self._started: dict[str, int] = {}  # slot -> workers it has had
         self._observe_at = 0.0
 
@@ -235,6 +235,12 @@ class Supervisor:
             if child.kill_at and now >= child.kill_at:
                 child.kill_at = now + KILL_INTERVAL
                 self._signal(child, signal.SIGKILL, group=True)
+
+    def kill_all(self, now: float) -> None:
+        """Kill every worker now; their ends are collected as all others."""
+        for child in self.children.values():
+            child.commanded, child.kill_at = True, now
+        self.kill_overdue(now)
 
     def next_wake(self) -> float:
         """When `kill_overdue` or an observation is due."""

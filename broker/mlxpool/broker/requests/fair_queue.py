@@ -6,6 +6,7 @@ arrival, whatever its owner's share. Pure.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -138,6 +139,11 @@ class Queue:
             for waiting in lane.owners.values()
         ]
         return len(self.resumed) + sum(lengths) - 1
+
+    def waiting_since(self) -> float:
+        """When the wait of the request began that waits longest; infinity: none waits."""
+        eldest = (waiting[0] for lane in self.lanes for waiting in lane.owners.values())
+        return min((each.waiting_since for each in (*eldest, *self.resumed)), default=math.inf)
 
     def _count(self, request: Request, sign: int) -> None:
         self.count += sign

@@ -105,6 +105,11 @@ class Request:
         return self.state not in TERMINAL
 
     @property
+    def waiting_since(self) -> float:
+        """When the newest token came, or the request itself: of a queued one, the wait's begin."""
+        return self.run.measured_at or self.accepted_at
+
+    @property
     def attempt(self) -> int:
         """The newest sending of its client."""
         return self.reader.attempt

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import add, sub
 
@@ -38,6 +38,11 @@ class Point:
     running: int
     waiting: int
     memory: int  # of all workers
+    ended: int  # streams, since the point before
+    failures: Mapping[str, int]  # since then: streams that ended with an error, by its code
+    failing_models: Mapping[str, int]  # the same streams, by model
+    rejected: Mapping[str, int]  # since then: requests that were not accepted, by code
+    restarts: Mapping[str, int]  # since then, see Snapshot.restarts
 
     @property
     def rates(self) -> dict[str, float]:
@@ -62,6 +67,30 @@ class RateColumn:
     tokens: Counter[str]
 
 
+@dataclass(frozen=True, slots=True)
+class RecentEvents:
+    """What went wrong in the time that the points cover."""
+
+    ended: int  # streams, however they ended
+    failures: Counter[str]  # streams that ended with an error, by its code
+    failing_models: Counter[str]  # the same streams, by model
+    rejected: Counter[str]  # requests that were not accepted, by code
+    restarts: Counter[str]  # see Snapshot.restarts
+
+
+class Increase:
+    """What was added to named counts since the last look."""
+
+    def __init__(self) -> None:
+        self._seen: Mapping[str, int] = {}
+
+    def since(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """The counts that have grown, and by how much; a new one counts from zero."""
+        grown = {name: count - self._seen.get(name, 0) for name, count in counts.items()}
+        self._seen = counts
+        return {name: count for name, count in grown.items() if count > 0}
+
+
 class RecentHistory:
     """The rings. The first `record` only sets the counters that the next one subtracts."""
 
@@ -69,13 +98,24 @@ class RecentHistory:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.columns: deque[RateColumn] = deque(maxlen=MAX_COLUMNS)
         self._at: float | None = None
-        self._tokens: dict[str, int] = {}
+        self._ended = 0
+        self._tokens, self._failures, self._failing, self._rejected, self._restarts = (
+            Increase() for _ in range(5)
+        )
         self._first_token: dict[str, Frozen] = {}
 
     def record(self, snapshot: Snapshot, at: float) -> None:
         """Append a point; the counters of a new model count from zero."""
         before, self._at = self._at, at
-        tokens, first_token = self._new_tokens(snapshot), self._new_first_tokens(snapshot)
+        counters = snapshot.counters
+        all_ended = counters.done + counters.failed + counters.cancelled
+        ended, self._ended = all_ended - self._ended, all_ended
+        tokens = self._tokens.since({m.name: m.counts["tokens"] for m in snapshot.models})
+        first_token = self._new_first_tokens(snapshot)
+        failures = self._failures.since(counters.failures)
+        failing = self._failing.since({model.name: model.failed for model in snapshot.models})
+        rejected = self._rejected.since(counters.rejected)
+        restarts = self._restarts.since(snapshot.restarts)
         if before is None or at <= before:
             return
         self.add_to_column(at, at - before, tokens)
@@ -93,6 +133,11 @@ class RecentHistory:
                 sum(model.running for model in snapshot.models),
                 sum(model.waiting for model in snapshot.models),
                 sum(worker.memory_used for worker in snapshot.workers),
+                ended,
+                failures,
+                failing,
+                rejected,
+                restarts,
             )
         )
 
@@ -105,12 +150,6 @@ class RecentHistory:
         else:  # complete before others can read it: they divide by its seconds
             self.columns.append(RateColumn(number, seconds, Counter(tokens)))
 
-    def _new_tokens(self, snapshot: Snapshot) -> dict[str, int]:
-        now = {model.name: model.counts["tokens"] for model in snapshot.models}
-        new = {name: count - self._tokens.get(name, 0) for name, count in now.items()}
-        self._tokens = now
-        return {name: count for name, count in new.items() if count > 0}
-
     def _new_first_tokens(self, snapshot: Snapshot) -> Buckets:
         total = _EMPTY
         for model in snapshot.models:
@@ -122,6 +161,19 @@ class RecentHistory:
                 total = tuple(map(add, total, new))
                 self._first_token[model.name] = now
         return total
+
+
+def recent_events(points: Iterable[Point]) -> RecentEvents:
+    """The sums over all points."""
+    events = RecentEvents(0, Counter(), Counter(), Counter(), Counter())
+    ended = 0
+    for point in points:
+        ended += point.ended
+        events.failures.update(point.failures)
+        events.failing_models.update(point.failing_models)
+        events.rejected.update(point.rejected)
+        events.restarts.update(point.restarts)
+    return replace(events, ended=ended)
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> float | None:

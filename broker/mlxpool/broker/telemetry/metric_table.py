@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
 from mlxpool.broker.telemetry.snapshot import (
+    GatewayInfo,
     ModelSnapshot,
     ProcessFigures,
     Snapshot,
@@ -110,6 +111,13 @@ def _broker_states(snapshot: Snapshot) -> Rows:
     yield (), [int(snapshot.broker.state == state) for state in BROKER_STATES]
 
 
+def _gateway(value: Callable[[GatewayInfo], float]) -> Callable[[Snapshot], Rows]:
+    """One value, where the broker runs a gateway."""
+    return lambda snapshot: (
+        [] if snapshot.gateway is None else [((), float(value(snapshot.gateway)))]
+    )
+
+
 def _model_states(snapshot: Snapshot) -> Rows:
     return (
         ((model.name,), [int(model.state == state) for state in MODEL_STATES])
@@ -181,6 +189,10 @@ BROKER = (
            (), _pool(lambda s: s.sizes["poisoned"])),
     Family("mlxpool_requests_rejected_total", COUNTER, "Requests that were not accepted",
            ("error",), _rejected, CODES),
+    Family("mlxpool_gateway_up", GAUGE, "1 while the gateway that the broker runs serves",
+           (), _gateway(lambda gateway: gateway.state == "ready")),
+    Family("mlxpool_gateway_restarts_total", COUNTER, "Ends of it that nobody asked for",
+           (), _gateway(lambda gateway: gateway.restarts)),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
            (), _process(lambda p: p.resident)),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",

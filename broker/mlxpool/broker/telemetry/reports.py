@@ -14,11 +14,17 @@ from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSna
 
 
 def stats(snapshot: Snapshot) -> dict[str, Any]:
-    return {"broker": asdict(snapshot.broker), **pool_stats(snapshot)}
+    return {**_processes(snapshot), **pool_stats(snapshot)}
+
+
+def _processes(snapshot: Snapshot) -> dict[str, Any]:
+    """The broker's own row, and that of its gateway if it runs one."""
+    gateway = {} if snapshot.gateway is None else {"gateway": asdict(snapshot.gateway)}
+    return {"broker": asdict(snapshot.broker), **gateway}
 
 
 def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
-    """All of `stats` but the broker's own row."""
+    """All of `stats` but the rows of the broker and its gateway."""
     counters, sizes = snapshot.counters, snapshot.sizes
     ended = counters.done + counters.failed + counters.cancelled
     return {
@@ -53,7 +59,7 @@ def ps(snapshot: Snapshot, last_dump: Callable[[str], Path | None]) -> dict[str,
         for worker in snapshot.workers
     ]
     return {
-        "broker": asdict(snapshot.broker),
+        **_processes(snapshot),
         "workers": workers,
         "models": [dict(row) for row in snapshot.listing],
     }
@@ -126,7 +132,7 @@ _EMPTY = Histogram(FIRST_TOKEN).frozen()
 
 def top(snapshot: Snapshot) -> dict[str, Any]:
     return {
-        "broker": asdict(snapshot.broker),
+        **_processes(snapshot),
         "stats": pool_stats(snapshot),
         "models": [_model_row(model) for model in snapshot.models if model.used],
         "workers": [worker_row(worker) for worker in snapshot.workers],

@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from mlxpool.broker.core.state import State
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.metrics.histograms import Figures, Frozen, Histogram
 from mlxpool.broker.models import listing as model_listing
+from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
+from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.protocol.from_worker import Beat
 
+GATEWAY = "gateway"  # beside the names of slots, which all have a slash
+MAX_LIVE = 12  # requests that a snapshot has
 MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
 _NO_FIGURES = Figures()  # of a model that was never requested
 
@@ -42,6 +47,19 @@ class BrokerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayInfo:
+    """The gateway that the broker runs; the fields are the keys of `gateway` in `ps`, `stats`."""
+
+    url: str
+    state: str  # starting | ready | restarting | draining | stopped
+    pid: int | None  # None while no process runs
+    uptime_s: float | None
+    rss: int  # bytes
+    restarts: int
+    last_exit: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSnapshot:
     """One model. `histograms` is empty until its first request, so that unused models are cheap."""
 
@@ -51,11 +69,18 @@ class ModelSnapshot:
     used: bool  # it has workers or waiting requests, or had a request
     waiting: int
     waiting_bytes: int
+    oldest_wait: float  # seconds for which the oldest in its queue has waited; 0: none waits
     running: int  # requests that workers have
     workers: Mapping[str, int]  # by state
     counts: Mapping[str, int]  # the integer counters of metrics.histograms.Figures, by name
     outcomes: Mapping[str, int]
     histograms: Mapping[str, Frozen]
+
+    @property
+    def failed(self) -> int:
+        """Streams that ended with an error since the broker's start."""
+        asked_for = sum(self.outcomes.get(reason, 0) for reason in ("stop", "length", "cancelled"))
+        return sum(self.outcomes.values()) - asked_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +111,11 @@ class WorkerSnapshot:
     beat: Beat | None = None  # the last one, or an empty one; None: there is no worker
 
     @property
+    def shown_state(self) -> str:
+        """Its state as operators see it."""
+        return "suspect" if self.suspect else self.state
+
+    @property
     def phase(self) -> str:
         return "" if self.beat is None else (self.beat.phase or "boot")[:MAX_PHASE_CHARS]
 
@@ -104,6 +134,18 @@ class WorkerSnapshot:
         """Bytes. The resident set lacks device memory, `total` lacks memory outside MLX."""
         memory = self.memory
         return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """One live request, without anything that it says. `slot` is "" while no worker has it."""
+
+    id: bytes
+    model: str
+    state: str  # queued | assigned | streaming
+    slot: str
+    tokens: int
+    age: float  # seconds since it was accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +170,26 @@ class Snapshot:
     lag: float  # seconds, see loop_lag
     memory_limit: int  # bytes that all workers may take together
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
+    faults: tuple[Fault, ...] = ()  # names that cannot be had, with the reasons that `ps` prints
+    live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
     process: ProcessFigures = ProcessFigures()
+    gateway: GatewayInfo | None = None  # None: the broker runs none
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Ends that nobody asked for since the broker's start, by slot; also of the gateway."""
+        gateway = {} if self.gateway is None else {GATEWAY: self.gateway.restarts}
+        return {**{worker.slot: worker.restarts for worker in self.workers}, **gateway}
 
 
 def take(
-    state: State, broker: BrokerInfo, lag: float, now: float, *, listing: bool = False
+    state: State,
+    broker: BrokerInfo,
+    lag: float,
+    now: float,
+    *,
+    listing: bool = False,
+    gateway: GatewayInfo | None = None,
 ) -> Snapshot:
     """The pool as it is now; with `listing` also the rows of models that only `ps` renders."""
     registry = state.registry
@@ -146,6 +203,9 @@ def take(
         lag,
         registry.memory,
         tuple(_listing(registry, now)) if listing else (),
+        faults=tuple(model_listing.faults(registry, now)),
+        live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
+        gateway=gateway,
     )
 
 
@@ -165,6 +225,17 @@ def _sizes(state: State) -> dict[str, int]:
     }
 
 
+def _live(request: Request, now: float) -> LiveRequest:
+    return LiveRequest(
+        request.id,
+        request.message.model,
+        request.state.value,
+        request.run.slot,
+        request.run.taken,
+        now - request.accepted_at,
+    )
+
+
 def _listing(registry: Registry, now: float) -> Iterable[Mapping[str, Any]]:
     known = registry.names.known
     rows = model_listing.rows(registry, now)
@@ -181,6 +252,7 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
         bool(model.workers or model.queue or model.name in state.counters.models),
         len(model.queue),
         model.queue.bytes,
+        max(0.0, now - model.queue.waiting_since()),
         sum(len(worker.leases) for worker in model.workers),
         Counter(worker.state.shown for worker in model.workers),
         {name: value for name, value in vars(figures).items() if type(value) is int},

@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.telemetry.history import (
     COLUMN_SECONDS,
+    MAX_POINTS,
     POINT_INTERVAL,
     Point,
+    RecentEvents,
     RecentHistory,
+    recent_events,
     recent_rates,
 )
+from mlxpool.broker.telemetry.problems import Level, lag_level, problems, wait_level
 from mlxpool.broker.telemetry.reports import pool_stats
-from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
+from mlxpool.broker.telemetry.snapshot import (
+    GatewayInfo,
+    LiveRequest,
+    ModelSnapshot,
+    Snapshot,
+    WorkerSnapshot,
+)
 
+MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
+LEVELS = tuple(Level)
+ID_DIGITS = 12  # of a request's id that are shown
 MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
 FAULTY = ("failed", "broken", "suspect", "condemned")
 INACTIVE = ("cold", "drained", "none")
@@ -26,21 +40,34 @@ Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, Any]:
     """Seconds, bytes, and rates a second; `now` is on the clock of `history`."""
     points = list(history.points)
+    recent = recent_events(points)
     columns = list(history.columns)
     last = points[-1].rates if points else {}
     models = _most_relevant(snapshot.models, lambda model: model.running + model.waiting)
     workers = _most_relevant(snapshot.workers, lambda worker: worker.running)
     broker, pool = snapshot.broker, pool_stats(snapshot)
+    found = problems(snapshot, recent, MINUTES)
+    states = {fault.name: fault.state for fault in snapshot.faults}
     return {
         "broker": {
             "state": broker.state,
             "pid": broker.pid,
             "uptime_s": broker.uptime_s,
             "links": broker.links,
+            "level": max((p.level for p in found), key=LEVELS.index, default=Level.FINE).value,
         },
+        "problems": [
+            {"level": problem.level.value, "what": problem.what, "details": problem.details}
+            for problem in found
+        ],
+        "levels": _levels(snapshot, recent),
+        "gateway": _gateway(snapshot.gateway),
         "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],
+        "rejected": sum(pool["rejected"].values()),
+        "restarts": sum(snapshot.restarts.values()),
+        "waiting": pool["queued"],
         "resumed": pool["resumed"],
         "tokens": pool["tokens"]["generated"],
         "memory_limit": snapshot.memory_limit,
@@ -48,12 +75,67 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
         "column_s": COLUMN_SECONDS,
         "past": _past(points, now),
         "models": [
-            _model(model, last.get(model.name, 0.0), recent_rates(columns, model.name, now))
+            {
+                **_model(model, last.get(model.name, 0.0), recent_rates(columns, model.name, now)),
+                "state": states.get(model.name, model.state),
+                "failed_level": Level.BAD.value if recent.failing_models[model.name] else "",
+            }
             for model in models
         ],
         "models_hidden": len(snapshot.models) - len(models),
-        "workers": [_worker(worker) for worker in workers],
+        "workers": [_worker(worker, recent.restarts[worker.slot]) for worker in workers],
         "workers_hidden": len(snapshot.workers) - len(workers),
+        "live": [_live(request) for request in snapshot.live],
+        "live_hidden": snapshot.sizes["requests"] - len(snapshot.live),
+        "errors": _errors(snapshot.counters, recent),
+    }
+
+
+def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
+    """Of the totals: a failure and a restart count for as long as the page shows its time."""
+    return {
+        "failed": Level.BAD.value if recent.failures else "",
+        "rejected": Level.WARNING.value if recent.rejected else "",
+        "restarts": Level.WARNING.value if recent.restarts else "",
+        "lag": lag_level(snapshot.lag).value,
+    }
+
+
+def _live(request: LiveRequest) -> dict[str, Any]:
+    """The beginning of its id is enough for an operator, and too little for a client's cancel."""
+    return {
+        "id": request.id.hex()[:ID_DIGITS],
+        "model": request.model,
+        "state": request.state,
+        "slot": request.slot,
+        "tokens": request.tokens,
+        "age_s": round(request.age, 1),
+    }
+
+
+def _errors(counters: Counters, recent: RecentEvents) -> list[dict[str, Any]]:
+    """A row for each code, those of the last minutes first."""
+    failures, rejected = counters.failures, counters.rejected
+    rows = [
+        {
+            "code": code,
+            "recent": recent.failures[code] + recent.rejected[code],
+            "failed": failures[code],
+            "rejected": rejected[code],
+        }
+        for code in sorted(failures.keys() | rejected.keys())
+    ]
+    return sorted(rows, key=lambda row: (-row["recent"], -row["failed"] - row["rejected"]))
+
+
+def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
+    if gateway is None:
+        return None
+    return {
+        "state": gateway.state,
+        "url": gateway.url,
+        "restarts": gateway.restarts,
+        "last_exit": gateway.last_exit or "",
     }
 
 
@@ -88,23 +170,28 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) -> dict[str, Any]:
-    outcomes = model.outcomes
-    done = sum(outcomes.get(reason, 0) for reason in ("stop", "length"))
-    cancelled = outcomes.get("cancelled", 0)
     return {
         "name": model.name,
-        "state": model.state,
         "running": model.running,
         "waiting": model.waiting,
+        "oldest_wait_s": round(model.oldest_wait, 1),
+        "wait_level": wait_level(model.oldest_wait).value,
         "accepted": model.counts["accepted"],
-        "failed": sum(outcomes.values()) - done - cancelled,
+        "failed": model.failed,
         "tokens": model.counts["tokens"],
         "now": round(rate, 1),
         "recent": [_rounded(each, 1) for each in recent],
     }
 
 
-def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
+def _load_progress(worker: WorkerSnapshot) -> float | None:
+    """The share of the weights that a worker has loaded so far; None: it loads none now."""
+    if worker.beat is None or worker.state not in ("starting", "loading"):
+        return None
+    return _rounded(worker.beat.load_progress, 3)
+
+
+def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
     memory, taken = worker.memory, worker.memory_used
     parts = {kind: memory[kind] for kind in PARTS if kind in memory}
     if parts:
@@ -112,11 +199,13 @@ def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
     return {
         "slot": worker.slot,
         "model": worker.model,
-        "state": worker.state,
+        "state": worker.shown_state,
         "phase": worker.phase,
         "running": worker.running,
         "uptime_s": round(worker.uptime, 1),
+        "load_progress": _load_progress(worker),
         "restarts": worker.restarts,
+        "restarts_level": Level.WARNING.value if recent_restarts else "",
         "last_exit": worker.last_exit,
         "taken": taken,
         "limit": memory.get("limit", 0),

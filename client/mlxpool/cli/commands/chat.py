@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import time
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.cli.conversation import HINT, Conversation, read_message
+from mlxpool.cli.figures import figures
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.request_flags import (
+    add_connect_timeout,
     add_options,
     admin_target_of,
     client_of,
@@ -17,18 +19,11 @@ from mlxpool.cli.request_flags import (
     options_of,
     shown_form,
 )
+from mlxpool.cli.style import ERROR, NOTE, paint_of
 from mlxpool.common.escapes import escape_line
 
 if TYPE_CHECKING:
     from mlxpool.client import Client
-
-PROMPT = ">>> "
-HELP = """\
-/help      this
-/clear     forget the conversation, but for the system's message
-/system T  the system's message from now on; without T: none
-/quit      the end, as Ctrl-D is
-Ctrl-C ends the answer under way. A line that begins with // is sent with one / less."""
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -36,101 +31,81 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "chat",
         parents=[common],
-        help="talk with a model; each line is a message",
+        help="talk with a model in the terminal",
         description="A conversation: the model sees what was said before. Without a terminal each"
-        " line of standard input is a message. /help lists what else can be typed.",
+        " line of standard input is a message. /? lists what else can be typed.",
     )
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     add_options(parser)
+    add_connect_timeout(parser)
     parser.set_defaults(run=run)
 
 
-@dataclass(eq=False, slots=True)
-class Conversation:
-    """The messages so far, and the system message."""
-
-    system: str = ""
-    turns: list[dict[str, str]] = field(default_factory=list)
-
-    def messages(self, text: str) -> list[dict[str, str]]:
-        """The messages to send for the next text of the user."""
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.turns, {"role": "user", "content": text}]
-
-    def keep(self, text: str, answer: str) -> None:
-        """Add a text and its answer; of a cancelled answer the part that the user has read."""
-        self.turns.append({"role": "user", "content": text})
-        self.turns.append({"role": "assistant", "content": answer})
-
-    def command(self, line: str) -> str | None:
-        """Run a line that begins with /; returns what to tell the user, None to end."""
-        name, _, rest = line.partition(" ")
-        if name == "/quit":
-            return None
-        if name == "/help":
-            return HELP
-        if name == "/clear":
-            self.turns.clear()
-            return "the conversation is forgotten"
-        if name == "/system":
-            self.system = rest.strip()
-            return "the system's message is set" if self.system else "there is no system's message"
-        unknown = f"unknown command {escape_line(name)}"
-        return f"{unknown}; /help lists them, //… sends a text that begins with /"
-
-
 def run(options: argparse.Namespace) -> int:
-    """Answer lines until the input ends. Exit code 1 if the last answer failed."""
-    from mlxpool.client import Client
-
-    given = options_of(options)
-    conversation = Conversation(options.system or "")
+    """Answer messages until the input ends. Exit code 1 if the last answer failed."""
+    conversation = Conversation(options.system or "", options_of(options))
+    read = typed_line if sys.stdin.isatty() else read_line
     code = 0
-    with client_of(options, Client) as client:
-        for line in lines():
-            if line.startswith("/") and not line.startswith("//"):
-                reply = conversation.command(line)
+    with client_of(options) as client:
+        if read is typed_line:
+            _edit_lines()
+            _tell(HINT)
+        while True:
+            try:
+                text = read_message(read)
+            except KeyboardInterrupt:
+                if read is not typed_line:
+                    raise
+                print(file=sys.stderr)
+                _tell("(Ctrl-D or /bye ends the conversation)")
+                continue
+            if text is None:
+                break
+            if text.startswith("/") and not text.startswith("//"):
+                reply = conversation.command(text)
                 if reply is None:
                     break
                 print(reply, file=sys.stderr)
-            elif line.strip():
-                text = line.removeprefix("/") if line.startswith("//") else line
-                code = answer(client, options, conversation, text, given)
+            elif text.strip():
+                text = text.removeprefix("/") if text.startswith("//") else text
+                code = answer(client, options, conversation, text)
     return code
 
 
-def lines() -> Iterator[str]:
-    """The lines that the user types, or those of standard input without a terminal."""
-    if not sys.stdin.isatty():
-        for line in sys.stdin.buffer:
-            yield decode_utf8(line).rstrip("\r\n")
-        return
-    _edit_lines()
-    while True:
-        try:
-            yield input(PROMPT)
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D or /quit ends the conversation)", file=sys.stderr)
-        except EOFError:
-            print()
-            return
+def typed_line(prompt: str) -> str | None:
+    """A line that the user types; None at Ctrl-D. Raises KeyboardInterrupt."""
+    try:
+        return input(prompt)
+    except EOFError:
+        print()
+        return None
+
+
+def read_line(prompt: str) -> str | None:
+    """A line of standard input without its end; None after the last. Raises ValueError."""
+    line = sys.stdin.buffer.readline()
+    return decode_utf8(line).rstrip("\r\n") if line else None
 
 
 def _edit_lines() -> None:
-    """Give `input` arrow keys and a history, if this Python has readline."""
+    """Give `input` arrow keys and a history, if this Python has readline.
+
+    A text of several lines that is pasted is then one message.
+    """
     try:
-        import readline  # noqa: F401
+        import readline
     except ImportError:
-        pass
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _tell(note: str) -> None:
+    print(paint_of(sys.stderr)(note, NOTE), file=sys.stderr)
 
 
 def answer(
-    client: Client,
-    options: argparse.Namespace,
-    conversation: Conversation,
-    text: str,
-    given: dict[str, Any],
+    client: Client, options: argparse.Namespace, conversation: Conversation, text: str
 ) -> int:
     """Print one answer as it arrives; returns 1 if it failed, which does not end the conversation.
 
@@ -141,10 +116,14 @@ def answer(
 
     parts: list[str] = []
     form = shown_form(options)
-    stream = client.stream(options.model, messages=conversation.messages(text), **given)
+    started, first = time.monotonic(), 0.0
     try:
+        stream = client.stream(
+            options.model, messages=conversation.messages(text), **conversation.options
+        )
         with stream, LoadProgress(admin_target_of(options), options.model) as progress:
             for delta in stream:
+                first = first or time.monotonic()
                 progress.close()
                 parts.append(delta.text)
                 if not options.json:
@@ -154,7 +133,7 @@ def answer(
         _end_line(options, parts)
         if not sys.stdin.isatty():
             raise
-        print("(cancelled)", file=sys.stderr)
+        _tell("(cancelled)")
         conversation.keep(text, "".join(parts))
         _print_json(
             options, {"role": "assistant", "content": "".join(parts), "reason": "cancelled"}
@@ -165,11 +144,15 @@ def answer(
         raise
     except PoolError as error:
         _end_line(options, parts)
-        print(f"mlxpool: {escape_line(f'{error.code}: {error.message}')}", file=sys.stderr)
+        message = escape_line(f"{error.code}: {error.message}")
+        print(f"{paint_of(sys.stderr)('mlxpool:', ERROR)} {message}", file=sys.stderr)
         _print_json(options, {"error": error.body()})
         return 1
+    now = time.monotonic()
     _end_line(options, ["text"])
     conversation.keep(text, result.text)
+    if conversation.verbose:
+        _tell(escape_line(figures(result, now - started, now - first)))
     _print_json(
         options,
         {
@@ -191,4 +174,4 @@ def _end_line(options: argparse.Namespace, parts: list[str]) -> None:
 
 def _print_json(options: argparse.Namespace, line: dict[str, Any]) -> None:
     if options.json:
-        print(json.dumps(line), flush=True)
+        print(json_text(line), flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.formatting import size, table
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
 
@@ -24,9 +25,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "check",
         parents=[common],
-        help="what a model is, what it needs, and everything that is wrong with it",
-        description="Looks at a model without serving it. Exit code 0: it is sound and can run"
-        " here; 1: it is not, or cannot.",
+        help="examine a model without serving it",
+        description="Says what a model is and needs, and everything that is wrong with it. Exit"
+        " code 0: it is sound and can run here; 1: it is not, or cannot.",
     )
     parser.add_argument(
         "name", metavar="MODEL", help="a name of the settings, or a folder or a reference"
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report; returns the exit code."""
     report = diagnose(options)
     if options.json:
-        print(json.dumps(report))
+        print(json_text(report))
     else:
         print("\n".join(map(escape_line, lines(report))))
     fits = report.get("machine", {}).get("fits", True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 from typing import Any
+
+from mlxpool.cli.json_text import json_text
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "completion",
         parents=[common],
-        help="a script that teaches a shell this command line",
+        help="print a script by which a shell completes this command line",
         description='For this session: `eval "$(mlxpool completion bash)"`, or with zsh;'
         " `mlxpool completion fish | source`. docs/cli.md says where the script can stay.",
     )
@@ -26,14 +26,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
     text = script(options.whole_parser(), options.shell)
-    print(json.dumps({"shell": options.shell, "script": text}) if options.json else text)
+    print(json_text({"shell": options.shell, "script": text}) if options.json else text)
     return 0
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of SHELLS. Raises ValueError when shtab is not installed."""
-    if importlib.util.find_spec("shtab") is None:
-        raise ValueError("completion needs shtab: pip install 'mlxpool[cli]'")
-    import shtab
+    """The script for one of SHELLS."""
+    import shtab  # only this command needs it
 
     return str(shtab.complete(parser, shell=shell))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxpool.cli.formatting import count, table
-from mlxpool.cli.request_flags import client_of, decode_utf8, seconds
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
-
-if TYPE_CHECKING:
-    from mlxpool.client import Client
 
 TEXTS_HELP = "texts; none, or -: the lines of standard input"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `embed`, `rerank` and `classify`."""
-    embed = _add(commands, common, "embed", "print a vector for each text, as a line of JSON")
+    embed = _add(commands, common, "embed", "print a vector for each text")
     embed.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
     embed.add_argument("--dimensions", type=count, help="keep so many numbers of a vector")
     embed.add_argument(
@@ -32,12 +29,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--prompt-name", metavar="NAME", help="put this prompt of the model before each text"
     )
     embed.set_defaults(run=run_embed)
-    rerank = _add(commands, common, "rerank", "rate documents for a query, best first")
+    rerank = _add(commands, common, "rerank", "order documents by how well they fit a query")
     rerank.add_argument("query", metavar="QUERY")
     rerank.add_argument("texts", metavar="DOCUMENT", nargs="*", help=TEXTS_HELP)
     rerank.add_argument("--top", type=count, metavar="N", help="print the best N only")
     rerank.set_defaults(run=run_rerank)
-    classify = _add(commands, common, "classify", "print the probability of each label")
+    classify = _add(commands, common, "classify", "print the probability of each label of a text")
     classify.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
     classify.set_defaults(run=run_classify)
 
@@ -53,12 +50,13 @@ def _add(
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"
     )
+    add_connect_timeout(parser)
     return parser
 
 
 def run_embed(options: argparse.Namespace) -> int:
     """Print a line of JSON for each text: its vector; with --json one object for all."""
-    with _client(options) as client:
+    with client_of(options) as client:
         found = client.embed(
             options.model,
             _texts(options),
@@ -68,23 +66,23 @@ def run_embed(options: argparse.Namespace) -> int:
             **_settings(options),
         )
     if options.json:
-        print(json.dumps({"vectors": found.tolist(), "usage": found.usage}))
+        print(json_text({"vectors": found.tolist(), "usage": found.usage}))
     else:
         for row in found:
-            print(json.dumps(row))
+            print(json_text(row))
     return 0
 
 
 def run_rerank(options: argparse.Namespace) -> int:
     """Print the documents, best first, with their scores."""
     texts = _texts(options)
-    with _client(options) as client:
+    with client_of(options) as client:
         found = client.rerank(
             options.model, options.query, texts, top=options.top, **_settings(options)
         )
     if options.json:
         results = [{"index": one.index, "score": one.score} for one in found]
-        print(json.dumps({"results": results}))
+        print(json_text({"results": results}))
     else:
         rows = [(f"{one.score:.4f}", str(one.index), texts[one.index]) for one in found]
         print("\n".join(table([("score", "index", "document"), *rows])))
@@ -94,22 +92,16 @@ def run_rerank(options: argparse.Namespace) -> int:
 def run_classify(options: argparse.Namespace) -> int:
     """Print the labels of each text with their probabilities, the most probable first."""
     texts = _texts(options)
-    with _client(options) as client:
+    with client_of(options) as client:
         found = client.classify(options.model, texts, **_settings(options))
     if options.json:
-        print(json.dumps({"labels": found.labels, "probabilities": found.tolist()}))
+        print(json_text({"labels": found.labels, "probabilities": found.tolist()}))
         return 0
     for text, row in zip(texts, found, strict=True):
         best = sorted(zip(row, found.labels, strict=True), reverse=True)
         shares = ", ".join(f"{label} {share:.3f}" for share, label in best)
         print(escape_line(f"{shares}: {text}"))
     return 0
-
-
-def _client(options: argparse.Namespace) -> Client:
-    from mlxpool.client import Client  # here: the other commands start faster without
-
-    return client_of(options, Client)
 
 
 def _texts(options: argparse.Namespace) -> Sequence[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.target import target_of
-
-MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -17,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
-        help="answer HTTP as OpenAI and Ollama do, for a pool that runs",
+        help="answer HTTP as OpenAI and Ollama do, for a running pool",
     )
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     gateway.add_argument("--port", type=int, default=8080, help="0: any that is free (8080)")
@@ -37,20 +35,28 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway.add_argument(
         "--per-key", type=int, metavar="N", help="requests at once of one key (default: any number)"
     )
+    gateway.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="for running requests after SIGTERM (30)",
+    )  # fmt: skip
+    gateway.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="whose pages in browsers may use it, as https://app.example or '*'; may be repeated"
+        " (none)",
+    )  # fmt: skip
+    gateway.add_argument(
+        "--access-log", action=argparse.BooleanOptionalAction, default=True,
+        help="a line of the log for each request (yes)",
+    )  # fmt: skip
     gateway.add_argument("--log-format", choices=("text", "json"), default="text")
     gateway.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    # Here and not above: only this command needs the gateway and its optional packages.
-    try:
-        from mlxpool.gateway import server
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("mlxpool"):
-            raise
-        raise ValueError(MISSING.format(name=error.name)) from error
+    # Here and not above: only this command needs the gateway and its packages.
     from mlxpool.common import logs
+    from mlxpool.gateway import server
     from mlxpool.gateway.settings import Settings
 
     logs.set_up(json_lines=options.log_format == "json")
@@ -67,10 +73,13 @@ def run(options: argparse.Namespace) -> int:
         keep_alive=options.keep_alive,
         per_key=options.per_key,
         deadline=options.deadline,
+        drain_timeout=options.drain_timeout,
+        cors_origins=tuple(options.cors_origin),
+        access_log=options.access_log,
     )
 
     def print_url(url: str) -> None:
-        print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
+        print(json_text({"url": url}) if options.json else f"listening on {url}", flush=True)
 
     server.run(settings, print_url)
     return 0

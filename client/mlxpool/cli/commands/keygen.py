@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.common.transport import keys
 
 
@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "keygen",
         parents=[common],
-        help="make a key for tcp, and print what the broker has to know of it",
+        help="make a key for tcp",
         description="Writes NAME.key, which only you can read, and never overwrites one. Clients,"
         " workers and operators come in when the broker's config names their public key; the"
         " broker's own key (--role server) is named there by pool.secret_key.",
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}
     section = keys.section(pair.name)
     print(
-        json.dumps(answer) if options.json else _config_text(section, pair.role, pair.public, path)
+        json_text(answer) if options.json else _config_text(section, pair.role, pair.public, path)
     )
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
 import re
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.paths import config_file
 
@@ -23,7 +23,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "revoke",
         parents=[common],
-        help="take a key away: out of the settings, and what it has open ends at once",
+        help="take a key away at once",
         description="Removes [keys.NAME] from the broker's config, writes that anew as a whole, and"
         " has the broker read it. The key's file stays where it is.",
     )
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         "the broker cuts it off" if reloaded else "no broker answers: it holds for the next one"
     )
     answer = {"name": options.name, "file": str(file), "reloaded": reloaded}
-    print(json.dumps(answer) if options.json else f"{options.name}: revoked in {file}; {ending}")
+    print(json_text(answer) if options.json else f"{options.name}: revoked in {file}; {ending}")
     return 0
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.cli.figures import figures
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.request_flags import (
+    add_connect_timeout,
     add_options,
     admin_target_of,
+    check_broker,
     client_of,
     decode_utf8,
     options_of,
     shown_form,
 )
+from mlxpool.cli.style import NOTE, paint_of
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol.images import images_of_text
 
@@ -28,7 +32,10 @@ if TYPE_CHECKING:
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `run`."""
     run_parser = commands.add_parser(
-        "run", parents=[common], help="complete a text, from the arguments or standard input"
+        "run",
+        parents=[common],
+        help="complete a text, printed as it is generated",
+        description="Completes a text that is an argument or standard input.",
     )
     run_parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     run_parser.add_argument(
@@ -46,6 +53,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="an image in front of the prompt, or where it has [img-n]; may be repeated",
     )
     add_options(run_parser)
+    add_connect_timeout(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
     run_parser.set_defaults(run=run, take_rest=take_prompt)
 
@@ -66,17 +74,17 @@ def run(options: argparse.Namespace) -> int:
     """Print the completion to standard output, the figures to standard error."""
     # Here and not above: the other commands start faster without.
     from mlxpool.cli.load_progress import LoadProgress
-    from mlxpool.client import Client
 
+    given = options_of(options)
+    check_broker(options)  # before a prompt is typed
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
-    given = options_of(options)
     prompt_arguments = _prompt(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
     with (
-        client_of(options, Client) as client,
+        client_of(options) as client,
         client.stream(options.model, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
@@ -86,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
                 first = first or time.monotonic()
                 progress.close()
                 if options.json:
-                    print(json.dumps(_delta_as_json(delta)), flush=True)
+                    print(json_text(_delta_as_json(delta)), flush=True)
                 else:
                     print(form(delta.text), end="", flush=True)
                 shown = True
@@ -96,12 +104,13 @@ def run(options: argparse.Namespace) -> int:
             raise
         result = stream.result
     if options.json:
-        print(json.dumps(as_json(result)), flush=True)
+        print(json_text(as_json(result)), flush=True)
     else:
         print()
         if not options.quiet:
             now = time.monotonic()
-            print(escape_line(figures(result, now - started, now - first)), file=sys.stderr)
+            line = escape_line(figures(result, now - started, now - first))
+            print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
     return int(result.reason == "cancelled")  # by another client: the text is not complete
 
 
@@ -135,19 +144,3 @@ def as_json(result: Result) -> dict[str, Any]:
         "seed": result.seed,
         "attempts": result.attempts,
     }
-
-
-def figures(result: Result, seconds: float, streamed: float) -> str:
-    """One line about a finished completion; times are seconds, `streamed` since the first token.
-
-    A worker reports the decode time of its own tokens only, which is too short after a failover.
-    """
-    generated = result.usage.get("completion_tokens", 0)
-    decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
-    rate = f"{generated / decode:.0f} tokens/s, " if decode and generated > 1 else ""
-    prompt = result.usage.get("prompt_tokens", 0)
-    cached = result.usage.get("cached_tokens", 0)
-    return (
-        f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
-        f" ended: {result.reason}, seed {result.seed}]"
-    )

@@ -13,12 +13,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     serve = commands.add_parser(
         "serve",
         parents=[common],
-        help="run a broker; workers start with the first request for their model",
+        help="run a broker and its workers",
+        description="Runs a broker in the foreground. Workers start with the first request for"
+        " their model.",
     )
     broker = commands.add_parser(
         "broker",
         parents=[common],
-        help="run a broker that starts no worker: workers dial in with `mlxpool worker`",
+        help="run a broker alone: workers connect with `mlxpool worker`",
     )
     for parser in (serve, broker):
         add_settings(parser)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.formatting import table
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, flags_of, model_paths_of, settings_of
 from mlxpool.common.escapes import CONTROLS, escape_line
 from mlxpool.common.paths import config_file
@@ -21,9 +22,7 @@ SOUND, UNSOUND = 0, 1
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `config show` and `config check`."""
-    config = commands.add_parser(
-        "config", help="the settings: what they are, whether they are sound"
-    )
+    config = commands.add_parser("config", help="show or check the settings")
     verbs = config.add_subparsers(dest="verb", metavar="VERB", required=True)
     parser = verbs.add_parser(
         "show",
@@ -58,7 +57,7 @@ def show(options: argparse.Namespace) -> int:
     if options.json:
         file = config_file(options.config)
         answer = {"file": str(file) if file else None, "settings": [asdict(one) for one in found]}
-        print(json.dumps(answer))
+        print(json_text(answer))
     else:
         print("\n".join(as_toml(found, origin=options.origin)))
     return SOUND
@@ -105,7 +104,7 @@ def check(options: argparse.Namespace) -> int:
     if options.json:
         models = sorted(loaded.models)
         answer = {"file": str(file) if file else None, "models": models, "problems": problems}
-        print(json.dumps(answer))
+        print(json_text(answer))
     else:
         lines = [f"file: {file or 'none'}", f"models: {', '.join(sorted(loaded.models))}"]
         lines += problems or ["nothing is wrong with them"]

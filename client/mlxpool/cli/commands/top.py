@@ -1,24 +1,27 @@
-"""`mlxpool top`: the pool, live. In colours with rich (extra `cli`), plain without."""
+"""`mlxpool top`: the pool, live."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
+import sys
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from mlxpool.cli import top_view
-from mlxpool.cli.formatting import count, table
-from mlxpool.cli.top_view import HEAD, MAX_SNAPSHOTS, SORT_ORDERS, Row, Snapshot, SortOrder
+from mlxpool.cli.columns import joined
+from mlxpool.cli.formatting import count
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.style import NOTE, Paint, paint_of, plain, table_lines
+from mlxpool.cli.top_view import COLUMNS, MAX_SNAPSHOTS, SORT_ORDERS, Row, Snapshot, SortOrder
 from mlxpool.common.escapes import escape_line
 
 KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
-KEYS = "q quit, s next column, r turn round, or a column: " + " ".join(
-    f"{order.key} {order.name}" for order in SORT_ORDERS
+KEYS = (
+    "q quit",
+    "s next column",
+    "r reverse",
+    *(f"{order.key} {order.name}" for order in SORT_ORDERS),
 )
-COLOURS = {"ready": "green", "suspect": "yellow", "broken": "red", "failed": "red"}
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -26,8 +29,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "top",
         parents=[common],
-        help="workers and their work, live",
-        description=f"A picture each second. Keys: {KEYS}.",
+        help="show workers and their work, live",
+        description=f"A snapshot each second. Keys: {', '.join(KEYS)}.",
     )
     parser.add_argument(
         "--sort",
@@ -36,7 +39,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="the column to begin with (default: %(default)s)",
     )
     parser.add_argument(
-        "--count", type=count, default=0, metavar="N", help="end after N pictures (default: never)"
+        "--count", type=count, default=0, metavar="N", help="end after N snapshots (default: never)"
     )
     parser.set_defaults(run=run)
 
@@ -69,17 +72,17 @@ class View:
     def rows(self) -> list[Row]:
         return top_view.ordered(top_view.rows(self.history), self.order, reverse=self.reversed)
 
-    def page(self, columns: int, lines: int, *, live: bool) -> str:
-        """The page, at most `lines` lines of `columns` characters; with the keys if `live`."""
+    def page(self, columns: int, lines: int, *, keys: bool, paint: Paint = plain) -> str:
+        """The page, at most `lines` lines of `columns` characters; with the keys if `keys`."""
         if not self.history:
-            return "waiting for the broker's first picture"
-        shown = self.rows()[: max(1, lines - 4)]
+            return "waiting for the broker's first snapshot"
         arrow = "falling" if self.order.descending is not self.reversed else "rising"
-        summary = escape_line(top_view.summary(self.history))
-        head = [summary, f"sorted by {self.order.name}, {arrow}"]
-        body = _table(shown, columns, live)
-        keys = [KEYS[:columns]] if live else []
-        return "\n".join([*(line[:columns] for line in head), *body, *keys])
+        parts = [escape_line(part) for part in top_view.summary(self.history)]
+        head = joined([*parts, f"sorted by {self.order.name}, {arrow}"], columns)
+        shown = self.rows()[: max(1, lines - len(head) - 1 - keys)]
+        body = table_lines(COLUMNS, [top_view.cells(row) for row in shown], columns, paint)
+        below = [paint(joined(KEYS, columns)[0].removesuffix(","), NOTE)] if keys else []
+        return "\n".join([*head, *body, *below])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -92,9 +95,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         for snapshot in snapshots(options.admin_target, options.count):
             view.history.append(snapshot)
-            print(json.dumps(as_json(view)), flush=True)
+            print(json_text(as_json(view)), flush=True)
         return 0
-    left = options.count
+    left, paint = options.count, paint_of(sys.stdout)
     with Subscription(options.admin_target) as subscription, screen() as terminal:
         while True:
             newest, keys = subscription.next(KEY_INTERVAL), terminal.pressed_keys()
@@ -104,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
                 view.history.append(newest)
                 left -= 1
             if newest is not None or keys:
-                terminal.show(view.page(*terminal.size, live=terminal.live))
+                terminal.show(view.page(*terminal.size, keys=terminal.live, paint=paint))
             if newest is not None and left == 0:
                 return 0
 
@@ -118,29 +121,3 @@ def as_json(view: View) -> dict[str, Any]:
         "queued": newest["stats"]["queued"],
         "rows": [row.as_json() for row in view.rows()],
     }
-
-
-def _table(rows: Sequence[Row], columns: int, colours: bool) -> list[str]:
-    lines = [[escape_line(cell) for cell in top_view.cells(row)] for row in rows]
-    if colours and importlib.util.find_spec("rich") is not None:
-        return _colour_table(lines, columns)
-    return [line[:columns] for line in table([HEAD, *lines])]
-
-
-def _colour_table(lines: Sequence[Sequence[str]], columns: int) -> list[str]:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, name in enumerate(HEAD):
-        drawn.add_column(name, no_wrap=True, justify="left" if number < 3 else "right")
-    state = HEAD.index("STATE")
-    for line in lines:
-        cells = [Text(cell) for cell in line]
-        cells[state].stylize(COLOURS.get(line[state], ""))
-        drawn.add_row(*cells)
-    console = Console(width=columns)
-    with console.capture() as captured:
-        console.print(drawn)
-    return captured.get().splitlines()

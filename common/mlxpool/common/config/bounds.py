@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -193,6 +193,21 @@ def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
     if not match or int(match[3]) > 65535:
         raise ConfigError(f'{where} must be HOST:PORT such as "127.0.0.1:9464", got {text!r}')
     return match[1] or match[2], int(match[3])
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
+ANY_ORIGIN = "*"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write it: no path
+
+
+def origin_faults(origins: Iterable[str]) -> Iterator[str]:
+    """Why the values that are no origins of web pages, nor ANY_ORIGIN, are none."""
+    for origin in origins:
+        if origin != ANY_ORIGIN and not ORIGIN.fullmatch(origin):
+            yield (
+                f"{origin!r} is no origin: write scheme://host or scheme://host:port in lower case,"
+                f" without a path, or {ANY_ORIGIN!r} for all"
+            )
 
 
 def check_host_port(value: str, where: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,15 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from mlxpool.common.config.bounds import ConfigError, Declaration, Problems, declarations
+from mlxpool.common.config.bounds import (
+    LOOPBACK,
+    ConfigError,
+    Declaration,
+    Problems,
+    declarations,
+    host_port,
+    origin_faults,
+)
 from mlxpool.common.config.model_names import fault_of_name, scan
 from mlxpool.common.config.schema import (
     BUILTIN,
@@ -174,7 +183,8 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     known = {
         name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
     }
-    values, problems = dict[str, Any](), Problems()
+    values: dict[str, Any] = {}
+    problems = Problems()
     for key, value in table.items():
         with problems.collected():
             values[key] = _setting(key, known, value, where)
@@ -184,7 +194,11 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        problems.found += _bad_endpoints(values, where)
+        problems.found += [
+            *_bad_endpoints(values, where),
+            *(_bad_admin_token(values, where) if values.keys() >= table.keys() else ()),
+            *_bad_http(values, where),
+        ]
     problems.check()
     return kind(**values)
 
@@ -227,10 +241,36 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
                 yield f"{where}.{name}: {endpoint!r} {fault}"
 
 
+def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """The problem of a token that would cross a network unencrypted, or that nothing asks for."""
+    if values.get("metrics_admin_token") is None:
+        return
+    address = values.get("metrics", "")
+    if not address or host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.metrics_admin_token needs {where}.metrics on the loopback interface, such as"
+            f' "127.0.0.1:9464", got {address!r}: HTTP is not encrypted; reach it from elsewhere'
+            " through ssh -L"
+        )
+
+
+def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Problems of HTTP: an address that others reach and that asks for no key; origins."""
+    for fault in origin_faults(values.get("http_cors_origins", ())):
+        yield f"{where}.http_cors_origins: {fault}"
+    address = values.get("http", "")
+    if address and not values.get("http_keys") and host_port(address)[0] not in LOOPBACK:
+        yield (
+            f"{where}.http: others can reach {address!r}: name the keys that may ask with"
+            f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
+        )
+
+
 def check_run_dir(run_dir: Path) -> None:
     """Make the run directory, mode 0700. Raises ConfigError if it cannot be used."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_access(run_dir, run_dir.stat())
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir / "logs"):
             pass
@@ -238,8 +278,27 @@ def check_run_dir(run_dir: Path) -> None:
         raise ConfigError(
             f"cannot use the run directory {run_dir}: {error.strerror}; give another with --run-dir"
         ) from None
-    status = run_dir.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+
+
+def _check_access(run_dir: Path, status: os.stat_result) -> None:
+    """Raises ConfigError if the directory is of another user, or open to others."""
+    if status.st_uid != os.getuid():
         raise ConfigError(
-            f"the run directory {run_dir} must be ours and closed to others (chmod 700)"
+            f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
+            f" process runs as {_user(os.getuid())}; give another with --run-dir"
         )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"the run directory {run_dir} has the mode {status.st_mode & 0o7777:04o}, with which"
+            f" other users reach the pool; it must be 0700: chmod 700 {shlex.quote(str(run_dir))}"
+        )
+
+
+def _user(uid: int) -> str:
+    """A user's name with the id; the id alone if it has none."""
+    import pwd  # only errors need it
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)

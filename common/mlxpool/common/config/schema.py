@@ -7,7 +7,7 @@ To add one, add a field here and a line to deploy/mlxpool.toml, and run docs/mak
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -173,6 +173,8 @@ class PoolConfig:
     stop_grace: Annotated[Seconds, Within(0.0, 600.0)] = 5.0
     # How long a drain lets streams finish on their worker.
     drain_grace: Annotated[Seconds, Within(0.0, 10**6)] = 30.0
+    # For how long clients may keep an idle model beyond its keep_alive; -1: for any time.
+    client_keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = -1.0
     # Of all workers together; 0: 80 % of the machine's memory.
     memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
     # How long a request that ended workers is refused.
@@ -191,11 +193,28 @@ class PoolConfig:
     prepare_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
     # A larger log of a worker is cut to half of this at its next start.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
+    # text: logfmt.
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
     # debug: also what the prefix cache had for each request, and the names of tensors.
     log_level: Annotated[str, OneOf(("info", "debug"))] = "info"
     # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none.
     metrics: Annotated[str, check_host_port] = ""
+    # The file of the token with which operators cancel requests on the status page.
+    metrics_admin_token: Path | None = None
+    # HOST:PORT of the gateway that the broker runs: HTTP as OpenAI and Ollama have it; "": none.
+    http: Annotated[str, check_host_port] = ""
+    # The file of bearer keys, one a line; needed on every address but loopback.
+    http_keys: Path | None = None
+    # Requests in flight of one bearer key; 0: no limit.
+    http_per_key: Annotated[int, Within(0, 10**6)] = 0
+    # Of one request's body.
+    http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
+    # How long answers over HTTP may go on after SIGTERM, before the broker ends.
+    http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
+    # Origins whose pages in browsers may use it, as "https://app.example", or "*" for all.
+    http_cors_origins: tuple[str, ...] = ()
+    # Whether the log has a line for each request over HTTP.
+    http_access_log: Flag = True
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
@@ -232,6 +251,42 @@ class WorkerConfig:
 
 
 WORKER_VARIABLE = "MLXPOOL_WORKER"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """What the gateway that a broker runs gets at its start, in the environment of its process.
+
+    Its standard input ends with the broker. It writes a byte to `notify_fd` when it serves, and
+    every `beat_interval` seconds from then on.
+    """
+
+    run_dir: str
+    listen_fd: int  # a socket that listens
+    notify_fd: int
+    host: str  # that the socket is bound to
+    port: int
+    keys: str = ""  # see http_keys and the settings that follow it; "": no keys
+    per_key: int = 0
+    max_body: int = 8 * 1024 * 1024
+    drain_timeout: float = 10.0
+    cors_origins: Sequence[str] = ()
+    access_log: bool = True
+    beat_interval: float = 1.0
+    log_format: str = "text"
+    log_level: str = "info"
+
+    def to_environment(self) -> str:
+        """The value of GATEWAY_VARIABLE."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, text: str) -> GatewayConfig:
+        """Undo `to_environment`."""
+        return cls(**json.loads(text))
+
+
+GATEWAY_VARIABLE = "MLXPOOL_GATEWAY"
 
 BUILTIN_PREFIX = "builtin:"  # of a path
 

@@ -35,6 +35,7 @@ TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes travels as a blob
 ID_BYTES = 16
 HEADER_FIELDS = 6
 MAX_NUMBER = 2**63 - 1
+EXACT_BITS = 53  # of numbers that are drawn, so that JSON readers with doubles keep them
 
 
 @dataclass(frozen=True, slots=True)

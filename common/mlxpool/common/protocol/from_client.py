@@ -29,6 +29,8 @@ _OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that a
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
 MAX_PRIORITY = 2
+KEEP_FOREVER = -1  # milliseconds of a `keep`
+MAX_KEEP_MS = 10**11  # three years, as the setting keep_alive
 # What may differ between two sendings of one request.
 PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch"})
 
@@ -183,9 +185,47 @@ class Ping(Content):
 
 @dataclass(frozen=True, slots=True)
 class ListModels(Content):
-    """Ask for every model that can be named."""
+    """Ask for every model that can be named, or for all that is known of one."""
 
     kind: ClassVar[str] = "models"
+    model: str | None = None
+
+    def body(self) -> dict[str, Any] | None:
+        return None if self.model is None else {"model": self.model}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ListModels:
+        """Raises BadRequest for a model that is no text."""
+        model = body.get("model")
+        if not isinstance(model, str | None):
+            raise BadRequest("models: model must be a name")
+        return cls(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Content):
+    """Ask to keep a model loaded for `keep_ms` milliseconds after its last work.
+
+    0: unload it once it has no work; -1: keep it without end. Other values than 0 load it.
+    """
+
+    kind: ClassVar[str] = "keep"
+    model: str
+    keep_ms: int
+
+    def body(self) -> dict[str, Any]:
+        return {"model": self.model, "keep_ms": self.keep_ms}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Keep:
+        """Raises BadRequest unless `model` is text and `keep_ms` is in its bounds."""
+        model = body.get("model")
+        if not isinstance(model, str):
+            raise BadRequest("keep: model must be a name")
+        keep_ms = integer(body, "keep_ms", KEEP_FOREVER, MAX_KEEP_MS)
+        if keep_ms is None:
+            raise BadRequest(f"keep: keep_ms must be from {KEEP_FOREVER} to {MAX_KEEP_MS}")
+        return cls(model, keep_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,26 @@ class Pong(Content):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept(Content):
+    """Answer to `keep`: the time that holds, which may be another than the one asked for."""
+
+    kind: ClassVar[str] = "kept"
+    keep_ms: int
+
+    def body(self) -> dict[str, Any]:
+        return {"keep_ms": self.keep_ms}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Kept:
+        return cls(int(body["keep_ms"]))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelList(Content):
-    """Answer to `models`: a row for each name, see docs/protocol.md, `models`."""
+    """Answer to `models`: a row for each name, see docs/protocol.md, `models`.
+
+    The row of a request for one model has `about` in addition, what its files say.
+    """
 
     kind: ClassVar[str] = "models"
     models: list[dict[str, Any]]

@@ -18,8 +18,11 @@ from mlxpool.common.protocol.prompts import (
     Prompt,
     TextPrompt,
     blobs_of_prompt,
+    parse_prompt,
 )
 from mlxpool.common.protocol.resume import Resume
+
+_OF_CHATS = ("messages", "tools", "think")  # keys of a `tokenize` of a chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +139,31 @@ class Work(Content):
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """A worker's view of `tokenize`: text, or UTF-8 that travelled as a blob."""
+    """A worker's view of `tokenize`: text, UTF-8 that travelled as a blob, or a chat."""
 
     kind: ClassVar[str] = TOKENIZE
-    text: str | bytes
+    text: str | bytes | ChatPrompt
     owner: str = ""
 
     @property
     def size(self) -> int:
         """Characters or bytes."""
-        return len(self.text)
+        return self.text.size if isinstance(self.text, ChatPrompt) else len(self.text)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Tokenize:
-        """Raises BadRequest without a text."""
+        """Raises BadRequest without a text or messages, and for images."""
+        if body.get("messages") is not None:
+            prompt = parse_prompt({key: body.get(key) for key in _OF_CHATS}, ())
+            assert isinstance(prompt, ChatPrompt)
+            return cls(prompt, _owner(body))
         text = body.get("text")
         if text is True and blobs:
             return cls(blobs[0], _owner(body))
         if not isinstance(text, str):
-            raise BadRequest("tokenize: text must be a string, or true with a blob")
+            raise BadRequest(
+                "tokenize: text must be a string, or true with a blob, or messages a list"
+            )
         return cls(text, _owner(body))
 
 

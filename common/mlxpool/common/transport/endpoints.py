@@ -1,4 +1,4 @@
-"""Which endpoints a broker may bind, and which of them need CURVE. Pure."""
+"""Which endpoints a broker may bind, which need CURVE, and to which one can connect. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 _IPC = re.compile(r"ipc://.+")
 _TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5}|\*)")
+_DIALLED = re.compile(r"tcp://(\[[0-9a-fA-F:.]+(%\w+)?\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d{1,5}")
 _LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*)")
 
 
@@ -26,6 +28,19 @@ def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
         f"needs encryption: {only}; make a key with `mlxpool keygen NAME --role server`"
         " and name its file in pool.secret_key"
     )
+
+
+def dial_fault(endpoint: object) -> str | None:
+    """Why one cannot connect to an endpoint, as a whole error message; None if one can try."""
+    text = endpoint if isinstance(endpoint, str) else ""
+    if _IPC.fullmatch(text) or (_DIALLED.fullmatch(text) and 0 < _port(text) <= 65535):
+        return None
+    hint = ""
+    if _HOST_AND_PORT.fullmatch(text):
+        hint = f"; did you mean 'tcp://{text}'?"
+    elif text.startswith(("/", "./", "~")):
+        hint = f"; did you mean 'ipc://{text}', or the run directory?"
+    return f"the endpoint must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r:.200}{hint}"
 
 
 def _port(endpoint: str) -> int:

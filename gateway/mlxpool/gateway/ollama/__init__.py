@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's interface: routes, checks of requests, bodies of responses.
+"""The endpoints of Ollama's interface: routes, fields and checks of requests, responses.
 
 Requests and responses are pure: they do no I/O.
 """

@@ -1,7 +1,4 @@
-"""Requests of Ollama's interface that have a body: tables of fields, and checks.
-
-docs/gateway.md documents the same fields for users.
-"""
+"""Requests of Ollama's interface that have a body, checked."""
 
 from __future__ import annotations
 
@@ -14,90 +11,51 @@ from mlxpool.common.protocol.chat import check_messages, check_think, check_tool
 from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
-from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
 from mlxpool.gateway.images import content_with_images, image_list
-
-# field of `options` -> option of the pool
-OPTIONS: Mapping[str, str] = {
-    "num_predict": "max_tokens",
-    **{
-        name: name
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "stop",
-            "repeat_penalty",
-            "repeat_last_n",
-            "presence_penalty",
-            "frequency_penalty",
-            "num_keep",
-            "num_ctx",
-        )
-    },
-}
-# field of the request -> option of the pool
-CONTEXT_POLICY: Mapping[str, str] = {"truncate": "truncate", "shift": "shift"}
-POOL_SETTING = "it is a setting of the pool: [models.NAME] in its config"
-OPTIONS_REFUSED: RefusedFields = {
-    "typical_p": ((1, 1.0), "leave it out"),
-    "tfs_z": ((1, 1.0), "leave it out"),
-    "mirostat": ((0,), "leave it out"),
-    "penalize_newline": ((True,), "leave it out"),
-    "num_thread": ((0,), POOL_SETTING),
-    "num_gpu": ((-1,), POOL_SETTING),
-    "num_batch": ((), POOL_SETTING),
-    "main_gpu": ((0,), POOL_SETTING),
-    "use_mmap": ((), POOL_SETTING),
-    "numa": ((False,), POOL_SETTING),
-}
-COMMON = frozenset(
-    {"model", "stream", "options", "think", "logprobs", "top_logprobs", *CONTEXT_POLICY}
+from mlxpool.gateway.ollama.durations import keep_alive
+from mlxpool.gateway.ollama.fields import (
+    BESIDE_OPTIONS,
+    CHAT,
+    CONTEXT_POLICY,
+    EMBED,
+    EMBEDDINGS,
+    GENERATE,
+    GENERATION_OPTIONS,
+    IN_OPTIONS,
+    OPTIONS,
+    OPTIONS_IGNORED,
+    PULL,
+    SHOW,
+    VECTOR_OPTIONS,
 )
-IN_OPTIONS = {name: f"options.{name}" for name in OPTIONS}
-BESIDE_OPTIONS = {name: name for name in COMMON - {"options"}}
-GENERATE = COMMON | {"prompt", "system", "raw", "images"}
-CHAT = COMMON | {"messages", "tools"}
-REFUSED: RefusedFields = {
-    "format": (("",), NO_CONSTRAINTS),
-    "keep_alive": ((), "how long a model stays is a setting of the pool: [models.NAME] keep_alive"),
-    "template": (("",), "the template is the model's own; with `raw` the prompt is taken as it is"),
-}
-CHAT_REFUSED: RefusedFields = {
-    **REFUSED,
-    "images": (([],), "give them in a message: messages[n].images"),
-}
-GENERATE_REFUSED: RefusedFields = {
-    **REFUSED,
-    "suffix": (("",), "models complete the end of a text only"),
-    "context": (([],), "send the conversation as `messages` of /api/chat"),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class OllamaRequest:
     """A checked request. Without `prompt`, `images` and `messages` it only loads the model.
 
-    Parts of the messages name the images by their index.
+    Parts of the messages name the images by their index. `keep_alive`: seconds, None: as it is.
+    `ignored`: options that have no effect here. `context`: token ids in front of the prompt.
     """
 
     model: str
     stream: bool
     options: Mapping[str, Any]
     think: bool | str | None
+    keep_alive: float | None = None
+    ignored: Sequence[str] = ()
     prompt: str = ""
     system: str = ""
     raw: bool = False
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     images: Sequence[bytes] = ()
+    context: Sequence[int] = ()
 
 
 def generate(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/generate. Raises HttpError naming the field."""
-    fields.check_names(body, GENERATE, (), GENERATE_REFUSED, elsewhere=IN_OPTIONS)
+    GENERATE.check(body, elsewhere=IN_OPTIONS)
     raw = fields.flag(body, "raw", False)
     system = fields.text(body, "system", "")
     if raw and (system or body.get("think") is not None):
@@ -106,14 +64,20 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
         )
     prompt = fields.text(body, "prompt", "")
     images = image_list("images", body.get("images"), "images")
-    return OllamaRequest(**_common(body), prompt=prompt, system=system, raw=raw, images=images)
+    context = _context(body.get("context"))
+    if context and images:
+        message = "'context' has token ids, beside which no images are taken: use /api/chat"
+        raise bad_request(message, "context")
+    return OllamaRequest(
+        **_common(body), prompt=prompt, system=system, raw=raw, images=images, context=context
+    )
 
 
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/chat. Raises HttpError naming the field."""
-    fields.check_names(body, CHAT, (), CHAT_REFUSED, elsewhere=IN_OPTIONS)
-    given = body.get("messages") or []
-    messages, images = _messages(given) if given else ([], [])
+    CHAT.check(body, elsewhere=IN_OPTIONS)
+    given = body.get("messages")
+    messages, images = ([], []) if given is None or given == [] else _messages(given)
     tools = fields.checked("tools", check_tools, body.get("tools"))
     return OllamaRequest(**_common(body), messages=messages, tools=tools, images=images)
 
@@ -126,15 +90,16 @@ class OllamaEmbedRequest:
     inputs: Sequence[str]
     truncate: bool
     dimensions: int | None = None
+    keep_alive: float | None = None
+    ignored: Sequence[str] = ()
 
 
 def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
     """A checked /api/embed. Raises HttpError naming the field."""
-    honoured = {"model", "input", "truncate", "dimensions", "options"}
-    fields.check_names(body, honoured, (), {"keep_alive": REFUSED["keep_alive"]})
-    _check_embed_options(body)
+    EMBED.check(body)
+    ignored = _check_embed_options(body)
     given = body.get("input")
-    inputs = [given] if isinstance(given, str) else given or []
+    inputs = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(inputs, list) or not all(isinstance(one, str) for one in inputs):
         raise bad_request(f"'input' must be text or a list of texts, got {shown(given)}", "input")
     return OllamaEmbedRequest(
@@ -142,33 +107,69 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
         [one for one in inputs if one] if inputs == [""] else inputs,
         fields.flag(body, "truncate", True),
         fields.integer(body, "dimensions", 1, MAX_DIMENSIONS),
+        keep_alive(body.get("keep_alive")),
+        ignored,
     )
 
 
 def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
     """A checked /api/embeddings, the older form with one text. Raises HttpError."""
-    honoured = {"model", "prompt", "options"}
-    fields.check_names(body, honoured, (), {"keep_alive": REFUSED["keep_alive"]})
-    _check_embed_options(body)
+    EMBEDDINGS.check(body)
+    ignored = _check_embed_options(body)
     prompt = fields.text(body, "prompt", "")
-    return OllamaEmbedRequest(fields.text(body, "model"), [prompt] if prompt else [], True)
+    return OllamaEmbedRequest(
+        fields.text(body, "model"),
+        [prompt] if prompt else [],
+        True,
+        keep_alive=keep_alive(body.get("keep_alive")),
+        ignored=ignored,
+    )
 
 
-def _check_embed_options(body: Mapping[str, Any]) -> None:
-    """Options of a request for vectors; only those that change nothing are accepted."""
+def _check_embed_options(body: Mapping[str, Any]) -> list[str]:
+    """Check the options of a request for vectors; returns those that have no effect here."""
     given = fields.mapping(body, "options")
-    fields.check_names(given, (), OPTIONS, OPTIONS_REFUSED, "options.")
+    VECTOR_OPTIONS.check(given, "options.")
+    return _ignored(given)
 
 
-def show(body: Mapping[str, Any]) -> str:
-    """The model of /api/show, whose older form is `name`. Raises HttpError."""
-    fields.check_names(body, {"model", "name", "verbose"}, (), {})
-    return fields.text(body, "model" if body.get("model") is not None else "name")
+def _ignored(options: Mapping[str, Any]) -> list[str]:
+    return [name for name in options if name in OPTIONS_IGNORED and options[name] is not None]
+
+
+def show(body: Mapping[str, Any]) -> tuple[str, bool]:
+    """The model of /api/show, and whether it is to be verbose. Raises HttpError."""
+    SHOW.check(body)
+    return _named(body), fields.flag(body, "verbose", False)
+
+
+def pull(body: Mapping[str, Any]) -> tuple[str, bool]:
+    """The model of /api/pull, and whether the response is a stream. Raises HttpError."""
+    PULL.check(body)
+    return _named(body), fields.flag(body, "stream", True)
+
+
+def _named(body: Mapping[str, Any]) -> str:
+    """The model of a request whose older form is `name`."""
+    older = fields.text(body, "name", "")
+    return older if older and body.get("model") is None else fields.text(body, "model")
+
+
+def _context(given: object) -> list[int]:
+    """The token ids of an earlier answer; none if they are absent."""
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(
+        type(one) is int and 0 <= one < 2**32 for one in given
+    ):
+        message = f"'context' must be a list of token ids of an earlier answer, got {shown(given)}"
+        raise bad_request(message, "context")
+    return given
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     given = fields.mapping(body, "options")
-    fields.check_names(given, OPTIONS, (), OPTIONS_REFUSED, "options.", BESIDE_OPTIONS)
+    GENERATION_OPTIONS.check(given, "options.", BESIDE_OPTIONS)
     options = fields.options(given, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)
@@ -177,15 +178,26 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         "stream": fields.flag(body, "stream", True),
         "options": options,
         "think": fields.checked("think", check_think, body.get("think")),
+        "keep_alive": keep_alive(body.get("keep_alive")),
+        "ignored": _ignored(given),
     }
 
 
 def _messages(given: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
     """Checked messages, with the pool's names of their members, and the images of all."""
+    if isinstance(given, list):
+        given = [_with_content(message) for message in given]
     checked = fields.checked("messages", check_messages, given)
     images: list[bytes] = []
     found = [_message(f"messages[{number}]", one, images) for number, one in enumerate(checked)]
     return found, images
+
+
+def _with_content(message: Any) -> Any:
+    """A message without a content gets an empty one: Ollama's own client leaves such out."""
+    if isinstance(message, Mapping) and message.get("content") is None:
+        return {**message, "content": ""}
+    return message
 
 
 def _message(path: str, message: Mapping[str, Any], images: list[bytes]) -> Mapping[str, Any]:

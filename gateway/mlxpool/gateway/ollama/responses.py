@@ -9,9 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlxpool.client import Result, Vectors
-from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,
@@ -20,8 +18,8 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
 )
 from mlxpool.gateway.generation import ChoiceUpdate
-from mlxpool.gateway.models import ModelInfo
 
+NDJSON = "application/x-ndjson"
 NS_PER_MS = 1_000_000
 BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
 
@@ -141,9 +139,9 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": entry["token"], "logprob": entry["logprob"]}
 
 
-def load_end() -> dict[str, Any]:
-    """The members that end the response to a request that only loads the model."""
-    return {"done": True, "done_reason": "load"}
+def load_end(reason: str) -> dict[str, Any]:
+    """The members that end the response to a request that only loads or unloads the model."""
+    return {"done": True, "done_reason": reason}
 
 
 def generation_end(result: Result) -> dict[str, Any]:
@@ -159,52 +157,3 @@ def generation_end(result: Result) -> dict[str, Any]:
         "eval_count": result.usage.get("completion_tokens", 0),
         "eval_duration": times.get("decode", 0),
     }
-
-
-# ---- models --------------------------------------------------------------------------------------
-
-
-def details(model: ModelInfo) -> dict[str, Any]:
-    """The `details` of a model; unknown values are empty."""
-    family = model.architecture
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": "",
-        "quantization_level": model.quantisation,
-    }
-
-
-def tag(model: ModelInfo) -> dict[str, Any]:
-    """An entry of /api/tags."""
-    name = model.name
-    return {
-        "name": name,
-        "model": name,
-        "size": model.size,
-        "digest": model.digest,
-        "details": details(model),
-    }
-
-
-def running(model: ModelInfo) -> dict[str, Any]:
-    """An entry of /api/ps: the sizes are what the model's workers hold now."""
-    held = {"size": model.memory, "size_vram": model.memory}
-    return {**tag(model), **held, "context_length": model.context}
-
-
-def show(model: ModelInfo) -> dict[str, Any]:
-    """The response of /api/show."""
-    family, chat = model.architecture, model.chat or NO_CHAT
-    encodes = any(task in model.features for task in TASKS)
-    capabilities = [] if encodes else ["completion"]
-    capabilities += ["embedding"] if "embed" in model.features else []
-    capabilities += ["tools"] if chat.tools else []
-    capabilities += ["thinking"] if chat.thinking else []
-    capabilities += ["vision"] if model.vision else []
-    info: dict[str, Any] = {"general.architecture": family}
-    if model.context:
-        info[f"{family}.context_length"] = model.context
-    return {"details": details(model), "model_info": info, "capabilities": capabilities}

@@ -1,14 +1,17 @@
-"""The endpoints of Ollama's interface."""
+"""The endpoints of Ollama's interface that use a model."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
-from mlxpool.client import Vectors
+from mlxpool.client import Result, Vectors
+from mlxpool.common.errors import PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
 from mlxpool.gateway.generation import (
@@ -25,6 +28,7 @@ from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.requests import OllamaEmbedRequest, OllamaRequest
 from mlxpool.gateway.ollama.responses import (
+    NDJSON,
     OutputBuilder,
     OutputPart,
     chat_body,
@@ -34,15 +38,29 @@ from mlxpool.gateway.ollama.responses import (
     generation_end,
     line,
     load_end,
-    running,
-    show,
-    tag,
 )
 
-NDJSON = "application/x-ndjson"
-STATES_WITH_WORKERS = ("ready", "draining")
+log = logging.getLogger("mlxpool.gateway")
+
+MAX_CONTEXT_TIME = 10.0  # seconds for the ids of a prompt that was answered
+LOAD, UNLOAD = "load", "unload"
 
 MakeBody = Callable[[OutputPart], dict[str, Any]]
+Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The prompt of a request: arguments of the client's `stream`, and how its output is read.
+
+    `prompt_ids` are the ids of a prompt that was tokenised before; `thinks`: it ends inside the
+    model's thoughts.
+    """
+
+    prompt: Mapping[str, Any]
+    chat: ChatFormats = NO_CHAT
+    prompt_ids: Sequence[int] = ()
+    thinks: bool = False
 
 
 class OllamaRoutes:
@@ -50,84 +68,83 @@ class OllamaRoutes:
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
-
-    async def version(self, response: ResponseWriter) -> None:
-        """GET /api/version: the version of this package."""
-        await response.json({"version": version("mlxpool")})
-
-    async def tags(self, response: ResponseWriter) -> None:
-        """GET /api/tags."""
-        await response.json({"models": [tag(model) for model in await self._pool.models.all()]})
-
-    async def ps(self, response: ResponseWriter) -> None:
-        """GET /api/ps."""
-        models = await self._pool.models.all()
-        loaded = [running(model) for model in models if model.state in STATES_WITH_WORKERS]
-        await response.json({"models": loaded})
-
-    async def show(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/show."""
-        await response.json(show(await self._pool.models.get(requests.show(body))))
+        self._logged: set[str] = set()  # options without effect that the log has
 
     async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/generate."""
         request = requests.generate(body)
-        model = await self._pool.models.get(request.model)
+        model = await self._get(request.model, request.ignored, response)
         make_body = partial(generate_body, request.model)
         if not request.prompt and not request.images:
             return await self._load(model, request, make_body, response)
-        if request.raw or model.chat is None:
-            if request.system and not request.raw:
-                message = f"{request.model!r} has no chat template, so it takes no system message"
-                raise bad_request(message, "system")
-            prompt = {"prompt": _text_prompt(request)}
-            return await self._generate(model, request, prompt, make_body, response)
-        system = [{"role": "system", "content": request.system}] if request.system else []
-        content = content_with_images(request.prompt, len(request.images), 0)
-        user = {"role": "user", "content": content if request.images else request.prompt}
-        messages = [*system, user]
-        await self._generate(model, request, {"messages": messages}, make_body, response)
+        async with self._pool.kept(model.name, request.keep_alive):
+            conversation = await self._conversation(model, request)
+            finish = partial(self._with_context, model, request, conversation)
+            await self._generate(model, request, conversation, make_body, response, finish)
 
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/chat."""
         request = requests.chat(body)
-        model = await self._pool.models.get(request.model)
+        model = await self._get(request.model, request.ignored, response)
         make_body = partial(chat_body, request.model)
         if not request.messages:
             return await self._load(model, request, make_body, response)
-        if request.tools and not (model.chat or NO_CHAT).tools:
+        template = model.chat or NO_CHAT
+        if request.tools and not template.tools:
             raise bad_request(f"{request.model!r} does not support tools", "tools")
         tools = {"tools": request.tools} if request.tools else {}
-        prompt = {"messages": request.messages, **tools}
-        await self._generate(model, request, prompt, make_body, response)
+        prompt = {"messages": request.messages, **tools, **_think(request, template)}
+        async with self._pool.kept(model.name, request.keep_alive):
+            conversation = Conversation(prompt, template)
+            await self._generate(model, request, conversation, make_body, response, _no_members)
 
     async def embed(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/embed: vectors of the length 1."""
         request, started = requests.embed(body), time.monotonic_ns()
-        found = await self._vectors(request, normalise=True)
+        found = await self._vectors(request, response, normalise=True)
         taken = time.monotonic_ns() - started
         await response.json(embed_body(request.model, found, taken))
 
     async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/embeddings: one vector as the model made it."""
         request = requests.embeddings(body)
-        found = await self._vectors(request, normalise=False)
+        found = await self._vectors(request, response, normalise=False)
         await response.json({"embedding": [] if found is None else found[0]})
 
-    async def _vectors(self, request: OllamaEmbedRequest, *, normalise: bool) -> Vectors | None:
-        """The vectors of the inputs; without inputs the model is loaded: None."""
-        model = await self._pool.models.get(request.model)
+    async def _get(self, name: str, ignored: Sequence[str], response: ResponseWriter) -> ModelInfo:
+        """The model of a request; options without effect are logged, each once."""
+        model = await self._pool.models.get(name)
+        response.exchange.model = model.name
+        for option in ignored:
+            self._log_once(option, "the pool's settings say how models are loaded and computed")
+        return model
+
+    def _log_once(self, option: str, why: str) -> None:
+        if option not in self._logged:
+            self._logged.add(option)
+            log.info("an option of Ollama has no effect", extra={"option": option, "why": why})
+
+    # ---- vectors, load and unload ----------------------------------------------------------
+
+    async def _vectors(
+        self, request: OllamaEmbedRequest, response: ResponseWriter, *, normalise: bool
+    ) -> Vectors | None:
+        """The vectors of the inputs; without inputs the model is loaded or unloaded: None."""
+        model = await self._get(request.model, request.ignored, response)
         if not request.inputs:
-            await self._pool.client.tokenize(model.name, "")
+            await self._load_or_unload(model, request.keep_alive)
             return None
-        return await self._pool.client.embed(
-            model.name,
-            request.inputs,
-            truncate=request.truncate,
-            dimensions=request.dimensions,
-            normalise=normalise,
-            deadline_ms=self._pool.deadline_ms,
-        )
+        async with self._pool.kept(model.name, request.keep_alive):
+            found = await self._pool.client.embed(
+                model.name,
+                request.inputs,
+                truncate=request.truncate,
+                dimensions=request.dimensions,
+                normalise=normalise,
+                deadline_ms=self._pool.deadline_ms,
+            )
+        response.exchange.count(found.usage)
+        return found
 
     async def _load(
         self,
@@ -136,37 +153,113 @@ class OllamaRoutes:
         make_body: MakeBody,
         response: ResponseWriter,
     ) -> None:
-        """Load the model: a request to tokenize an empty text starts a worker for it."""
-        await self._pool.client.tokenize(model.name, "")
-        value = {**make_body(OutputPart()), **load_end()}
+        reason = await self._load_or_unload(model, request.keep_alive)
+        value = {**make_body(OutputPart()), **load_end(reason)}
         if not request.stream:
             return await response.json(value)
         await response.open(NDJSON)
         await response.write(line(value))
         await response.close()
 
+    async def _load_or_unload(self, model: ModelInfo, keep_alive: float | None) -> str:
+        """Load the model, or with a `keep_alive` of 0 unload it; returns which, for done_reason."""
+        if keep_alive != 0:
+            async with self._pool.kept(model.name, keep_alive):
+                # Only a worker answers this, so the model is loaded when the answer is there.
+                await self._pool.client.tokenize(model.name, "")
+            return LOAD
+        if await self._pool.client.keep(model.name, 0):
+            raise bad_request(
+                f"model {model.name!r} stays loaded: its settings keep it for ever (keep_alive or"
+                f" pin of [models.{model.name}]); an operator unloads it with `mlxpool unload`",
+                "keep_alive",
+            )
+        return UNLOAD
+
+    # ---- generation ------------------------------------------------------------------------
+
+    async def _conversation(self, model: ModelInfo, request: OllamaRequest) -> Conversation:
+        """The prompt of /api/generate: a chat of one message, or text that is taken as it is."""
+        if request.raw or model.chat is None:
+            if request.system and not request.raw:
+                message = f"{request.model!r} has no chat template, so it takes no system message"
+                raise bad_request(message, "system")
+            text = _text_prompt(request)
+            if not request.context:
+                return Conversation({"prompt": text})
+            ids = [*request.context, *await self._pool.client.tokenize(model.name, text)]
+            return Conversation({"tokens": ids}, prompt_ids=ids)
+        messages, think = _messages(request), _think(request, model.chat)
+        if not request.context:
+            return Conversation({"messages": messages, **think}, model.chat)
+        turn = await self._pool.client.tokenize_chat(model.name, messages, **think)
+        ids = [*request.context, *turn.ids]
+        return Conversation({"tokens": ids}, model.chat, ids, turn.thinks)
+
+    async def _with_context(
+        self, model: ModelInfo, request: OllamaRequest, conversation: Conversation, result: Result
+    ) -> dict[str, Any]:
+        """The `context` of an answer: the ids of prompt and completion; none with raw or images."""
+        if request.raw or request.images:
+            return {}
+        ids = conversation.prompt_ids
+        if not ids:
+            client, prompt = self._pool.client, conversation.prompt
+            try:
+                async with asyncio.timeout(MAX_CONTEXT_TIME):
+                    if "messages" in prompt:
+                        ids = (await client.tokenize_chat(model.name, **prompt)).ids
+                    else:
+                        ids = await client.tokenize(model.name, prompt["prompt"])
+            except (PoolError, TimeoutError):  # the answer itself is complete
+                return {}
+        return {"context": [*ids, *result.ids]}
+
     async def _generate(
         self,
         model: ModelInfo,
         request: OllamaRequest,
-        prompt: Mapping[str, Any],
+        conversation: Conversation,
         make_body: MakeBody,
         response: ResponseWriter,
+        finish: Finish,
     ) -> None:
-        template = model.chat or NO_CHAT
-        chat = template if "messages" in prompt else NO_CHAT
-        arguments = {**prompt, **request.options, **_think(request, template)}
+        arguments = {**conversation.prompt, **self._fitting_options(model, request)}
         if request.images:
             arguments["images"] = request.images
-        choice = ChoiceRequest(model.name, arguments, chat, request.tools)
-        async with self._pool.generate([choice]) as generation:
+        choice = ChoiceRequest(
+            model.name, arguments, conversation.chat, request.tools, thinks=conversation.thinks
+        )
+        async with self._pool.generate([choice], response.exchange) as generation:
             if request.stream:
-                return await _stream(generation, make_body, response)
+                return await _stream(generation, make_body, response, finish)
             collected = [update async for update in generation.updates() if update is not None]
-            result = collected[-1].result
-            assert result is not None
-            part = OutputBuilder().part(collected)
-            await response.json({**make_body(part), **generation_end(result)})
+        result = collected[-1].result
+        assert result is not None
+        body = make_body(OutputBuilder().part(collected))
+        await response.json({**body, **generation_end(result), **await finish(result)})
+
+    def _fitting_options(self, model: ModelInfo, request: OllamaRequest) -> Mapping[str, Any]:
+        """The options, with the context of the model in place of a larger num_ctx."""
+        num_ctx = request.options.get("num_ctx", 0)
+        if not 0 < model.context < num_ctx:
+            return request.options
+        self._log_once(
+            "num_ctx", f"{num_ctx} is more than the {model.context} tokens of {model.name}"
+        )
+        return {**request.options, "num_ctx": model.context}
+
+
+async def _no_members(result: Result) -> dict[str, Any]:
+    return {}
+
+
+def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
+    """The chat of a prompt: the system's message, if there is one, and the user's."""
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    content = content_with_images(request.prompt, len(request.images), 0)
+    user = {"role": "user", "content": content if request.images else request.prompt}
+    return [*system, user]
 
 
 def _text_prompt(request: OllamaRequest) -> str:
@@ -177,19 +270,21 @@ def _text_prompt(request: OllamaRequest) -> str:
     return tags + request.prompt
 
 
-async def _stream(generation: Generation, make_body: MakeBody, response: ResponseWriter) -> None:
+async def _stream(
+    generation: Generation, make_body: MakeBody, response: ResponseWriter, finish: Finish
+) -> None:
     builder = OutputBuilder()
 
     def encode(update: ChoiceUpdate) -> bytes:
         part = builder.part([update])
-        data = line({**make_body(part), "done": False}) if part else b""
-        if update.result is None:
-            return data
-        return data + line({**make_body(OutputPart()), **generation_end(update.result)})
+        return line({**make_body(part), "done": False}) if part else b""
 
     # NDJSON has no comments, so there is no keep-alive.
     encoding = StreamFormat(NDJSON, encode, error_line)
-    if await write_stream(response, generation, encoding) is not None:
+    results = await write_stream(response, generation, encoding)
+    if results is not None:
+        end = {**generation_end(results[0]), **await finish(results[0])}
+        await response.write(line({**make_body(OutputPart()), **end}))
         await response.close()
 
 

@@ -1,12 +1,9 @@
-"""Requests of OpenAI's /v1/chat/completions and /v1/completions: tables of fields, and checks.
-
-docs/gateway.md documents the same fields for users.
-"""
+"""Requests of OpenAI's /v1/chat/completions and /v1/completions, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxpool.common.checks import shown
@@ -14,10 +11,17 @@ from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
 from mlxpool.gateway.images import take_image_urls
+from mlxpool.gateway.openai.fields import (
+    CHAT,
+    CHAT_TEMPLATE_KWARGS,
+    COMPLETION,
+    MAX_CACHE_KEY,
+    MAX_CHOICES,
+    SAMPLING,
+    STREAM_OPTIONS,
+)
 
-MAX_CHOICES = 32  # streams of one request
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 # OpenAI's defaults where they differ from the pool's.
@@ -26,79 +30,6 @@ DEFAULTS: Mapping[str, Any] = {
     "top_p": 1.0,
     "top_k": 0,
     "repeat_last_n": -1,
-}
-# field -> option of the pool
-SAMPLING: Mapping[str, str] = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "seed": "seed",
-    "stop": "stop",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
-    "repeat_last_n": "repeat_last_n",
-    "ignore_eos": "ignore_eos",
-    "truncate": "truncate",
-    "shift": "shift",
-    "num_keep": "num_keep",
-    "num_ctx": "num_ctx",
-}
-ACCEPTED = frozenset({"user", "metadata", "safety_identifier", "service_tier"})
-COMMON = frozenset(
-    {"model", "n", "stream", "stream_options", "max_tokens", "logprobs", "prompt_cache_key"}
-)
-CHAT = COMMON | {
-    "messages",
-    "tools",
-    "tool_choice",
-    "top_logprobs",
-    "max_completion_tokens",
-    "reasoning_effort",
-    "chat_template_kwargs",
-}
-COMPLETION = COMMON | {"prompt"}
-
-REFUSED: RefusedFields = {
-    "store": ((False,), "nothing is kept; leave it out"),
-    "min_tokens": ((0,), "leave it out"),
-    "stop_token_ids": (([],), "name texts in `stop`"),
-    "guided_json": ((), NO_CONSTRAINTS),
-    "guided_regex": ((), NO_CONSTRAINTS),
-    "guided_choice": ((), NO_CONSTRAINTS),
-    "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
-    "skip_special_tokens": ((), "special tokens are text like any other"),
-    "use_beam_search": ((False,), "leave it out"),
-    "length_penalty": ((1.0, 1), "leave it out"),
-    "priority": ((0,), "leave it out"),
-}
-CHAT_REFUSED: RefusedFields = {
-    **REFUSED,
-    "response_format": (
-        ({"type": "text"},),
-        "constrained decoding is not built; ask for the form in the messages",
-    ),
-    "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
-    "functions": (([],), "use `tools`"),
-    "function_call": (("none",), "use `tools`"),
-    "modalities": ((["text"],), "models give text only"),
-    "audio": ((), "models take text and images, and give text"),
-    "prediction": ((), "leave it out"),
-    "verbosity": (("medium",), "ask for it in the messages"),
-    "web_search_options": ((), "there is no web search; offer a tool of your own"),
-    "prompt": ((), "this is /v1/chat/completions: use `messages`"),
-    "chat_template": ((), "the template is the model's own"),
-    "add_generation_prompt": ((True,), "leave it out"),
-}
-COMPLETION_REFUSED: RefusedFields = {
-    **REFUSED,
-    "echo": ((False,), "the prompt is not repeated"),
-    "suffix": (("",), "models complete the end of a text only"),
-    "best_of": ((1,), "use `n`"),
-    "messages": ((), "this is /v1/completions: use `prompt`"),
-    "tools": (([],), "use /v1/chat/completions"),
 }
 NO_FORCED_CALL = (
     "a call cannot be forced, as constrained decoding is not built; use 'auto' or 'none'"
@@ -116,6 +47,7 @@ class CompletionRequest:
     stream: bool
     usage: bool  # the stream ends with usage
     tools: Sequence[Mapping[str, Any]] = ()
+    think_field: str = "reasoning_effort"  # that asked for thoughts
 
     @property
     def logprobs(self) -> bool:
@@ -138,10 +70,14 @@ class CompletionRequest:
                 every.append({**prompt, **options})
         return every
 
+    def is_repeated(self, number: int) -> bool:
+        """Whether choice `number` of `arguments` has the prompt of the one before."""
+        return number % self.choices > 0
+
 
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
     """A checked /v1/chat/completions. Raises HttpError naming the field."""
-    fields.check_names(body, {*CHAT, *SAMPLING}, ACCEPTED, CHAT_REFUSED)
+    CHAT.check(body)
     given, images = take_image_urls(body.get("messages"))
     messages = fields.checked("messages", check_messages, given)
     tools = _tools(body)
@@ -156,12 +92,14 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     options |= {} if think is None else {"think": think}
     options |= {"tools": tools} if tools else {}
     prompt = {"messages": messages, **({"images": images} if images else {})}
-    return _request(body, [prompt], options, tools)
+    given_effort = body.get("reasoning_effort") is not None
+    field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
+    return replace(_request(body, [prompt], options, tools), think_field=field)
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
     """A checked /v1/completions. Raises HttpError naming the field."""
-    fields.check_names(body, {*COMPLETION, *SAMPLING}, ACCEPTED, COMPLETION_REFUSED)
+    COMPLETION.check(body)
     options = {"max_tokens": DEFAULT_MAX_TOKENS, **_options(body)}
     top = fields.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None:
@@ -203,8 +141,10 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     session = fields.text(body, "prompt_cache_key", "")
-    if len(session) > 256:
-        message = f"'prompt_cache_key' has {len(session)} characters, at most 256 are allowed"
+    if len(session) > MAX_CACHE_KEY:
+        message = (
+            f"'prompt_cache_key' has {len(session)} characters, at most {MAX_CACHE_KEY} are allowed"
+        )
         raise bad_request(message, "prompt_cache_key")
     return {**options, "session": session} if session else options
 
@@ -214,8 +154,7 @@ def _usage(body: Mapping[str, Any], stream: bool) -> bool:
     if given and not stream:
         raise bad_request("'stream_options' goes with 'stream': true", "stream_options")
     prefix = "stream_options."
-    refused = {"continuous_usage_stats": ((False,), "usage comes at the end")}
-    fields.check_names(given, {"include_usage"}, {"include_obfuscation"}, refused, prefix)
+    STREAM_OPTIONS.check(given, prefix)
     return fields.flag(given, "include_usage", False, prefix)
 
 
@@ -244,7 +183,7 @@ def _think(body: Mapping[str, Any]) -> bool | str | None:
         return str(effort)
     given = fields.mapping(body, "chat_template_kwargs")
     prefix = "chat_template_kwargs."
-    fields.check_names(given, {"enable_thinking"}, (), {}, prefix)
+    CHAT_TEMPLATE_KWARGS.check(given, prefix)
     if given.get("enable_thinking") is None:
         return None
     return fields.flag(given, "enable_thinking", True, prefix)

@@ -52,7 +52,9 @@ class OpenAIRoutes:
 
     async def model(self, name: str, response: ResponseWriter) -> None:
         """GET /v1/models/{name}."""
-        await response.json(self._model(name, await self._pool.models.get(name)))
+        model = await self._pool.models.get(name)
+        response.exchange.model = model.name
+        await response.json(self._model(name, model))
 
     def _model(self, name: str, model: ModelInfo) -> dict[str, Any]:
         return {
@@ -74,8 +76,8 @@ class OpenAIRoutes:
             raise bad_request(message, "tools", "unsupported_parameter")
         if request.thinks and chat.thinking is None:
             message = f"the chat template of {request.model!r} knows no thinking; leave it out"
-            raise bad_request(message, "reasoning_effort", "unsupported_parameter")
-        async with self._generate(request, model.name, chat) as generation:
+            raise bad_request(message, request.think_field, "unsupported_parameter")
+        async with self._generate(request, model.name, chat, response) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request)
             if request.stream:
                 members["object"] = "chat.completion.chunk"
@@ -93,7 +95,8 @@ class OpenAIRoutes:
     async def completion(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/completions."""
         request = requests.completion(body)
-        async with self._generate(request, request.model, NO_CHAT) as generation:
+        model = await self._pool.models.get(request.model)
+        async with self._generate(request, model.name, NO_CHAT, response) as generation:
             members = _members(f"cmpl-{generation.id}", "text_completion", request)
             if request.stream:
                 frame = StreamFrame(members, request.usage)
@@ -108,11 +111,14 @@ class OpenAIRoutes:
             choices.append(text_choice(number, whole.text(Content), logprobs, reason))
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
-    def _generate(self, request: CompletionRequest, model: str, chat: ChatFormats) -> Generation:
-        every = request.arguments()
-        return self._pool.generate(
-            [ChoiceRequest(model, one, chat, request.tools) for one in every]
-        )
+    def _generate(
+        self, request: CompletionRequest, model: str, chat: ChatFormats, response: ResponseWriter
+    ) -> Generation:
+        choices = [
+            ChoiceRequest(model, one, chat, request.tools, request.is_repeated(number))
+            for number, one in enumerate(request.arguments())
+        ]
+        return self._pool.generate(choices, response.exchange)
 
     async def _stream(
         self,

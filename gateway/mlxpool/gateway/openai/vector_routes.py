@@ -29,32 +29,35 @@ class VectorRoutes:
     async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/embeddings."""
         request = vectors.embeddings(body)
-        model, late = await self._model(request.model)
+        model, late = await self._model(request.model, response)
         asked = self._pool.client.embed(model, request.inputs, **request.settings, **late)
         found = await _answer(asked, "input")
+        response.exchange.count(found.usage)
         await response.json(vectors.embeddings_body(request, found))
 
     async def rerank(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/rerank."""
         request = vectors.rerank(body)
-        model, late = await self._model(request.model)
+        model, late = await self._model(request.model, response)
         asked = self._pool.client.rerank(
             model, request.query, request.documents, **request.settings, **late
         )
         found = await _answer(asked, "documents")
+        response.exchange.count(found.usage)
         await response.json(vectors.rerank_body(request, found, _new_id("rerank")))
 
     async def score(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/score."""
         request = vectors.score(body)
-        found = await _answer(self._rate(request), "text_2")
+        found = await _answer(self._rate(request, response), "text_2")
         scores = [one.score for part in found for one in sorted(part, key=lambda one: one.index)]
         usage = {key: sum(part.usage[key] for part in found) for key in found[0].usage}
+        response.exchange.count(usage)
         await response.json(vectors.score_body(request, scores, usage, _new_id("score")))
 
-    async def _rate(self, request: ScoreRequest) -> list[Ranking]:
+    async def _rate(self, request: ScoreRequest, response: ResponseWriter) -> list[Ranking]:
         """The scores of all documents for one query, or of each for a query of its own."""
-        model, late = await self._model(request.model)
+        model, late = await self._model(request.model, response)
         groups = [(request.queries[0], request.documents)]
         if len(request.queries) > 1:
             pairs = zip(request.queries, request.documents, strict=True)
@@ -77,14 +80,16 @@ class VectorRoutes:
     async def classify(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/classify."""
         request = vectors.classify(body)
-        model, late = await self._model(request.model)
+        model, late = await self._model(request.model, response)
         asked = self._pool.client.classify(model, request.inputs, **request.settings, **late)
         found = await _answer(asked, "input")
+        response.exchange.count(found.usage)
         await response.json(vectors.classify_body(request, found, _new_id("classify")))
 
-    async def _model(self, name: str) -> tuple[str, dict[str, Any]]:
+    async def _model(self, name: str, response: ResponseWriter) -> tuple[str, dict[str, Any]]:
         """The pool's name of a model, and the deadline as an argument of the client's calls."""
         model = await self._pool.models.get(name)
+        response.exchange.model = model.name
         return model.name, {"deadline_ms": self._pool.deadline_ms}
 
 
@@ -93,9 +98,7 @@ async def _answer(asked: Awaitable[Answer], param: str) -> Answer:
     try:
         return await asked
     except ContextExceeded as error:
-        failed = from_pool_error(error)
-        failed.param = param
-        raise failed from None
+        raise from_pool_error(error, prompt_field=param) from None
 
 
 def _new_id(kind: str) -> str:

@@ -1,7 +1,6 @@
 """Requests and responses of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify.
 
-The first is OpenAI's, the second Cohere's and Jina's, the others vLLM's. docs/gateway.md documents
-the fields for users. Pure.
+The first is OpenAI's, the second Cohere's and Jina's, the others vLLM's. Pure.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ from mlxpool.common.checks import shown
 from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS, NUMBER_BYTES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
-from mlxpool.gateway.field_checks import RefusedFields
-
-MAX_INPUTS = 2048  # of one request, as in OpenAI's interface
-MAX_TOP = 2**31 - 1
-FORMATS = ("float", "base64")
-ACCEPTED = frozenset({"user", "metadata"})
-REFUSED: RefusedFields = {
-    "truncate_prompt_tokens": ((), "use `truncate`"),
-    "priority": ((0,), "leave it out"),
-    "add_special_tokens": ((True,), "leave it out"),
-    "max_tokens_per_doc": ((), "use `truncate`"),
-    "max_chunks_per_doc": ((), "use `truncate`"),
-}
+from mlxpool.gateway.openai.fields import (
+    CLASSIFY,
+    EMBEDDINGS,
+    FORMATS,
+    MAX_INPUTS,
+    MAX_TOP,
+    RERANK,
+    SCORE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +71,7 @@ class ClassifyRequest:
 
 def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
     """A checked /v1/embeddings. Raises HttpError naming the field."""
-    honoured = {"model", "input", "encoding_format", "dimensions", "truncate", "normalize"}
-    fields.check_names(body, honoured | {"prompt_name"}, ACCEPTED, REFUSED)
+    EMBEDDINGS.check(body)
     encoding = fields.text(body, "encoding_format", "float")
     if encoding not in FORMATS:
         message = f"'encoding_format' is {shown(encoding)}, must be one of {', '.join(FORMATS)}"
@@ -94,8 +88,7 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 def rerank(body: Mapping[str, Any]) -> RerankRequest:
     """A checked /v1/rerank. Raises HttpError naming the field."""
-    honoured = {"model", "query", "documents", "top_n", "return_documents", "truncate"}
-    fields.check_names(body, honoured | {"instruction"}, ACCEPTED, REFUSED)
+    RERANK.check(body)
     settings = {
         **_truncate(body),
         "top": fields.integer(body, "top_n", 1, MAX_TOP),
@@ -113,7 +106,7 @@ def rerank(body: Mapping[str, Any]) -> RerankRequest:
 
 def score(body: Mapping[str, Any]) -> ScoreRequest:
     """A checked /v1/score. Raises HttpError naming the field."""
-    fields.check_names(body, {"model", "text_1", "text_2", "truncate"}, ACCEPTED, REFUSED)
+    SCORE.check(body)
     queries, documents = (
         _texts(name, [given] if isinstance(given := body.get(name), str) else _listed(name, given))
         for name in ("text_1", "text_2")
@@ -126,7 +119,7 @@ def score(body: Mapping[str, Any]) -> ScoreRequest:
 
 def classify(body: Mapping[str, Any]) -> ClassifyRequest:
     """A checked /v1/classify. Raises HttpError naming the field."""
-    fields.check_names(body, {"model", "input", "truncate"}, ACCEPTED, REFUSED)
+    CLASSIFY.check(body)
     given = body.get("input")
     inputs = [given] if isinstance(given, str) else _listed("input", given)
     return ClassifyRequest(fields.text(body, "model"), _texts("input", inputs), _truncate(body))

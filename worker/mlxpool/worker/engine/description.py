@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.protocol.images import VISION
 from mlxpool.worker import versions
@@ -15,13 +16,20 @@ from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
-from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.prompt.chat_template.sandbox import Template
+from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
 from mlxpool.worker.scheduling.memory_estimate import DTYPE_NAMES, main_dtype
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
 
 FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
+CONFIG_NUMBERS = {  # detail -> key of config.json
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}
+MAX_SHOWN_TEMPLATE = 128 * 2**10  # bytes
 SCALES = ".scales"  # suffix of a tensor that every quantised module has
 NOT_ON_A_GPU = (
     "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
@@ -48,7 +56,29 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree") -> dict[str, Any]:
         "eos_ids": sorted(folder.eos_ids),
         "digest": versions.digest_of(folder.digest),
         "features": [one for one in features(folder) if one != "tree" or prefix_cache == "tree"],
+        "details": details(folder, templates),
     }
+
+
+def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str, Any]:
+    """Further facts, None where the files do not say: when its config.json was written (seconds
+    since 1970), numbers of its config, and its chat template.
+    """
+    inner = folder.config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else folder.config
+    numbers = {name: config.get(key) for name, key in CONFIG_NUMBERS.items()}
+    template = templates.get(DEFAULT) or next(iter(templates.values()), None)
+    return {
+        "modified": int((folder.files / "config.json").stat().st_mtime),
+        **{name: number if is_integer(number) else None for name, number in numbers.items()},
+        "template": None if template is None else _shown(template.source),
+    }
+
+
+def _shown(source: str) -> str | None:
+    """A template that fits into a message; None for a longer one."""
+    size = len(source.encode("utf-8", "replace"))
+    return source if size <= MAX_SHOWN_TEMPLATE else None
 
 
 def _parameters(folder: ModelFolder) -> int:
@@ -98,6 +128,7 @@ def describe_counting(engine: CountingEngine) -> dict[str, Any]:
         "eos_ids": [],
         "digest": engine.digest,
         "features": list(COUNTING_FEATURES),
+        "details": dict.fromkeys(("modified", *CONFIG_NUMBERS, "template")),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxpool.worker import versions
 from mlxpool.worker.encoders.folder import EncoderFolder
+from mlxpool.worker.engine.description import details
 from mlxpool.worker.scheduling.memory_estimate import DTYPE_NAMES, main_dtype
 
 
@@ -31,6 +32,7 @@ def describe_encoder(encoder: EncoderFolder, tokenizer: str) -> dict[str, Any]:
         "eos_ids": [],
         "digest": versions.digest_of(encoder.digest),
         "features": [encoder.task, "batching"],
+        "details": details(folder, {}),
         "dimensions": encoder.dimensions,
         "prompts": sorted(encoder.source.prompts),
         "labels": list(encoder.labels),

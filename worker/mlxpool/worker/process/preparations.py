@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
 from mlxpool.common.protocol.encoder_calls import EncoderCall
 from mlxpool.common.protocol.from_worker import CallAnswer
+from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
 from mlxpool.common.protocol.token_ids import count_of
 from mlxpool.worker.compute.messages import Admit, Answer, CallKey, RunKey
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
-from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Result
+from mlxpool.worker.preparation.jobs import (
+    Decode,
+    Decoded,
+    Encode,
+    Encoded,
+    Job,
+    Render,
+    Result,
+)
 from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
 from mlxpool.worker.preparation.limits import Limits
@@ -88,11 +99,11 @@ class Preparations:
 
     def answer(self, key: CallKey, id: bytes, call: Tokenize | Detokenize, fence: int = 0) -> None:
         """Begin a call of the tokenizer."""
-        job: Job = Encode(call.text) if isinstance(call, Tokenize) else self._decode(call)
+        job = encode_of_call(call) if isinstance(call, Tokenize) else self._decode(call)
         waiting = Waiting(key, call.owner, call.size, job)
         self._submit(waiting, lambda result: Answer(key, id, answer_of(result), fence))
 
-    def _decode(self, call: Detokenize) -> Decode:
+    def _decode(self, call: Detokenize) -> Job:
         return Decode(call.packed, self._vocab_size)
 
     def cancel(self, key: RunKey | CallKey) -> None:
@@ -124,10 +135,25 @@ class Preparations:
             self._post(product)
 
 
+def encode_of_call(call: Tokenize) -> Job:
+    """The job of a `tokenize`. Raises BadRequest for a chat that no template can take."""
+    if not isinstance(call.text, ChatPrompt):
+        return Encode(call.text)
+    chat = call.text
+    return Render(
+        check_messages(chat.messages),
+        check_tools(chat.tools),
+        check_think(chat.think),
+        time.time(),
+        context=0,
+    )
+
+
 def answer_of(result: Result) -> CallAnswer:
     """The answer to a call of the tokenizer."""
     if isinstance(result, Encoded):
-        return CallAnswer({"n": count_of(result.packed)}, (result.packed,))
+        thinks = {"thinks": True} if result.thinks else {}
+        return CallAnswer({"n": count_of(result.packed), **thinks}, (result.packed,))
     if isinstance(result, Decoded):
         return CallAnswer({"text": result.text})
     assert isinstance(result, PoolError)

@@ -1,0 +1,207 @@
+"""Keeps the gateway of `http` running: starts it, restarts it after a delay, and ends it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+from mlxpool.broker.telemetry.snapshot import GatewayInfo
+from mlxpool.broker.workers.worker import restart_delay
+from mlxpool.common.config.schema import PoolConfig
+
+log = logging.getLogger("mlxpool.broker")
+
+PROVEN_AFTER = 60.0  # seconds: the end of a gateway that lived for longer is no failed start
+ABORT_GRACE = 4.0  # seconds beyond `http_drain_timeout` in which it ends its last answers itself
+RUNNING = ("starting", "ready", "draining")
+
+
+class Process(Protocol):
+    """The part of processes.gateway_process.GatewayProcess that is used."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def resident_bytes(self) -> int: ...
+
+    def start(self, config: PoolConfig) -> int: ...
+
+    def beats(self) -> int | None: ...
+
+    def signal(self, number: int) -> None: ...
+
+    def stop_listening(self) -> None: ...
+
+    def reap(self) -> str: ...
+
+
+class Sources(Protocol):
+    """The part of edge.loop.Loop that is used."""
+
+    def add_source(self, source: int, handle: Callable[[float], object]) -> None: ...
+
+    def remove_source(self, descriptor: int) -> None: ...
+
+
+class HttpGateway:
+    """Owned by the broker's thread. Its states are those of GatewayInfo."""
+
+    def __init__(
+        self, process: Process, settings: Callable[[], PoolConfig], sources: Sources, boot: int
+    ) -> None:
+        """`boot` spreads the restarts of many pools."""
+        self.state = "stopped"
+        self._process = process
+        self._settings = settings
+        self._sources = sources
+        self._boot = boot
+        self._descriptor = -1  # readable when the process has news
+        self._started_at = self._heard_at = 0.0
+        self._start_at = math.inf
+        self._kill_at = math.inf
+        self._restarts = self._failures = 0
+        self._last_exit = ""
+        self._hung = ""  # why it is being killed
+        self._ending = False
+        self._then: Callable[[float], None] = _nothing
+
+    @property
+    def ended(self) -> bool:
+        """Whether no process runs and none will be started."""
+        return self.state == "stopped"
+
+    def info(self, now: float) -> GatewayInfo:
+        """Its row in `ps`."""
+        running = self._process.pid is not None
+        return GatewayInfo(
+            url=self._process.url,
+            state=self.state,
+            pid=self._process.pid,
+            uptime_s=round(now - self._started_at, 3) if running else None,
+            rss=self._process.resident_bytes,
+            restarts=self._restarts,
+            last_exit=self._last_exit or None,
+        )
+
+    # ---- start ---------------------------------------------------------------------------------
+
+    def start(self, now: float) -> None:
+        """Start the process; it is `ready` when it says so."""
+        self._start_at = math.inf
+        try:
+            self._descriptor = self._process.start(self._settings())
+        except OSError as error:
+            self._last_exit = f"not started: {error.strerror}"
+            self._restart_later(now)
+            return
+        self.state, self._hung = "starting", ""
+        self._started_at = self._heard_at = now
+        self._sources.add_source(self._descriptor, self._on_news)
+
+    def _on_news(self, now: float) -> None:
+        beats = self._process.beats()
+        if beats is None:
+            self._on_exit(now)
+        elif beats:
+            self._heard_at = now
+            if self.state == "starting":
+                self.state = "ready"
+                log.info(
+                    "the gateway is ready",
+                    extra={"url": self._process.url, "pid": self._process.pid},
+                )
+
+    def _on_exit(self, now: float) -> None:
+        self._sources.remove_source(self._descriptor)
+        cause = self._process.reap()
+        self._kill_at = math.inf
+        if self._ending:
+            self._end(now)
+            return
+        self._last_exit = self._hung or cause
+        self._restarts += 1
+        if now - self._started_at > PROVEN_AFTER:
+            self._failures = 0
+        self._restart_later(now)
+        self._failures += 1
+
+    def _restart_later(self, now: float) -> None:
+        config = self._settings()
+        most = config.restart_delay_max
+        delay = restart_delay(self._failures, config.restart_delay, most, self._boot)
+        self.state, self._start_at = "restarting", now + delay
+        shown = {"cause": self._last_exit, "again_in_s": round(delay, 3)}
+        log.warning("the gateway has ended", extra=shown)
+
+    # ---- observe -------------------------------------------------------------------------------
+
+    def next_wake(self) -> float:
+        """When `check` is due."""
+        return min(self._start_at, self._kill_at, self._silent_until())
+
+    def _silent_until(self) -> float:
+        """Until when it may say nothing: as long as a worker may load, or be without a beat."""
+        if self.state not in RUNNING or self._kill_at < math.inf:
+            return math.inf
+        config = self._settings()
+        limit = config.load_limit if self.state == "starting" else 2 * config.beat_limit
+        return self._heard_at + limit
+
+    def check(self, now: float) -> None:
+        """Start it again, or kill it, if it is time."""
+        if now >= self._start_at:
+            self.start(now)
+        elif now >= self._silent_until():
+            self._hung = f"hung: it said nothing for {now - self._heard_at:.1f} s"
+            self._kill_at = now
+        if now >= self._kill_at:
+            self._kill_at = now + 1.0  # again, until the kernel has ended it
+            self._process.signal(signal.SIGKILL)
+
+    def reload(self) -> None:
+        """Have it read its keys again."""
+        self._process.signal(signal.SIGHUP)
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def drain(self, now: float, then: Callable[[float], None]) -> None:
+        """Let answers finish for `http_drain_timeout` s; call `then` when it has ended."""
+        self._then = then
+        log.info(
+            "answers over HTTP may finish", extra={"seconds": self._settings().http_drain_timeout}
+        )
+        self._stop(now, signal.SIGTERM, self._settings().http_drain_timeout + ABORT_GRACE)
+
+    def abort(self, now: float) -> None:
+        """End it and its answers."""
+        self._then = _nothing
+        self._stop(now, signal.SIGINT, self._settings().stop_grace)
+
+    def kill(self, now: float) -> None:
+        """End it without waiting for anything."""
+        self._stop(now, signal.SIGKILL, 0.0)
+
+    def _stop(self, now: float, number: int, grace: float) -> None:
+        self._ending = True
+        self._process.stop_listening()
+        if self.state in RUNNING:
+            self.state, self._kill_at = "draining", now + grace
+            self._process.signal(number)
+        else:
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        self.state, self._start_at = "stopped", math.inf
+        then, self._then = self._then, _nothing
+        then(now)
+
+
+def _nothing(now: float) -> None:
+    """What follows when nothing does."""

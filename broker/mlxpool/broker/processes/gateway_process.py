@@ -1,0 +1,159 @@
+"""The gateway as a child process, and the socket on which it serves.
+
+The broker owns the listening socket, so an address that cannot be had is found at its start, and
+connections wait while one gateway follows another.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from mlxpool.broker.host import os_process
+from mlxpool.broker.processes.records import ProcessRecords
+from mlxpool.broker.workers.exit_causes import cause_of
+from mlxpool.common import api_keys
+from mlxpool.common.closing import Closing
+from mlxpool.common.config.bounds import host_port
+from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig, PoolConfig
+from mlxpool.common.transport import listening
+
+RECORD = "gateway"
+# Seconds for which the address may still be that of an earlier broker's gateway, which stops to
+# listen as soon as its broker has ended.
+EARLIER_GATEWAY_TIME = 2.0
+RETRY_INTERVAL = 0.02  # seconds
+BEATS = 4  # in `beat_limit`
+MAX_BEATS = 4096  # bytes that are read at once
+
+
+class GatewayProcess(Closing):
+    """Listens from its construction on. At most one process runs at a time; used by one thread."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        """Raises ValueError for keys that cannot be used, OSError naming an address."""
+        if config.http_keys is not None:
+            api_keys.read_keys(config.http_keys)
+        self._records = ProcessRecords(config.run_dir / "gateway")
+        self._bound = _listen(config.http, self._records)
+        self.url = listening.url_of(self._bound)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._notified = -1  # our end of the process's pipe
+
+    @property
+    def pid(self) -> int | None:
+        """None while no process runs."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def resident_bytes(self) -> int:
+        return 0 if self._process is None else os_process.resident_bytes(self._process.pid)
+
+    def start(self, config: PoolConfig) -> int:
+        """Start it; returns the descriptor that is readable when `beats` has news.
+
+        Raises OSError.
+        """
+        assert self._process is None
+        self._notified, held_by_child = os.pipe()
+        os.set_blocking(self._notified, False)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mlxpool.gateway"],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                env=self._environment(config, held_by_child),
+                pass_fds=(self._bound.fileno(), held_by_child),
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._notified)
+            raise
+        finally:
+            os.close(held_by_child)
+        self._records.add(RECORD, self._process.pid)
+        return self._notified
+
+    def _environment(self, config: PoolConfig, notify_fd: int) -> dict[str, str]:
+        host, port = self._bound.getsockname()[:2]
+        settings = GatewayConfig(
+            str(config.run_dir),
+            self._bound.fileno(),
+            notify_fd,
+            host,
+            port,
+            keys=str(config.http_keys or ""),
+            per_key=config.http_per_key,
+            max_body=config.http_max_body,
+            drain_timeout=config.http_drain_timeout,
+            cors_origins=config.http_cors_origins,
+            access_log=config.http_access_log,
+            beat_interval=config.beat_limit / BEATS,
+            log_format=config.log_format,
+            log_level=config.log_level,
+        )
+        return {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            GATEWAY_VARIABLE: settings.to_environment(),
+        }
+
+    def beats(self) -> int | None:
+        """How many beats have come since the last call; None: the process has ended."""
+        try:
+            return len(os.read(self._notified, MAX_BEATS)) or None
+        except BlockingIOError:
+            return 0
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        # It is waited for in `reap` only, so until then no other process can have its pid.
+        if self._process is not None:
+            os.kill(self._process.pid, number)
+
+    def stop_listening(self) -> None:
+        """Connections are refused as soon as the process does not listen either."""
+        self._bound.close()
+
+    def reap(self) -> str:
+        """Collect the process that has ended; returns the cause in words."""
+        assert self._process is not None
+        code = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        os.close(self._notified)
+        self._process, self._notified = None, -1
+        self._records.remove(RECORD)
+        return cause_of(code)
+
+    def close(self) -> None:
+        """Kill what runs, and free the address."""
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self.reap()
+        self._bound.close()
+
+
+def _listen(address: str, records: ProcessRecords) -> socket.socket:
+    """Listen; ends an earlier broker's gateway that does not stop to listen."""
+    host, port = host_port(address, "pool.http")
+    give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME
+    while True:
+        try:
+            return listening.listen(host, port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and records.any_alive():
+                if time.monotonic() >= give_up_at:
+                    records.kill_survivors()
+                time.sleep(RETRY_INTERVAL)
+                continue
+            raise OSError(
+                error.errno,
+                f"pool.http: cannot listen on {address}: {error.strerror}; give another address"
+                " with --http HOST:PORT, or port 0 for a free one",
+            ) from None

@@ -1,0 +1,207 @@
+"""`mlxpool ps`, `models` and `requests`: tables of what the broker's admin socket answers.
+
+On a terminal they have the columns for which there is room; elsewhere all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpool.cli.admin import ask
+from mlxpool.cli.columns import Column, fitted, joined
+from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.style import ERROR, left_out, paint_of, table_lines, width_of
+from mlxpool.common.escapes import escape_line
+
+Cells = Sequence[str]
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `ps`, `models` and `requests`."""
+    for name, text, action in (
+        ("ps", "show workers: state, phase, memory, last end", ps),
+        ("models", "show the models: state, size, context, errors", models),
+        ("requests", "show live requests and their ids", requests),
+    ):
+        commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
+
+
+def _print_table(
+    columns: Sequence[Column],
+    rows: Sequence[Cells],
+    *,
+    above: Sequence[str] = (),
+    errors: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Print a table that fits standard output, between lines above and below it."""
+    width, paint = width_of(sys.stdout), paint_of(sys.stdout)
+    lines = [
+        *map(escape_line, above),
+        *table_lines(columns, rows, width, paint),
+        *(paint(escape_line(line), ERROR) for line in errors),
+        *map(escape_line, notes),
+        *left_out(columns, rows, width, paint),
+    ]
+    print("\n".join(lines))
+
+
+# ---- ps ------------------------------------------------------------------------------------------
+
+PS = (
+    Column("SLOT", 0, "text"),
+    Column("PID", 6),
+    Column("STATE", 0),
+    Column("PHASE", 5),
+    Column("FOR", 8),
+    Column("RUN", 1),
+    Column("WAIT", 2),
+    Column("WEIGHTS", 10),
+    Column("KV", 11),
+    Column("PREFIX", 12),
+    Column("COMPUTE", 13),
+    Column("TOTAL", 3),
+    Column("RSS", 9),
+    Column("RESTARTS", 4),
+    Column("LAST EXIT", 7),
+)
+MEMORY = ("weights", "kv", "prefix", "compute", "total", "rss")
+
+
+def ps(options: argparse.Namespace) -> int:
+    """Print the broker, a row for each worker, and what is wrong."""
+    answer = ask(options.admin_target, "ps")
+    if options.json:
+        print(json_text(answer))
+        return 0
+    workers, broker, width = answer["workers"], answer["broker"], width_of(sys.stdout)
+    parts = (
+        f"broker {broker['pid']} {broker['state']}",
+        f"up {duration(broker['uptime_s'])}",
+        broker["run_dir"],
+    )
+    rows = [_worker_row(worker) for worker in workers]
+    dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
+    _print_table(
+        PS,
+        rows,
+        above=[*joined(parts, width), *joined(_gateway(answer.get("gateway")), width)],
+        errors=[f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")],
+        notes=[*_last_exits(rows), *dumps],
+    )
+    return 0
+
+
+def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
+    """The parts of the line of the gateway that the broker runs; none where it runs none."""
+    if gateway is None:
+        return ()
+    restarts, last = gateway["restarts"], gateway["last_exit"]
+    return (
+        f"gateway {gateway['pid'] or '-'} {gateway['state']}",
+        *([f"up {duration(gateway['uptime_s'])}"] if gateway["uptime_s"] is not None else []),
+        gateway["url"],
+        f"rss {size(gateway['rss'])}",
+        *([f"{restarts} restarts, last exit: {last}"] if restarts else []),
+    )
+
+
+def _last_exits(rows: Sequence[Cells]) -> list[str]:
+    """Lines with the last exits for which the table has no room."""
+    if "LAST EXIT" not in fitted(PS, rows, width_of(sys.stdout)).left_out:
+        return []
+    return [f"{row[0]}: last exit: {row[-1]}" for row in rows if row[-1] != "-"]
+
+
+def _worker_row(worker: Mapping[str, Any]) -> Cells:
+    memory = worker.get("memory") or {}
+    return (
+        worker["slot"],
+        str(worker.get("pid") or "-"),
+        "suspect" if worker.get("suspect") else worker["state"],
+        worker.get("phase") or "-",
+        duration(worker.get("phase_age_ms", 0) / 1000),
+        str(worker.get("running", 0)),
+        str(worker.get("waiting", 0)),
+        *(size(memory.get(key)) for key in MEMORY),
+        str(worker.get("restarts", 0)),
+        worker.get("last_exit") or "-",
+    )
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+MODELS = (
+    Column("NAME", 0, "text"),
+    Column("STATE", 0),
+    Column("TYPE", 3, "text"),
+    Column("SIZE", 1),
+    Column("QUANTISATION", 5),
+    Column("CONTEXT", 2),
+    Column("QUEUED", 4),
+    Column("LAYOUT", 7),
+    Column("DIGEST", 8),
+    Column("SUPPORTS", 6),
+)
+
+
+def models(options: argparse.Namespace) -> int:
+    """Print a row for each model, and which of them cannot be had and why."""
+    answer = ask(options.admin_target, "models")
+    if options.json:
+        print(json_text(answer))
+        return 0
+    found = answer["models"]
+    _print_table(
+        MODELS,
+        [_model_row(model) for model in found],
+        errors=[f"{m['name']} cannot be had: {m['error']}" for m in found if m.get("error")],
+        notes=[
+            f"{m['name']} shares the workers of {m['shares']}" for m in found if m.get("shares")
+        ],
+    )
+    return 0
+
+
+def _model_row(model: Mapping[str, Any]) -> Cells:
+    return (
+        model["name"],
+        model["state"],
+        model.get("type") or "-",
+        size(model.get("size")),
+        model.get("quantisation") or "-",
+        str(model["context"] or "-"),
+        str(model["queued"]),
+        model.get("layout") or "-",
+        model.get("digest") or "-",
+        " ".join(model.get("features") or ()) or "-",
+    )
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+REQUESTS = (
+    Column("ID", 0, "id"),
+    Column("MODEL", 1, "text"),
+    Column("STATE", 0),
+    Column("TOKENS", 2),
+    Column("AGE", 3),
+)
+
+
+def requests(options: argparse.Namespace) -> int:
+    """Print a row for each live request; ids that have no room are prefixes for `cancel`."""
+    answer = ask(options.admin_target, "requests")
+    if options.json:
+        print(json_text(answer))
+        return 0
+    rows = [
+        (one["id"], one["model"], one["state"], str(one["tokens"]), duration(one["age_s"]))
+        for one in answer["requests"]
+    ]
+    _print_table(REQUESTS, rows)
+    return 0

@@ -1,0 +1,92 @@
+"""The parser of the command line: help in groups, and the nearest word for one that is unknown."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from mlxpool.common.escapes import escape_line
+
+# The messages of argparse about a word that is none of its choices; Python 3.12 has no quotes.
+_CHOICE = re.compile(r"(argument \S+: )invalid choice: '?(.*?)'? \(choose from (.*)\)", re.S)
+_UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.*)", re.S)
+
+KINDS = {  # of the words that name a command, by argparse's name of the argument
+    "argument COMMAND: ": "command",
+    "argument VERB: ": "command",
+    "argument WHAT: ": "measurement",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'WORD'?` with the nearest known word; "" if none is near."""
+    import difflib  # only an error needs it
+
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest known word, as do those of its commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message; ends with exit code 2."""
+        if (found := _CHOICE.fullmatch(message)) is not None:
+            message = _unknown_choice(*found.groups())
+        elif (found := _UNKNOWN_FLAGS.fullmatch(message)) is not None:
+            flag = found[1].split()[0].partition("=")[0]
+            message += nearest(flag, self.flags()) if flag.startswith("--") else ""
+        super().error(escape_line(message))
+
+    def flags(self) -> list[str]:
+        """The flags of this parser and of its commands."""
+        found: list[str] = []
+        for action in self._actions:
+            found += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    found += inner.flags()
+        return found
+
+
+def _unknown_choice(argument: str, given: str, known: str) -> str:
+    """The message for a word that is none of the known ones; argparse has escaped it."""
+    words = re.findall(r"[\w.-]+", known)
+    kind = KINDS.get(argument)
+    hint = nearest(given, words) or f"; known: {', '.join(words)}"
+    return f"there is no {kind} '{given}'{hint}" if kind else f"{argument}not '{given}'{hint}"
+
+
+class RootParser(Parser):
+    """The parser of `mlxpool`: its help has the commands in groups."""
+
+    def __init__(self, *arguments: Any, groups: Mapping[str, Iterable[str]], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.groups = groups
+
+    def format_usage(self) -> str:
+        return f"usage: {self.prog} [OPTION …] COMMAND …\n"
+
+    def format_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        helps = self._helps_of_commands()
+        for title, names in self.groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments([helps[name] for name in names if name in helps])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments([one for one in self._actions if one.option_strings])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return f"{self.format_usage()}\n{formatter.format_help()}"
+
+    def _helps_of_commands(self) -> dict[str, argparse.Action]:
+        return {
+            choice.dest: choice
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for choice in action._choices_actions
+        }

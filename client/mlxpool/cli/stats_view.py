@@ -1,0 +1,156 @@
+"""The lines of `mlxpool stats`: counters in groups, with rates. Pure.
+
+Times are the broker's own (`uptime_s`), so rates are right also for a slow reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.cli.columns import joined
+from mlxpool.cli.formatting import duration, milliseconds
+from mlxpool.cli.style import ERROR, HEAD, Paint
+from mlxpool.common.escapes import escape_line
+
+Answer = Mapping[str, Any]  # of `stats`
+
+RATE_SNAPSHOTS = 3  # a second apart; with --watch rates are an average over them
+FIGURE, RATE = 14, 11  # characters of the columns for figures and rates
+NAME = 15  # characters of the names, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A figure of `stats`: its name, and the key of its value, with dots between nested keys."""
+
+    name: str
+    key: str
+    rate: bool = False  # whether it only grows, so that it has a rate
+
+
+GROUPS: Mapping[str, tuple[Counter, ...]] = {
+    "requests": (
+        Counter("accepted", "requests.accepted", rate=True),
+        Counter("done", "requests.done", rate=True),
+        Counter("failed", "requests.failed", rate=True),
+        Counter("cancelled", "requests.cancelled", rate=True),
+        Counter("live", "requests.live"),
+        Counter("queued", "queued"),
+        Counter("resumed", "resumed", rate=True),
+    ),
+    "tokens": (
+        Counter("generated", "tokens.generated", rate=True),
+        Counter("of prompts", "tokens.prompt", rate=True),
+    ),
+    "connections": (
+        Counter("clients", "links.known"),
+        Counter("lost", "links.lost", rate=True),
+        Counter("keys refused", "auth_failures", rate=True),
+        Counter("bad frames", "frames.bad", rate=True),
+        Counter("fenced frames", "frames.fenced", rate=True),
+    ),
+}
+BY_CODE = {"failures": "failed requests, by code", "rejected": "refused requests, by code"}
+MEANS = {"queue": "in the queue", "total": "until the end"}  # keys of `seconds`
+SHOWN_ABOVE = ("pid", "state", "uptime_s", "run_dir")  # keys of `broker` in the first line
+
+
+def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
+    """The lines for the newest answer; rates are since the oldest, with one since the start."""
+    now, before = history[-1], history[0]
+    if len(history) == 1 or before["broker"]["boot"] != now["broker"]["boot"]:
+        before = {}
+    seconds = now["broker"]["uptime_s"] - (before["broker"]["uptime_s"] if before else 0.0)
+    values, old = _flat(now), _flat(before)
+    found = _head(now, width)
+    for title, counters in GROUPS.items():
+        rows = [_counter_row(one, values, old, seconds) for one in counters if one.key in values]
+        if rows:
+            found += ["", paint(_row(title, "total", "a second"), HEAD), *rows]
+        for counter in counters:
+            values.pop(counter.key, None)
+    found += _means(now, values, paint)
+    for key, title in BY_CODE.items():
+        found += _codes(now.get(key), title, paint)
+    known = (*(f"broker.{key}" for key in SHOWN_ABOVE), *BY_CODE)
+    rest = {key: one for key, one in values.items() if key not in known}
+    rest = {key: one for key, one in rest.items() if key.partition(".")[0] not in BY_CODE}
+    if rest.get("conserved") is False:
+        found += ["", paint("a stream was lost or counted twice: conserved is false", ERROR)]
+    found += ["", paint("other", HEAD)]
+    widest = max(NAME, *(len(escape_line(key)) for key in rest)) if rest else NAME
+    found += [f"  {escape_line(key):<{widest}} {_plain(one)}" for key, one in rest.items()]
+    return found
+
+
+def _head(now: Answer, width: int) -> list[str]:
+    broker = now["broker"]
+    parts = (
+        f"broker {broker['pid']} {broker['state']}",
+        f"up {duration(broker['uptime_s'])}",
+        broker["run_dir"],
+    )
+    return joined([escape_line(part) for part in parts], width)
+
+
+def _row(name: str, figure: str, rate: str = "") -> str:
+    return f"{name:<{NAME + 2}} {figure:>{FIGURE}}{rate:>{RATE}}".rstrip()
+
+
+def _counter_row(
+    counter: Counter, values: Mapping[str, Any], old: Mapping[str, Any], seconds: float
+) -> str:
+    value = values[counter.key]
+    grown = value - old.get(counter.key, 0)
+    rate = _rate(grown / seconds) if counter.rate and seconds > 0 else ""
+    return _row(f"  {counter.name}", f"{value:,}", rate)
+
+
+def _means(now: Answer, values: dict[str, Any], paint: Paint) -> Iterator[str]:
+    """Mean times of the requests that have ended; takes their sums out of `values`."""
+    counts, sums = now.get("requests", {}), now.get("seconds", {})
+    ended = sum(counts.get(key, 0) for key in ("done", "failed", "cancelled"))
+    for key in MEANS:
+        values.pop(f"seconds.{key}", None)
+    if ended and sums:
+        yield ""
+        yield paint(_row("ended requests", "mean"), HEAD)
+        for key, name in MEANS.items():
+            yield _row(f"  {name}", milliseconds(sums.get(key, 0.0) / ended))
+
+
+def _codes(counts: Any, title: str, paint: Paint) -> Iterator[str]:
+    """A line for each code; none where nothing failed."""
+    if isinstance(counts, Mapping) and counts:
+        yield ""
+        yield paint(title, HEAD)
+        for code, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            yield _row(f"  {escape_line(code)}", f"{count:,}")
+
+
+def _rate(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _flat(answer: Answer) -> dict[str, Any]:
+    """The values of an answer, by keys with dots."""
+    found: dict[str, Any] = {}
+    for name, value in answer.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": one for key, one in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _plain(value: Any) -> str:
+    """A value without Python's notation."""
+    if isinstance(value, Mapping):
+        return escape_line(" ".join(one for many in value.values() for one in many)) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return str(value)
+    return "-" if value is None else escape_line(str(value))

@@ -1,0 +1,32 @@
+"""`python -m mlxpool.gateway`: the gateway that a broker starts (`mlxpool serve --http`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig
+
+
+def main() -> int:
+    """Serve until the broker ends it, or has ended. Returns the exit code."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the keys are not read yet
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
+    text = os.environ.pop(GATEWAY_VARIABLE, None)
+    if text is None:
+        words = "this gateway is started by a broker: use `mlxpool serve --http HOST:PORT`, or"
+        print(f"{words} `mlxpool gateway` for a pool that runs", file=sys.stderr)
+        return 2
+    config = GatewayConfig.from_environment(text)
+    from mlxpool.common import logs
+
+    logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    from mlxpool.gateway import supervised
+
+    supervised.run(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

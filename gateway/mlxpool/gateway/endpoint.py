@@ -1,0 +1,165 @@
+"""Serves one route: method, access, drain, log and metrics around the work of its handler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from mlxpool.common.errors import PoolError
+from mlxpool.gateway import errors
+from mlxpool.gateway.auth import AccessControl
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.exchange import (
+    DISCONNECTED,
+    OTHER_ROUTE,
+    REQUEST_ID,
+    Exchange,
+    request_id,
+)
+from mlxpool.gateway.operations.metrics import Metrics
+from mlxpool.gateway.route_table import OPENAI, Interface
+
+log = logging.getLogger("mlxpool.gateway")
+access_log = logging.getLogger("mlxpool.gateway.access")
+
+Handler: TypeAlias = Callable[[Request, ResponseWriter], Coroutine[Any, Any, bool]]
+
+READ = ("GET", "HEAD")
+ANY = (*READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+ABORT_TIME = 1.0  # seconds to write the error of a request that is cancelled
+ENDING = "the gateway is ending"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all endpoints share. `logged`: a line of the access log for each request."""
+
+    access: AccessControl
+    drain: Drain
+    metrics: Metrics
+    logged: bool = True
+
+    @contextlib.contextmanager
+    def observed(self, exchange: Exchange) -> Iterator[None]:
+        """Counts and logs the exchange when it has ended."""
+        self.metrics.begun(exchange)
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self.metrics.ended(exchange, now)
+            if self.logged:
+                access_log.info("request", extra=exchange.fields(now))
+
+
+class Endpoint:
+    """Runs a handler, and answers with its error if it fails.
+
+    It is an ASGI application of its own, so that no middleware copies the pieces of a stream.
+    """
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        route: str,
+        methods: tuple[str, ...],
+        handler: Handler,
+        interface: Interface = OPENAI,
+        *,
+        public: bool = False,
+        in_drain: bool = False,
+    ) -> None:
+        """`handler` returns whether the client disconnected before the end of the response."""
+        self._surroundings = surroundings
+        self._route = route
+        self._methods = methods
+        self._handler = handler
+        self._interface = interface
+        self._public = public
+        self._in_drain = in_drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        exchange = Exchange(
+            id=request_id(request.headers.get(REQUEST_ID), uuid.uuid4().hex),
+            method=request.method if request.method in ANY else "other",
+            route=self._route,
+            started=time.monotonic(),
+            client=None if request.client is None else request.client.host,
+            path=request.url.path[:200] if self._route == OTHER_ROUTE else None,
+        )
+        response = ResponseWriter(send, exchange)
+        with self._surroundings.observed(exchange):
+            await self._answer(request, response)
+
+    async def _answer(self, request: Request, response: ResponseWriter) -> None:
+        try:
+            if await self._handle(request, response):
+                _note_disconnect(response)
+        except HttpError as error:
+            await self._fail(response, error)
+        except PoolError as error:
+            await self._fail(response, errors.from_pool_error(error))
+        except ClientDisconnect:  # before the body was complete
+            _note_disconnect(response)
+        except asyncio.CancelledError:  # the drain's time, or uvicorn's, has passed
+            await self._abort(response)
+        except Exception as error:
+            if response.started and isinstance(error, OSError):
+                return _note_disconnect(response)  # while the response was written
+            log.exception("a request to %s failed", request.url.path)
+            failure = HttpError(500, "the gateway failed", "internal", retry=False)
+            await self._fail(response, failure)
+
+    async def _handle(self, request: Request, response: ResponseWriter) -> bool:
+        around = self._surroundings
+        if request.method not in self._methods:
+            path, methods = request.url.path, " and ".join(self._methods)
+            message = f"{path} takes {methods}, not {request.method}"
+            raise HttpError(405, message, "method_not_allowed", retry=False)
+        if self._in_drain:
+            return await self._admitted(request, response)
+        around.drain.check_open()
+        with around.drain.request():
+            return await self._admitted(request, response)
+
+    async def _admitted(self, request: Request, response: ResponseWriter) -> bool:
+        if self._public:
+            return await self._handler(request, response)
+        with self._surroundings.access.admitted(request) as owner:
+            response.exchange.key = owner.name
+            return await self._handler(request, response)
+
+    async def _abort(self, response: ResponseWriter) -> None:
+        """Answer with an error, or end the open stream with one: the gateway is shutting down."""
+        error = HttpError(503, ENDING, "draining", retry_after=1.0, close=True)
+        with contextlib.suppress(TimeoutError):  # the client does not read
+            async with asyncio.timeout(ABORT_TIME):
+                await self._fail(response, error)
+                if response.streaming:
+                    await response.write(self._interface.error_event(response.identified(error)))
+                    await response.close()
+
+    async def _fail(self, response: ResponseWriter, error: HttpError) -> None:
+        response.identified(error)
+        if not response.started:
+            body = self._interface.error_body(error)
+            await response.json(body, error.status, error.headers())
+
+
+def _note_disconnect(response: ResponseWriter) -> None:
+    exchange = response.exchange
+    exchange.failure = "client_disconnected"
+    if not response.started:
+        exchange.status = DISCONNECTED

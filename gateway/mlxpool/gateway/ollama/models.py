@@ -1,0 +1,133 @@
+"""Models in the form of Ollama's interface. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from mlxpool.common.protocol.encoder_calls import TASKS
+from mlxpool.gateway.formats import NO_CHAT
+from mlxpool.gateway.models import ModelInfo
+
+FOREVER = 292 * 365.25 * 86_400  # seconds: the longest duration of Ollama, shown as "Forever"
+MIN_DIGEST = 12  # digits that Ollama's command line shows
+UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))  # of numbers of parameters
+# detail of a model, see docs/models.md -> key of `model_info` behind its architecture
+DETAILS = {
+    "width": "embedding_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+}
+
+
+def time_text(seconds: float) -> str:
+    """A time, given in seconds since 1970, as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def details(model: ModelInfo) -> dict[str, Any]:
+    """The `details` of a model; unknown values are empty."""
+    family = model.architecture
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _parameter_size(model.parameters),
+        "quantization_level": model.quantisation,
+    }
+
+
+def _parameter_size(count: int) -> str:
+    """A number of parameters such as 3.7M; "" for 0, which is unknown."""
+    for unit, letter in UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f}{letter}"
+    return str(count or "")
+
+
+def _head(model: ModelInfo) -> dict[str, Any]:
+    name = model.name
+    return {
+        "name": name,
+        "model": name,
+        "size": model.size,
+        "digest": model.digest.ljust(MIN_DIGEST, "0"),
+        "details": details(model),
+    }
+
+
+def tag(model: ModelInfo, fallback: int) -> dict[str, Any]:
+    """An entry of /api/tags. `fallback`: the time of a model without files, since 1970."""
+    modified = fallback if model.modified is None else model.modified
+    return {**_head(model), "modified_at": time_text(modified)}
+
+
+def running(model: ModelInfo, now: float) -> dict[str, Any]:
+    """An entry of /api/ps: the sizes are what the model's workers hold now."""
+    left = FOREVER if model.expires_in is None or model.expires_in < 0 else model.expires_in
+    return {
+        **_head(model),
+        "size": model.memory,
+        "size_vram": model.memory,
+        "expires_at": time_text(now + left),
+        "context_length": model.context,
+    }
+
+
+def capabilities(model: ModelInfo) -> list[str]:
+    """What a model can do, in Ollama's words."""
+    chat = model.chat or NO_CHAT
+    encodes = any(task in model.features for task in TASKS)
+    found = {
+        "completion": not encodes,
+        "embedding": "embed" in model.features,
+        "tools": chat.tools is not None,
+        "thinking": chat.thinking is not None,
+        "vision": model.vision,
+    }
+    return [name for name, there in found.items() if there]
+
+
+def show(model: ModelInfo, fallback: int, *, verbose: bool = False) -> dict[str, Any]:
+    """The response of /api/show; `verbose` adds what the pool knows besides, under `mlxpool.`."""
+    about = model.about
+    own = about.get("details")
+    known: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
+    family = model.architecture
+    values = {
+        "context_length": model.context or None,
+        "block_count": about.get("layers"),
+        "vocab_size": about.get("vocabulary"),
+        **{key: known.get(name) for name, key in DETAILS.items()},
+    }
+    info: dict[str, Any] = {
+        "general.architecture": family,
+        "general.parameter_count": model.parameters,
+        **{f"{family}.{key}": value for key, value in values.items() if value},
+    }
+    if verbose:
+        info |= {f"mlxpool.{key}": value for key, value in about.items() if key != "details"}
+    modified = fallback if model.modified is None else model.modified
+    return {
+        "modelfile": f"# {model.name} is a model of an mlxpool; it has no Modelfile\n",
+        "parameters": "",
+        "template": known.get("template") or "",
+        "license": "",
+        "details": details(model),
+        "model_info": info,
+        "capabilities": capabilities(model),
+        "modified_at": time_text(modified),
+    }
+
+
+def pull_statuses(model: ModelInfo) -> list[dict[str, Any]]:
+    """What /api/pull streams for a model that is there; the last one is the success."""
+    digest = str(model.about.get("digest") or model.digest)
+    statuses: list[dict[str, Any]] = [{"status": "pulling manifest"}]
+    if digest and model.size:
+        sizes = {"digest": f"sha256:{digest}", "total": model.size, "completed": model.size}
+        statuses.append({"status": f"pulling {digest[:MIN_DIGEST]}", **sizes})
+    every = ("verifying sha256 digest", "writing manifest", "success")
+    return [*statuses, *({"status": status} for status in every)]

@@ -1,0 +1,210 @@
+"""The fields of requests of OpenAI's interface, and of those beside it: one table a path.
+
+The parsers check names against these tables, openapi.json is made of them, and docs/gateway.md
+documents the same fields for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
+from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
+from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
+from mlxpool.gateway.field_checks import NO_CONSTRAINTS, Body, RefusedFields
+from mlxpool.gateway.schemas import (
+    ANY,
+    FLAG,
+    MAP,
+    NAME,
+    TEXT,
+    TOKEN_IDS,
+    Schema,
+    choice,
+    described,
+    integer,
+    listed,
+    one_of,
+    option,
+)
+
+MAX_CHOICES = 32  # streams of one request
+MAX_CACHE_KEY = 256  # characters of prompt_cache_key
+MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
+MAX_TOP = 2**31 - 1
+FORMATS = ("float", "base64")
+
+# field -> option of the pool
+SAMPLING: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "seed": "seed",
+    "stop": "stop",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "repeat_last_n",
+    "ignore_eos": "ignore_eos",
+    "truncate": "truncate",
+    "shift": "shift",
+    "num_keep": "num_keep",
+    "num_ctx": "num_ctx",
+}
+ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
+    ("user", "metadata", "safety_identifier", "service_tier"), ANY
+)
+STREAM_OPTIONS = Body({"include_usage": FLAG}, accepted={"include_obfuscation": ANY}, refused={
+    "continuous_usage_stats": ((False,), "usage comes at the end"),
+})  # fmt: skip
+CHAT_TEMPLATE_KWARGS = Body({"enable_thinking": FLAG})
+
+MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": choice(*ROLES),
+        "content": one_of(
+            TEXT,
+            described("parts of text, and images as data URLs", listed(MAP)),
+            {"type": "null"},
+        ),
+        "name": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": MAP},
+        "tool_call_id": {"type": ["string", "null"]},
+        "reasoning_content": {"type": ["string", "null"]},
+    },
+    "required": ["role"],
+}
+TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+PROMPT = one_of(
+    NAME, TOKEN_IDS, listed(one_of(NAME, TOKEN_IDS), 1, MAX_CHOICES)
+)  # a text, token ids, or a list of either
+
+COMMON: Mapping[str, Schema] = {
+    "model": described("a name of /v1/models", NAME),
+    "n": integer(1, MAX_CHOICES),
+    "stream": FLAG,
+    "stream_options": described("with `stream` only", STREAM_OPTIONS.schema()),
+    "max_tokens": integer(1, MAX_COUNT),
+    "prompt_cache_key": {"type": "string", "maxLength": MAX_CACHE_KEY},
+    **{name: option(target) for name, target in SAMPLING.items()},
+    "seed": integer(0, MAX_SEED),
+    "top_k": integer(-1, MAX_COUNT),  # -1 and 0: off
+}
+REFUSED: RefusedFields = {
+    "store": ((False,), "nothing is kept; leave it out"),
+    "min_tokens": ((0,), "leave it out"),
+    "stop_token_ids": (([],), "name texts in `stop`"),
+    "guided_json": ((), NO_CONSTRAINTS),
+    "guided_regex": ((), NO_CONSTRAINTS),
+    "guided_choice": ((), NO_CONSTRAINTS),
+    "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
+    "skip_special_tokens": ((), "special tokens are text like any other"),
+    "use_beam_search": ((False,), "leave it out"),
+    "length_penalty": ((1.0, 1), "leave it out"),
+    "priority": ((0,), "leave it out"),
+}
+CHAT = Body(
+    {
+        **COMMON,
+        "messages": listed(MESSAGE, 1, MAX_MESSAGES),
+        "tools": listed(TOOL, 0, MAX_TOOLS),
+        "tool_choice": choice("auto", "none"),
+        "logprobs": FLAG,
+        "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
+        "max_completion_tokens": integer(1, MAX_COUNT),
+        "reasoning_effort": choice("none", *LEVELS),
+        "chat_template_kwargs": CHAT_TEMPLATE_KWARGS.schema(),
+    },
+    required=("model", "messages"),
+    accepted=ACCEPTED,
+    refused={
+        **REFUSED,
+        "response_format": (({"type": "text"},), NO_CONSTRAINTS),
+        "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
+        "functions": (([],), "use `tools`"),
+        "function_call": (("none",), "use `tools`"),
+        "modalities": ((["text"],), "models give text only"),
+        "audio": ((), "models take text and images, and give text"),
+        "prediction": ((), "leave it out"),
+        "verbosity": (("medium",), "ask for it in the messages"),
+        "web_search_options": ((), "there is no web search; offer a tool of your own"),
+        "prompt": ((), "this is /v1/chat/completions: use `messages`"),
+        "chat_template": ((), "the template is the model's own"),
+        "add_generation_prompt": ((True,), "leave it out"),
+    },
+)
+COMPLETION = Body(
+    {
+        **COMMON,
+        "prompt": PROMPT,
+        "logprobs": described("the number of alternatives", integer(0, MAX_TOP_LOGPROBS)),
+    },
+    required=("model", "prompt"),
+    accepted=ACCEPTED,
+    refused={
+        **REFUSED,
+        "echo": ((False,), "the prompt is not repeated"),
+        "suffix": (("",), "models complete the end of a text only"),
+        "best_of": ((1,), "use `n`"),
+        "messages": ((), "this is /v1/completions: use `prompt`"),
+        "tools": (([],), "use /v1/chat/completions"),
+        "top_logprobs": ((), "here `logprobs` is the number of alternatives"),
+    },
+)
+
+# ---- models of texts -------------------------------------------------------------------------
+
+INPUTS = listed(NAME, 1, MAX_INPUTS)
+VECTORS_ACCEPTED: Mapping[str, Schema] = {"user": ANY, "metadata": ANY}
+VECTORS_REFUSED: RefusedFields = {
+    "truncate_prompt_tokens": ((), "use `truncate`"),
+    "priority": ((0,), "leave it out"),
+    "add_special_tokens": ((True,), "leave it out"),
+    "max_tokens_per_doc": ((), "use `truncate`"),
+    "max_chunks_per_doc": ((), "use `truncate`"),
+}
+
+
+def _of_texts(required: tuple[str, ...], honoured: Mapping[str, Schema]) -> Body:
+    every = {"model": NAME, **honoured, "truncate": FLAG}
+    return Body(every, ("model", *required), VECTORS_ACCEPTED, VECTORS_REFUSED)
+
+
+EMBEDDINGS = _of_texts(
+    ("input",),
+    {
+        "input": one_of(NAME, TOKEN_IDS, INPUTS, listed(TOKEN_IDS, 1, MAX_INPUTS)),
+        "encoding_format": choice(*FORMATS),
+        "dimensions": integer(1, MAX_DIMENSIONS),
+        "normalize": FLAG,
+        "prompt_name": TEXT,
+    },
+)
+_DOCUMENT: Mapping[str, Any] = one_of(
+    NAME, {"type": "object", "properties": {"text": NAME}, "required": ["text"]}
+)
+RERANK = _of_texts(
+    ("query", "documents"),
+    {
+        "query": NAME,
+        "documents": listed(_DOCUMENT, 1, MAX_INPUTS),
+        "top_n": integer(1, MAX_TOP),
+        "return_documents": FLAG,
+        "instruction": TEXT,
+    },
+)
+SCORE = _of_texts(
+    ("text_1", "text_2"), {"text_1": one_of(NAME, INPUTS), "text_2": one_of(NAME, INPUTS)}
+)
+CLASSIFY = _of_texts(("input",), {"input": one_of(NAME, INPUTS)})

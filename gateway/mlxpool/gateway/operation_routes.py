@@ -1,0 +1,45 @@
+"""The endpoints for operators and tools: health, metrics, the description of the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from mlxpool.gateway.generation import PoolAccess
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.operations.drain import Drain
+from mlxpool.gateway.operations.metrics import Metrics
+
+
+class OperationRoutes:
+    """One method a path."""
+
+    def __init__(
+        self, pool: PoolAccess, drain: Drain, metrics: Metrics, document: Mapping[str, Any]
+    ) -> None:
+        """`document`: what /openapi.json answers."""
+        self._pool = pool
+        self._drain = drain
+        self._metrics = metrics
+        self._document = document
+
+    async def health(self, response: ResponseWriter) -> None:
+        """GET /health: 200 when the pool answers, else the status of its error."""
+        if self._drain.begun:
+            return await response.json({"status": "draining"}, 503, {"connection": "close"})
+        await self._pool.models.all()
+        await response.json({"status": "ok"})
+
+    async def metrics(self, accept: str, response: ResponseWriter) -> None:
+        """GET /metrics."""
+        data, content_type = self._metrics.text(accept)
+        await response.data(data, content_type)
+
+    async def openapi(self, response: ResponseWriter) -> None:
+        """GET /openapi.json."""
+        await response.json(self._document)
+
+    async def index(self, response: ResponseWriter) -> None:
+        """GET /: Ollama's clients request this path to see whether a server is there."""
+        await response.json({"name": "mlxpool gateway", "version": version("mlxpool")})

@@ -1,0 +1,77 @@
+"""One HTTP request and its response, as the access log and the metrics see them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OTHER_ROUTE = "other"  # of a path that is no route
+DISCONNECTED = 499  # status of a request whose client disconnected before the response, as in nginx
+REQUEST_ID = "x-request-id"
+# Ids of proxies and tracing systems: UUIDs, ULIDs, AWS's `Root=1-…;…`, Google's `TRACE/SPAN;o=1`.
+SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;=/+@-]{0,127}")
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """What is known of one request. Times are monotonic seconds."""
+
+    id: str
+    method: str
+    route: str  # the path as the table of routes has it
+    started: float
+    client: str | None = None  # the peer's address
+    path: str | None = None  # as it was asked for, if it is no route
+    key: str | None = None  # the name of the bearer key
+    model: str | None = None  # the pool's name
+    pool_id: str | None = None  # id of the request, or of its first choice, in the pool's log
+    streamed: bool = False
+    status: int = 0  # 0: no response was begun
+    failure: str | None = None  # the error's code
+    first_token: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def count(self, usage: Mapping[str, Any], *, prompt: bool = True) -> None:
+        """Add the tokens of a choice or call; `prompt` false: its prompt was counted before."""
+        if prompt:
+            self.prompt_tokens = (self.prompt_tokens or 0) + usage.get("prompt_tokens", 0)
+            self.cached_tokens = (self.cached_tokens or 0) + usage.get("cached_tokens", 0)
+        made = usage.get("completion_tokens")
+        if made is not None:
+            self.completion_tokens = (self.completion_tokens or 0) + made
+
+    def fields(self, now: float) -> dict[str, Any]:
+        """The fields of its line in the access log; what is not known is None."""
+        first = self.first_token
+        return {
+            "request_id": self.id,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "duration_ms": milliseconds(now - self.started),
+            "client": self.client,
+            "key": self.key,
+            "path": self.path,
+            "model": self.model,
+            "streamed": self.streamed,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "first_token_ms": None if first is None else milliseconds(first - self.started),
+            "pool_id": self.pool_id,
+            "error": self.failure,
+        }
+
+
+def milliseconds(seconds: float) -> float:
+    """For a log: with one decimal."""
+    return round(seconds * 1000, 1)
+
+
+def request_id(given: str | None, made: str) -> str:
+    """The client's own X-Request-Id if it can stand in a header and a log line, else `made`."""
+    return given if given is not None and SANE_ID.fullmatch(given) else made

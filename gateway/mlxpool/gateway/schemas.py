@@ -1,0 +1,95 @@
+"""JSON schemas of fields, as openapi.json has them: literals, and those of pool options. Pure.
+
+A schema here describes what the parsers of requests take; a test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from mlxpool.common.options import (
+    CHECKS,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_STOP_BYTES,
+    MAX_STOPS,
+    IntegerIn,
+    NumberIn,
+)
+
+Schema: TypeAlias = Mapping[str, Any]
+
+ANY: Schema = {}
+TEXT: Schema = {"type": "string"}
+NAME: Schema = {"type": "string", "minLength": 1}
+FLAG: Schema = {"type": "boolean"}
+MAP: Schema = {"type": "object"}
+TOKEN_IDS: Schema = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+    "minItems": 1,
+}
+
+
+def integer(low: int, high: int) -> Schema:
+    """An integer from `low` to `high`, both inclusive."""
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def choice(*values: Any) -> Schema:
+    """One of these values."""
+    return {"enum": list(values)}
+
+
+def one_of(*schemas: Schema) -> Schema:
+    """What fits any of the schemas."""
+    return {"anyOf": list(schemas)}
+
+
+def listed(items: Schema, low: int = 0, high: int | None = None) -> Schema:
+    """A list of `low` to `high` items; None: no bound of its own."""
+    bounds: dict[str, int] = {} if not low else {"minItems": low}
+    if high is not None:
+        bounds["maxItems"] = high
+    return {"type": "array", "items": items, **bounds}
+
+
+def described(text: str, schema: Schema) -> Schema:
+    """The schema with a description."""
+    return {**schema, "description": text}
+
+
+def nullable(schema: Schema) -> Schema:
+    """What fits the schema, and null, which counts as absent."""
+    if not set(schema) - {"description"}:
+        return schema  # takes anything
+    kind = schema.get("type")
+    if isinstance(kind, str) and "enum" not in schema:
+        return {**schema, "type": [kind, "null"]}
+    inner = {key: value for key, value in schema.items() if key != "description"}
+    outer = {key: value for key, value in schema.items() if key == "description"}
+    return {**outer, "anyOf": [inner, {"type": "null"}]}
+
+
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
+# options whose check is neither IntegerIn nor NumberIn
+_OTHER_OPTIONS: Mapping[str, Schema] = {
+    "stop": one_of(_STOP, listed(_STOP, 0, MAX_STOPS)),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        "maxProperties": MAX_BIASES,
+    },
+}
+
+
+def option(name: str) -> Schema:
+    """The schema of a pool option, with the bounds of its check."""
+    check = CHECKS[name]
+    if isinstance(check, IntegerIn):
+        return integer(check.low, check.high)
+    if isinstance(check, NumberIn):
+        return {"type": "number", "minimum": check.low, "maximum": check.high}
+    return _OTHER_OPTIONS.get(name, FLAG)

@@ -1,0 +1,56 @@
+"""The cancels of the status page: which request is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlxpool.broker.admin.commands import Commands, Controls
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.edge.page_cancels import PageCancels
+from mlxpool.broker.http.cancel_queue import CancelQueue
+from mlxpool.common.errors import BadRequest
+from support.core_harness import Story
+
+
+@pytest.fixture
+def queue() -> Iterator[CancelQueue]:
+    with CancelQueue() as made:
+        yield made
+
+
+def page_cancels(story: Story, queue: CancelQueue) -> PageCancels:
+    unused = Controls(
+        snapshot=lambda now, listing: pytest.fail("unused"),
+        last_dump=lambda slot: None,
+        reload=lambda: False,
+        stop=lambda now: None,
+        drain_grace=lambda: 0.0,
+    )
+
+    def perform(event: ev.Event, now: float) -> None:
+        story.do(event)
+
+    commands = Commands(story.core, unused, perform)
+    return PageCancels(queue, story.core.state, commands)
+
+
+def test_the_request_whose_id_begins_so_is_cancelled(story: Story, queue: CancelQueue) -> None:
+    ids = [bytes.fromhex(f"{digits:<032}") for digits in ("aa01", "aa02", "bb")]
+    for each in ids:
+        story.generate(each)
+    cancels = page_cancels(story, queue)
+    assert cancels.cancel("aa02", story.now) == {"state": "queued", "pos": 0}
+    assert list(story.core.state.requests) == [ids[0], ids[2]]
+
+
+def test_what_is_not_one_live_request_is_refused(story: Story, queue: CancelQueue) -> None:
+    for digits in ("aa01", "aa02"):
+        story.generate(bytes.fromhex(f"{digits:<032}"))
+    cancels = page_cancels(story, queue)
+    with pytest.raises(BadRequest, match="2 live requests have ids that begin with aa"):
+        cancels.cancel("aa", story.now)
+    with pytest.raises(BadRequest, match="no live request has an id that begins with cc"):
+        cancels.cancel("cc", story.now)
+    assert len(story.core.state.requests) == 2

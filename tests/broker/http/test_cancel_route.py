@@ -1,0 +1,189 @@
+"""`POST /cancel` of the broker's HTTP server, with a loop of the test in place of the broker's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from select import select
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.http.cancel_queue import Fate
+from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
+from mlxpool.broker.http.server import HttpServer
+from mlxpool.common.config.bounds import host_port
+from mlxpool.common.errors import BadRequest
+from support.pool import until
+
+TOKEN = "t" * 32
+DIGEST = hashlib.sha256(TOKEN.encode()).digest()
+ID = "055702648118"
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    with HttpServer("127.0.0.1:0", 3600.0, DIGEST) as running:
+        yield running
+
+
+@pytest.fixture
+def cancelled(server: HttpServer) -> Iterator[list[str]]:
+    """What the loop was asked to cancel; "0" * 8 has ended."""
+    found: list[str] = []
+    over, queue = Event(), server.cancels
+    assert queue is not None
+
+    def cancel(prefix: str, now: float) -> Fate:
+        if prefix == "0" * 8:
+            raise BadRequest("it has ended")
+        found.append(prefix)
+        return {"state": "streaming", "pos": 3}
+
+    def turn() -> None:
+        while not over.is_set():
+            if select([queue.waker], [], [], 0.01)[0]:
+                queue.serve(cancel, 0.0)
+
+    thread = Thread(target=turn)
+    thread.start()
+    yield found
+    over.set()
+    thread.join()
+
+
+def post(
+    server: HttpServer,
+    body: bytes = json.dumps({"id": ID}).encode(),
+    path: str = "/cancel",
+    changed: Mapping[str, str] | None = None,
+) -> tuple[int, Any, Mapping[str, str]]:
+    """Status, body and headers of the answer to the page's own request."""
+    headers = {
+        "Origin": server.url,
+        "Authorization": f"Bearer {TOKEN}",
+        "Content-Type": "application/json",
+        **(changed or {}),
+    }
+    asked = urllib.request.Request(server.url + path, body, headers, method="POST")
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, json.loads(answer.read()), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read().decode()
+            told = json.loads(text) if text.startswith("{") else text
+            return error.code, told, dict(error.headers)
+
+
+def test_an_operator_cancels(server: HttpServer, cancelled: list[str]) -> None:
+    status, told, headers = post(server)
+    assert (status, told) == (200, {"state": "streaming", "pos": 3})
+    assert cancelled == [ID]
+    assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_the_reason_of_the_loop_is_told(server: HttpServer, cancelled: list[str]) -> None:
+    assert post(server, b'{"id": "00000000"}')[:2] == (409, {"error": "it has ended"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Host": "evil.example:9464"}, 403),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ],
+)
+def test_nothing_is_cancelled_when_a_header_is_wrong(
+    server: HttpServer, cancelled: list[str], changed: dict[str, str], status: int
+) -> None:
+    found, told, _ = post(server, changed=changed)
+    assert found == status and told["error"]
+    assert cancelled == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", b"null", b'{"id": 5}', b'{"id": "05"}', b'{"id": "XYZ45678"}', b"\xff",
+     b'{"id": "05570264/../"}', json.dumps({"id": "0" * 33}).encode()],
+)  # fmt: skip
+def test_a_body_that_names_no_request_is_refused(
+    server: HttpServer, cancelled: list[str], body: bytes
+) -> None:
+    status, told, _ = post(server, body)
+    assert status == 400 and "hexadecimal digits" in told["error"]
+    assert cancelled == []
+
+
+def test_a_body_without_a_bound_is_not_read(server: HttpServer, cancelled: list[str]) -> None:
+    status, told, _ = post(server, changed={"Content-Length": "1000000"})
+    assert status == 413 and "at most 256 bytes" in told["error"]
+
+
+def test_a_loop_that_is_stuck_cancels_nothing_later(server: HttpServer) -> None:
+    assert server.cancels is not None
+    server.cancels.max_wait = 0.05
+    status, told, _ = post(server)
+    assert (status, told) == (503, {"error": "the broker's loop has not answered for 0.05 s"})
+
+
+def test_without_a_token_there_is_no_cancel() -> None:
+    with HttpServer("127.0.0.1:0", 3600.0) as server:
+        status, told, _ = post(server)
+    assert status == 404 and "pool.metrics_admin_token" in told
+
+
+def test_other_paths_take_no_post(server: HttpServer, cancelled: list[str]) -> None:
+    status, told, _ = post(server, path="/metrics")
+    assert (status, told) == (405, "only /cancel takes POST, not '/metrics'\n")
+
+
+def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:
+    """The question that comes before a request of another origin (CORS) gets no consent."""
+    asked = urllib.request.Request(server.url + "/cancel", method="OPTIONS")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=60)
+    with refused.value as error:
+        assert error.code == 501
+        assert not any(name.lower().startswith("access-control") for name in error.headers)
+
+
+def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
+    server: HttpServer, cancelled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "mlxpool.broker"):
+        for _ in range(5):
+            post(server, changed={"Authorization": "Bearer secret-guess"})
+    lines = [record for record in caplog.records if record.message == "cancel refused"]
+    assert lines and len(lines) < 5
+    assert vars(lines[0])["address"] == "127.0.0.1"
+    assert "secret-guess" not in caplog.text
+
+
+def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServer) -> None:
+    """A connection that waits for us makes no room for further ones."""
+    queue, found = server.cancels, list[int]()
+    assert queue is not None
+    queue.max_wait = 60.0
+    thread = Thread(target=lambda: found.append(post(server)[0]))
+    thread.start()
+    until(lambda: server.connections.count(Stage.ANSWER) == 1, "it waits")
+    with ExitStack() as crowd:
+        address = host_port(server.url.removeprefix("http://"))
+        for _ in range(2 * MAX_CONNECTIONS):
+            crowd.enter_context(socket.create_connection(address, timeout=60))
+        until(lambda: len(server.connections) == MAX_CONNECTIONS, "there is no room")
+        until(lambda: select([queue.waker], [], [], 0)[0], "the loop is woken")
+        queue.serve(lambda prefix, now: {"state": "streaming"}, 0.0)
+        thread.join()
+    assert found == [200]

@@ -1,0 +1,138 @@
+"""A conversation of `mlxpool chat`: its messages, its commands and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlxpool.cli.conversation import CONTINUED, HINT, PROMPT, Conversation, read_message
+from mlxpool.common.options import FLAGS
+
+
+def messages(*lines: str) -> tuple[list[str], list[str]]:
+    """The messages that these lines are, and the prompts that were shown."""
+    left = iter(lines)
+    prompts: list[str] = []
+
+    def read(prompt: str) -> str | None:
+        prompts.append(prompt)
+        return next(left, None)
+
+    def found() -> Iterator[str]:
+        while (message := read_message(read)) is not None:
+            yield message
+
+    return list(found()), prompts
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["one", "two"], ["one", "two"]),
+        (['"""one', 'two"""', "three"], ["one\ntwo", "three"]),
+        (['"""', "one", "", "two", '"""', "x"], ["one\n\ntwo", "x"]),
+        (['"""one"""'], ["one"]),
+        (['  """  one', '  two"""  '], ["  one\n  two"]),
+        (['"""one', "no end"], ["one\nno end"]),
+        (['"""', "/clear", '"""'], ["//clear"]),  # is sent as /clear
+        (['a """ b'], ['a """ b']),
+    ],
+)
+def test_messages_of_several_lines(lines: list[str], told: list[str]) -> None:
+    assert messages(*lines)[0] == told
+
+
+def test_the_prompt_tells_that_a_message_goes_on() -> None:
+    assert messages('"""a', 'b"""', "c")[1] == [PROMPT, CONTINUED, PROMPT, PROMPT]
+
+
+def test_messages_to_send() -> None:
+    talk = Conversation("be brief")
+    talk.keep("one", "1")
+    assert [one["content"] for one in talk.messages("two")] == ["be brief", "one", "1", "two"]
+    assert talk.command("/clear") == "the conversation is forgotten"
+    assert [one["role"] for one in talk.messages("two")] == ["system", "user"]
+    talk.command("/system")
+    assert [one["role"] for one in talk.messages("two")] == ["user"]
+    talk.command("/set system speak up")
+    assert talk.messages("x")[0] == {"role": "system", "content": "speak up"}
+
+
+@pytest.mark.parametrize("line", ["/bye", "/quit", "/exit", "/bye "])
+def test_commands_that_end_it(line: str) -> None:
+    assert Conversation().command(line) is None
+
+
+@pytest.mark.parametrize("line", ["/?", "/help"])
+def test_help(line: str) -> None:
+    text = str(Conversation().command(line))
+    for word in ("/set OPTION VALUE", "/clear", "/bye", "Ctrl-C", "Three quotation marks"):
+        assert word in text
+    assert max(map(len, [HINT, *text.splitlines()])) < 80
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("temperature 0.2", "temperature", 0.2),
+        ("parameter temperature 0.2", "temperature", 0.2),
+        ("max-tokens 5", "max_tokens", 5),
+        ("seed 7", "seed", 7),
+        ("ignore_eos true", "ignore_eos", True),
+        ("shift off", "shift", False),
+        ("stop two words", "stop", ("two words",)),
+        ("think", "think", True),
+        ("think high", "think", "high"),
+        ("nothink", "think", False),
+    ],
+)
+def test_set(words: str, name: str, value: Any) -> None:
+    talk = Conversation()
+    talk.command(f"/set {words}")
+    assert talk.options == {name: value} and type(talk.options[name]) is type(value)
+    assert name in str(talk.command("/set"))
+    talk.command(f"/unset {name}")
+    assert talk.options == {}
+    assert talk.command("/set") == "nothing is set: options have their defaults"
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_option_with_a_flag_can_be_set(name: str) -> None:
+    texts = {int: "1", float: "1", bool: "on"}
+    talk = Conversation()
+    talk.command(f"/set {name} {texts.get(FLAGS[name][0], 'x')}")
+    assert list(talk.options) == [name]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("temperature -3", "option 'temperature' is -3.0, must be from 0 to 100"),
+        ("temperature hot", "option 'temperature' must be a number"),
+        ("temperature", "/set temperature needs a value"),
+        ("max_tokens 1.5", "must be an integer"),
+        ("ignore_eos perhaps", "must be true or false"),
+        ("temprature 1", "there is no option 'temprature'; did you mean 'temperature'?"),
+        ("logit_bias 1", "there is no option 'logit_bias'"),
+        ("think hard", "/set think takes nothing or low, medium, high"),
+    ],
+)
+def test_what_cannot_be_set(words: str, told: str) -> None:
+    talk = Conversation()
+    assert told in str(talk.command(f"/set {words}"))
+    assert talk.options == {}
+
+
+def test_figures_after_answers() -> None:
+    talk = Conversation()
+    talk.command("/set verbose")
+    assert talk.verbose and "verbose" in str(talk.command("/set"))
+    talk.command("/set quiet")
+    assert not talk.verbose
+
+
+def test_an_unknown_command() -> None:
+    assert "unknown command /celar; did you mean '/clear'?" in str(Conversation().command("/celar"))
+    assert "/? lists them" in str(Conversation().command("/nonsense"))

@@ -1,0 +1,256 @@
+"""`mlxpool serve --http`: the gateway as a process that the broker starts, restarts and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from mlxpool.cli.main import FAILED, USAGE
+from support.counting_checker import expected_ids, text_of
+from support.pool import PATIENCE, Pool, gone, until
+
+CONFIG = """
+[pool]
+http = "{address}"
+metrics = "127.0.0.1:0"
+restart_delay = 0.05
+{more}
+[models.slow]
+path = "builtin:counting"
+counting.step_us = {step}
+"""
+KEY = "a-key-of-more-than-16-characters"
+SEED, COUNT = 7, 60
+SLOW, FAST = 100_000, 1000  # microseconds a token
+
+
+def settings(address: str = "127.0.0.1:0", more: str = "", step: int = FAST) -> str:
+    return CONFIG.format(address=address, more=more, step=step)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with Pool(tmp_path, settings()) as running:
+        running.gateway(state="ready")
+        yield running
+
+
+def complete(url: str, **headers: str) -> httpx.Response:
+    body = {"model": "slow", "prompt": "hello", "max_tokens": 3, "seed": SEED}
+    with httpx.Client(timeout=PATIENCE) as client:
+        return client.post(f"{url}/v1/completions", json=body, headers=headers)
+
+
+class Completion:
+    """A stream over HTTP that has begun."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(timeout=PATIENCE)
+        body = {"model": "slow", "prompt": "hello", "max_tokens": COUNT, "seed": SEED}
+        request = self._client.build_request(
+            "POST", f"{url}/v1/completions", json={**body, "stream": True}
+        )
+        self._lines = self._client.send(request, stream=True).iter_lines()
+        self.text = self._next()["choices"][0]["text"]
+
+    def _next(self) -> dict[str, Any]:
+        """The next event; {} at the end."""
+        for line in self._lines:
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+                return {} if data == "[DONE]" else dict(json.loads(data))
+        raise AssertionError(f"it ended without an end, after {self.text!r}")
+
+    def rest(self) -> dict[str, Any]:
+        """Read to the end; returns the error event, {} if there is none."""
+        while event := self._next():
+            if "error" in event:
+                return dict(event["error"])
+            self.text += event["choices"][0]["text"]
+        return {}
+
+    def assert_whole(self) -> None:
+        assert self.rest() == {}
+        assert self.text == text_of(expected_ids("hello", SEED, COUNT))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture
+def completions() -> Iterator[list[Completion]]:
+    """Streams that are closed at the end of a test."""
+    made: list[Completion] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_one_command_answers_http(pool: Pool) -> None:
+    gateway = pool.gateway()
+    assert complete(gateway["url"]).json()["choices"][0]["text"] == text_of(
+        expected_ids("hello", SEED, 3)
+    )
+    shown = pool.cli("ps").stdout
+    assert f"gateway {gateway['pid']} ready, up " in shown and gateway["url"] in shown
+    assert pool.ask("stats")["gateway"]["restarts"] == 0
+    assert 'logger=gateway event="a broker answers"' in pool.log(), "its log is the broker's"
+    process = psutil.Process(gateway["pid"])
+    assert pool.cli("stop").returncode == 0
+    until(lambda: gone(process), "the gateway ends with the broker")
+
+
+def test_a_killed_gateway_is_replaced_and_no_connection_is_refused(pool: Pool) -> None:
+    first = pool.gateway()
+    for number in range(1, 4):
+        process = psutil.Process(pool.gateway(state="ready")["pid"])
+        process.kill()
+        until(partial(gone, process), "it has ended")
+        assert complete(first["url"]).status_code == 200
+        now = pool.gateway(state="ready", restarts=number)
+        assert (now["url"], now["last_exit"]) == (first["url"], "killed by SIGKILL")
+    metrics = f"{pool.ask('ps')['broker']['metrics']}/metrics"
+    # A scrape may reuse figures of a moment ago.
+    until(lambda: "\nmlxpool_gateway_up 1.0\n" in httpx.get(metrics).text, "it is up")
+    assert "\nmlxpool_gateway_restarts_total 3.0\n" in httpx.get(metrics).text
+    assert "3 restarts, last exit: killed by SIGKILL" in pool.cli("ps").stdout
+
+
+def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
+    with Pool(tmp_path, settings(more="beat_limit = 0.5")) as pool:
+        stopped = pool.gateway(state="ready")["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        now = pool.gateway(state="ready", restarts=1)
+        assert now["pid"] != stopped and now["last_exit"].startswith("hung: it said nothing for")
+        assert complete(now["url"]).status_code == 200
+
+
+def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]) -> None:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 50", step=30_000)) as pool:
+        url = pool.gateway(state="ready")["url"]
+        completions.append(stream := Completion(url))
+        assert pool.process is not None
+        pool.process.terminate()
+        pool.gateway(state="draining")
+        until(lambda: complete(url).status_code == 503, "no new request is taken")
+        assert complete(url).headers["retry-after"] == "1"
+        health = httpx.get(f"{url}/health", timeout=PATIENCE)
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        assert pool.ask("ps")["broker"]["state"] == "draining"
+        stream.assert_whole()
+        assert pool.stop() == 0
+
+
+def test_answers_that_do_not_finish_in_time_end_with_an_error(
+    tmp_path: Path, completions: list[Completion]
+) -> None:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 0.1", step=1_000_000)) as pool:
+        completions.append(stream := Completion(pool.gateway(state="ready")["url"]))
+        assert pool.stop() == 0
+        assert stream.rest()["code"] == "draining"
+
+
+def test_a_second_signal_waits_for_no_answer(tmp_path: Path, completions: list[Completion]) -> None:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 3000", step=1_000_000)) as pool:
+        completions.append(Completion(pool.gateway(state="ready")["url"]))
+        assert pool.process is not None
+        pool.process.terminate()
+        pool.gateway(state="draining")
+        assert pool.stop() == 0
+
+
+def test_streams_over_http_outlive_the_broker(
+    tmp_path: Path, completions: list[Completion]
+) -> None:
+    """The gateway gives its address to the next broker's, and ends after its last stream."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Pool(tmp_path, settings(address, step=SLOW)) as pool:
+        first = pool.gateway(state="ready")
+        process = psutil.Process(first["pid"])
+        completions.append(stream := Completion(first["url"]))
+        pool.kill()
+        pool.config.write_text(settings(address))
+        pool.start()
+        second = pool.gateway(state="ready")
+        assert second["url"] == first["url"] and second["pid"] != first["pid"]
+        assert complete(second["url"]).status_code == 200
+        stream.assert_whole()
+        stream.close()
+        until(lambda: gone(process), "the gateway of the first broker ends")
+
+
+def test_a_stopped_gateway_of_an_earlier_broker_does_not_keep_the_address(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Pool(tmp_path, settings(address)) as pool:
+        process = psutil.Process(pool.gateway(state="ready")["pid"])
+        process.suspend()
+        pool.kill()
+        pool.start()
+        assert gone(process) and pool.gateway(state="ready")["restarts"] == 0
+
+
+def test_a_reload_reads_the_bearer_keys_again(tmp_path: Path) -> None:
+    keys = tmp_path / "http.keys"
+    keys.write_text(f"{KEY}\n")
+    with Pool(tmp_path, settings("0.0.0.0:0", f'http_keys = "{keys}"')) as pool:
+        url = pool.gateway(state="ready")["url"].replace("0.0.0.0", "127.0.0.1")
+        assert complete(url).status_code == 401
+        assert complete(url, authorization=f"Bearer {KEY}").status_code == 200
+        keys.write_text(f"{KEY}-2\n")
+        assert pool.cli("reload").returncode == 0
+        second = {"authorization": f"Bearer {KEY}-2"}
+        until(lambda: complete(url, **second).status_code == 200, "the second key is known")
+        assert complete(url, authorization=f"Bearer {KEY}").status_code == 401
+
+
+def refused(*arguments: str) -> tuple[int, str]:
+    """The exit code and the error output of a broker that does not start."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", folder, "serve"]
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=PATIENCE
+        )
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_an_address_in_use_is_an_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, words = refused("--http", address)
+    assert code == FAILED
+    assert f"pool.http: cannot listen on {address}: Address already in use; give another" in words
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--http", "11434"], "pool.http must be HOST:PORT such as"),
+        (["--http", "0.0.0.0:0"], "name the keys that may ask with pool.http_keys"),
+        (["--http", "127.0.0.1:0", "--http-keys", "/none"], "the keys in /none cannot be read"),
+        (["--http", "127.0.0.1:0", "--http-keys", "/dev/null"], "/dev/null has no key"),
+    ],
+)
+def test_wrong_settings_are_errors_at_once(flags: list[str], words: str) -> None:
+    code, printed = refused(*flags)
+    assert code == USAGE and words in printed
+
+
+def test_the_gateways_module_is_for_brokers() -> None:
+    done = subprocess.run([sys.executable, "-m", "mlxpool.gateway"], capture_output=True, text=True)
+    assert done.returncode == USAGE and "use `mlxpool serve --http" in done.stderr

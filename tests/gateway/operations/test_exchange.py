@@ -1,0 +1,64 @@
+"""Ids of requests, and what the access log says of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.gateway.operations.exchange import Exchange, request_id
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "a",
+        "7f9c2ba4-e88f-4a3b-9c1d-0123456789ab",
+        "01ARZ3NDEKTSV4RRFFQ69G5FAV",
+        "Root=1-67891233-abcdef012345678912345678",
+        "105445aa7843bc8bf206b12000100000/1;o=1",
+        "x" * 128,
+    ],
+)
+def test_a_sane_id_is_taken(given: str) -> None:
+    assert request_id(given, "made") == given
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", " ", "a b", "a\tb", 'a"b', "-a", "ä", "x" * 129, "a\n"]
+)
+def test_another_one_is_replaced(given: str | None) -> None:
+    assert request_id(given, "made") == "made"
+
+
+def test_the_fields_of_a_line() -> None:
+    exchange = Exchange("id", "POST", "/v1/completions", started=10.0, key="alice", model="m")
+    exchange.status, exchange.first_token = 200, 10.25
+    usage = {"prompt_tokens": 5, "cached_tokens": 2, "completion_tokens": 3}
+    exchange.count(usage)
+    exchange.count(usage, prompt=False)
+    fields = exchange.fields(11.5)
+    assert fields == {
+        "request_id": "id",
+        "method": "POST",
+        "route": "/v1/completions",
+        "status": 200,
+        "duration_ms": 1500.0,
+        "client": None,
+        "key": "alice",
+        "path": None,
+        "model": "m",
+        "streamed": False,
+        "prompt_tokens": 5,
+        "cached_tokens": 2,
+        "completion_tokens": 6,
+        "first_token_ms": 250.0,
+        "pool_id": None,
+        "error": None,
+    }
+
+
+def test_a_request_without_tokens_has_none() -> None:
+    fields = Exchange("id", "GET", "/health", started=0.0).fields(1.0)
+    assert fields["prompt_tokens"] is None and fields["first_token_ms"] is None
+    counted = Exchange("id", "POST", "/v1/embeddings", started=0.0)
+    counted.count({"prompt_tokens": 4, "total_tokens": 4})
+    assert (counted.prompt_tokens, counted.completion_tokens) == (4, None)

@@ -1,0 +1,63 @@
+"""The file of bearer keys, and the names of keys in logs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from mlxpool.gateway.auth import ApiKeys
+from mlxpool.gateway.settings import Settings
+
+KEY, OTHER = "k" * 32, "o" * 32
+
+
+def named(keys: ApiKeys, key: str) -> str | None:
+    owner = keys.owner(f"Bearer {key}")
+    assert owner is not None
+    return owner.name
+
+
+def test_a_key_has_the_name_of_its_line_or_digits_of_its_digest(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\n\nalice@example.com {KEY}\n{OTHER}\n")
+    keys = ApiKeys(file)
+    assert named(keys, KEY) == "alice@example.com"
+    assert named(keys, OTHER) == f"sha256:{hashlib.sha256(OTHER.encode()).hexdigest()[:8]}"
+    assert keys.owner(f"Bearer {'x' * 32}") is None
+    nobody = ApiKeys().owner(None)
+    assert nobody is not None and nobody.name is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("short", "a line is KEY or NAME KEY"),
+        (f"alice {KEY} more", "it has 3 words"),
+        (f"{KEY} short", "at least 16 characters"),
+        (f"a'lice {KEY}", "a name has 1 to 64 letters"),
+        ("# none", "has no key"),
+    ],
+)
+def test_a_line_that_is_none(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(line)
+    with pytest.raises(ValueError, match=words) as caught:
+        ApiKeys(file)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://app.example", "http://localhost:3000", "app://obsidian.md", "*"]
+)
+def test_an_origin(origin: str) -> None:
+    assert Settings(cors_origins=(origin,)).cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin", ["app.example", "https://app.example/", "https://*.a", "null", ""]
+)
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(ValueError, match="is no origin: write scheme://host"):
+        Settings(cors_origins=(origin,))
