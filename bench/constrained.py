@@ -190,9 +190,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bench = Bench(options.model, max(options.rows))
-    print(
-        f"{options.model.name}, {bench.engine.vocab_size} tokens, {'GPU' if device.on_gpu() else 'CPU'}"
-    )
+    where = "GPU" if device.on_gpu() else "CPU"
+    print(f"{options.model.name}, {bench.engine.vocab_size} tokens, {where}")
     print(f"\n{'rows':>5} {'without, tok/s':>15} {'with, tok/s':>12} {'ratio':>6}  of pairs")
     pairs = []
     for rows in options.rows:
