@@ -123,7 +123,8 @@ class Bench:
             '[{"name": "Anna Ann", "age": 31, "kind": "cat", "tags": ["a b", "c"]}'
         )
         ids = (ids[len(self.text.prefix) :] + self.text.encode(", ")[len(self.text.prefix) :])[:-1]
-        masks, takes = [], []
+        masks: list[float] = []
+        takes: list[float] = []
         while len(masks) < MASKS:
             rule = self.compiler.constraint(FORMAT)
             for token in ids:

@@ -96,6 +96,16 @@ def test_a_mixed_batch_gives_every_row_what_it_gets_alone(
     assert found[4].text in ("yes", "no", "perhaps not")
 
 
+def test_classes_of_unicode_fit_the_bounds(loaded: LoadedModel) -> None:
+    """Patterns that ordinary schemas have, in the middle of an answer as well."""
+    batch = answers(loaded)
+    patterns = [r"^\p{Letter}{8}cole$", r"^\p{L}+$", r"^(\p{Lu}\p{Ll}+ ){2}$", r"^\w+ \w+$"]
+    for number, pattern in enumerate(patterns):
+        format = {"type": "json_schema", "schema": {"type": "string", "pattern": pattern}}
+        batch.admit(number, format=format, max_tokens=30, temperature=1.0, top_k=0, top_p=1.0)
+    assert all("code" not in found.end for found in batch.run().values())
+
+
 @AHEAD
 def test_a_preempted_row_keeps_its_state(
     loaded: LoadedModel, alone: list[list[int]], lookahead: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.preparation.jobs import Encoded
 from mlxpool.worker.process.prepare import admit_of
 from mlxpool.worker.prompt.text_model import Opened
-from support.constrained_answers import constraint, demo
+from support.constrained_answers import constraint, demo, tokens_of
 
 COLOURS = {"type": "choice", "choices": ["red", "reddish", "blue"]}
 OTHERS = {"type": "choice", "choices": ["red", "reddish", "green"]}
@@ -62,6 +63,32 @@ def test_ids_that_the_format_does_not_allow_are_refused() -> None:
         admit(COLOURS, ids_of("green"))
 
 
-def test_an_answer_that_begins_in_thoughts_has_no_format() -> None:
-    with pytest.raises(BadRequest, match="send `think` false"):
-        admit(COLOURS, [], thinks=True)
+def test_the_format_holds_behind_thoughts() -> None:
+    """Where it begins is told by the ids alone, also in a resume in the middle of the mark."""
+    ids = ids_of("Is it red? No:</think>")
+    for count in range(len(ids) + 1):
+        rule = admit(COLOURS, ids[:count], thinks=True).constraint
+        assert rule is not None
+        for token in ids[count:]:
+            assert demo()[0].eos_ids.isdisjoint(tokens_of(rule.mask()))
+            assert not rule.accepts and not rule.finished
+            rule.take(token)
+        assert (rule.mask() == constraint(COLOURS).mask()).all()
+        for token in ids_of("blue"):
+            rule.take(token)
+        assert rule.accepts and rule.finished
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("<|channel|>", "models that answer in channels"), ("{{ enable_thinking }}", "beside think")],
+)
+def test_thoughts_that_cannot_be_told_are_refused(template: str, words: str) -> None:
+    folder, text, table = demo()
+    source = replace(text.source, templates={"default": template})
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, source, folder.eos_ids)
+    body = {"messages": [{"role": "user", "content": "a"}], "think": True}
+    work = Work.parse({**body, "options": {"format": COLOURS}}, [])
+    prompt = Encoded(pack_ids(text.encode("a")))
+    with pytest.raises(BadRequest, match=words):
+        admit_of(opened, (bytes(16), 1), work, 0.0, 1.0, 0.0, prompt, constraint(COLOURS))

@@ -5,7 +5,7 @@ Its state depends on the grammar and the ids alone, so a resumed answer is const
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +14,8 @@ from llguidance import LLMatcher
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.grammar import reason
+
+THOUGHTS_END = (b"</think>", b"[/THINK]")  # see THINKING_OPENERS
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
@@ -28,13 +30,25 @@ class Constraint:
         self._matcher = matcher
         self._ends = ends
         self._others = others
+        self._thoughts: bytes | None = None  # the end of their text; None: they have ended
+        self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
+
+    def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
+        """The answer begins inside thoughts: until they end, any token but an end may follow.
+
+        `piece` gives the bytes of a token. The format holds from the token behind the mark.
+        """
+        self._thoughts = b""
+        self._piece = piece
 
     def mask(self) -> Words:
         """Returns [1, ceil(vocabulary / 32)] with the bits of the tokens that may follow.
 
         Raises BadRequest where no token may, and where the bounds of the library are exceeded.
         """
+        if self._thoughts is not None:
+            return self._others[None]
         data = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._failed()
@@ -47,26 +61,39 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """Appends a token. Raises BadRequest for one that may not follow."""
-        if not self._matcher.consume_token(token):
+        if self._thoughts is not None:
+            self._think(token)
+        elif not self._matcher.consume_token(token):
             raise self._failed()
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Appends the ids of a resumed answer. Raises BadRequest naming the first that is wrong."""
-        taken = self._matcher.try_consume_tokens(list(tokens))
-        if taken < len(tokens):
+        begin = 0
+        while self._thoughts is not None and begin < len(tokens):
+            self._think(tokens[begin])
+            begin += 1
+        at = begin + self._matcher.try_consume_tokens(list(tokens[begin:]))
+        if at < len(tokens):
             raise BadRequest(
-                f"resume: id {tokens[taken]} at position {taken} may not follow in the format"
+                f"resume: id {tokens[at]} at position {at} may not follow in the format"
             )
+
+    def _think(self, token: int) -> None:
+        """Appends a token of the thoughts, which its text may end."""
+        assert self._thoughts is not None
+        text = self._thoughts + self._piece(token)
+        ends = any(mark in text for mark in THOUGHTS_END)
+        self._thoughts = None if ends else text[1 - max(map(len, THOUGHTS_END)) :]
 
     @property
     def accepts(self) -> bool:
         """Whether the answer is complete, though it may go on."""
-        return self._matcher.is_accepting()
+        return self._thoughts is None and self._matcher.is_accepting()
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and no token but the end may follow."""
-        return self._matcher.is_stopped() and self._matcher.is_accepting()
+        return self.accepts and self._matcher.is_stopped()
 
     def _failed(self) -> BadRequest:
         return BadRequest(f"format: {reason(self._matcher.get_error())}")

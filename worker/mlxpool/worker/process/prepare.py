@@ -43,6 +43,7 @@ from mlxpool.worker.process.preparations import (
     Prepared,
     Product,
 )
+from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import Opened
@@ -178,11 +179,10 @@ def admit_of(
     are replayed here, to keep that work away from the compute thread; also in the `constraint` of
     the request's format.
     """
-    if constraint is not None and prompt.thinks:
-        raise BadRequest(
-            "format is not supported where the chat template opens the model's thoughts: send"
-            " `think` false"
-        )
+    if constraint is not None:
+        _require_known_thoughts(opened, work, prompt)
+        if prompt.thinks:
+            constraint.begin_in_thoughts(opened.text.piece)
     known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
     options, context = work.options, _context(opened, known, work.options)
     whole = _inputs(opened, prompt)
@@ -236,6 +236,20 @@ def admit_of(
         grammar,
     )
     return Admit(sequence, facts, detokenizer, received, deadline, constraint)
+
+
+def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
+    """Raises BadRequest where an answer with a format might begin with thoughts, unknown here."""
+    if not isinstance(work.prompt, ChatPrompt):
+        return
+    templates = {} if opened.source is None else opened.source.templates
+    if (chat_format(templates.values()) or {}).get("thinking") == "harmony":
+        raise BadRequest("format is not supported in chats with models that answer in channels")
+    if work.prompt.think and not prompt.thinks:
+        raise BadRequest(
+            "format beside think is supported where the chat template opens the thoughts, which"
+            " that of this model does not: leave `think` out"
+        )
 
 
 def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
