@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from pydantic import BaseModel, Field
 from support.constrained_answers import demo
 from support.gateway_thread import GatewayThread
 from support.pool import Pool
+from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -21,6 +23,30 @@ pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=Impo
 END = {str(demo()[1].encode("}")[-1]): 100}
 HI: Any = [{"role": "user", "content": "Describe a person."}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+# Models with random weights, by the template that shows how they write calls.
+TEMPLATES = {
+    "hermes": "{{ tools and '<tool_call>' }}{{ messages[0].content }}",
+    "llama": "{{ tools and '<|python_tag|>' }}{{ messages[0].content }}",
+    "glm": "{{ tools and '<arg_key>' }}{{ messages[0].content }}",
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "hotel")
+]
 
 
 class Pet(BaseModel):
@@ -41,8 +67,12 @@ class Person(BaseModel):
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]:
+    root = tmp_path_factory.mktemp("models")
+    for name, template in TEMPLATES.items():
+        write_checkpoint(root / name, tokenizer_config={"chat_template": template})
+    tables = [f'[models.{name}]\npath = "{root / name}"' for name in TEMPLATES]
     with (
-        Pool(tmp_path_factory.mktemp("pool")) as pool,
+        Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as pool,
         GatewayThread(pool.run_dir) as running,
     ):
         yield running
@@ -149,3 +179,37 @@ def test_ollamas_client_with_a_schema(gateway: GatewayThread) -> None:
             client.generate("demo", "x", format={"type": "array", "uniqueItems": True})
         with pytest.raises(ollama.ResponseError, match="no tools"):
             client.chat("demo", HI, format="json", tools=[TOOL])
+
+
+@pytest.mark.parametrize("model", ["hermes", "llama"])
+def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
+    named = {"type": "function", "function": {"name": "hotel"}}
+    cases: Any = (("required", {"weather", "hotel"}), (named, {"hotel"}))
+    for choice, names in cases:
+        answer = client.chat.completions.create(
+            model=model, messages=HI, tools=TOOLS, tool_choice=choice, seed=3
+        )
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls or [None]
+        assert call is not None and call.type == "function" and call.function.name in names
+        found = json.loads(call.function.arguments)
+        assert set(found) == {"city", "days"} and found["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize(
+    ("model", "choice", "param"),
+    [
+        ("glm", "required", "tool_choice"),
+        ("hermes", {"type": "function", "function": {"name": "taxi"}}, "tool_choice"),
+        ("hermes", {"name": "hotel"}, "tool_choice"),
+        ("hermes", "auto", "tools[0].function.strict"),
+    ],
+)
+def test_a_call_that_cannot_be_forced(
+    client: openai.OpenAI, model: str, choice: Any, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=model, messages=HI, tools=TOOLS, tool_choice=choice, seed=3
+        )
+    assert caught.value.param == param

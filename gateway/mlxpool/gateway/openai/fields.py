@@ -87,6 +87,14 @@ TOOL: Schema = {
     },
     "required": ["type", "function"],
 }
+TOOL_CHOICE: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
 PROMPT = one_of(
     NAME, TOKEN_IDS, listed(one_of(NAME, TOKEN_IDS), 1, MAX_CHOICES)
 )  # a text, token ids, or a list of either
@@ -118,7 +126,7 @@ CHAT = Body(
         **structured.OF_CHATS,
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
-        "tool_choice": choice("auto", "none"),
+        "tool_choice": one_of(choice("auto", "none", "required"), TOOL_CHOICE),
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
         "max_completion_tokens": integer(1, MAX_COUNT),
