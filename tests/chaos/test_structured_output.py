@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import jsonschema
 import pytest
 
 from chaos.harness import LIMITS
-from support.pool import Pool, with_path
+from mlxpool.client import Client, Result
+from support.pool import Pool, until, with_path
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -86,3 +89,29 @@ def test_a_kill_at_any_id_changes_nothing(tmp_path: Path) -> None:
             assert hit.ids == whole.ids and hit.text == whole.text, place
             assert hit.reason == "stop" and hit.complete is True
             jsonschema.validate(json.loads(hit.text), SCHEMA)
+
+
+@pytest.mark.long
+def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
+    """Workers are killed under many streams, constrained ones and others, in batches."""
+    config = f'{CONFIG}\n[models.demo]\npath = "builtin:demo"\nreplicas = 2\nsequences = 8\n'
+    seeds = range(24)
+
+    def ask(client: Client, seed: int) -> Result:
+        options = {**OPTIONS, **({"format": None, "max_tokens": 60} if seed % 4 == 3 else {})}
+        return client.generate("demo", PROMPT, seed=seed, **options)
+
+    with Pool(tmp_path, config) as pool, pool.client(connect_timeout=60) as client:
+        calm, again = [ask(client, seed) for seed in seeds], 0
+        with ThreadPoolExecutor(len(seeds)) as threads:
+            for number in range(4):
+                answers = [threads.submit(ask, client, seed) for seed in seeds]
+                until(lambda: any(one.done() for one in answers), "the first answer")  # noqa: B023
+                pool.kill_worker(f"demo/{number % 2}", signal.SIGKILL)
+                found = [one.result() for one in answers]
+                assert [one.ids for one in found] == [one.ids for one in calm]
+                again += sum(one.attempts > 1 for one in found)
+        assert again, "no kill hit a stream"
+    for seed, one in zip(seeds, calm, strict=True):
+        if seed % 4 != 3:
+            jsonschema.validate(json.loads(one.text), SCHEMA)

@@ -190,8 +190,10 @@ def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
             model=model, messages=HI, tools=TOOLS, tool_choice=choice, seed=3
         )
         assert answer.choices[0].finish_reason == "tool_calls"
-        (call,) = answer.choices[0].message.tool_calls or [None]
-        assert call is not None and call.type == "function" and call.function.name in names
+        calls = answer.choices[0].message.tool_calls
+        assert calls is not None and len(calls) == 1
+        (call,) = calls
+        assert call.type == "function" and call.function.name in names
         found = json.loads(call.function.arguments)
         assert set(found) == {"city", "days"} and found["city"] in ("Paris", "Rome")
 
