@@ -111,7 +111,7 @@ def test_ps_has_what_a_model_holds_now(client: ollama.Client, pool: Pool) -> Non
 
 def test_the_lists_of_models(client: ollama.Client) -> None:
     assert {model.model for model in client.list().models} == {
-        "demo", "demo-embed", "counting", "thinker", "bare",
+        "demo", "demo-chat", "demo-embed", "counting", "thinker", "bare",
     }  # fmt: skip
     until(lambda: info(client, "thinker"), "the model was looked at")
     shown = client.show("thinker")

@@ -58,7 +58,7 @@ def told(prompt: str, seed: int, count: int) -> str:
 
 def test_models(client: openai.OpenAI) -> None:
     assert {model.id for model in client.models.list()} == {
-        "demo", "demo-embed", "counting", "small", "slow", "failing",
+        "demo", "demo-chat", "demo-embed", "counting", "small", "slow", "failing",
     }  # fmt: skip
     assert client.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError, match="no model 'smal'") as caught:
