@@ -93,7 +93,21 @@ class DropCall:
     key: CallKey
 
 
-Inbound = Admit | Drop | DropAll | HandBack | Compute | DropCall
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Keep so many bytes of the memory limit for the processes that prepare requests."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeRoom:
+    """Give up so many bytes of prefixes, encoded images and freed buffers."""
+
+    bytes: int
+
+
+Inbound = Admit | Drop | DropAll | HandBack | Compute | DropCall | Reserve | MakeRoom
 
 # ---- to the main thread --------------------------------------------------------------------------
 

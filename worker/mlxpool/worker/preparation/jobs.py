@@ -86,8 +86,8 @@ class Encoded:
     """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
     later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
 
-    `images`: those of the request, see `image_fields`. `named`: which of them stand in place of the
-    slot tokens among the ids, in order.
+    `images`: the different ones of the request, see `image_fields`. `named`: which of them stand in
+    place of the slot tokens among the ids, in order.
     """
 
     packed: bytes
@@ -105,6 +105,12 @@ class Decoded:
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
 Job = Render | Encode | Decode | EncodeInputs
 Result = Encoded | RenderedChat | Decoded | EncodedInputs | PoolError
+
+
+def reads_images(job: Job) -> bool:
+    """Whether the job decodes images, which takes far longer than texts do."""
+    return isinstance(job, Render | Encode) and bool(job.images)
+
 
 _KINDS = (Render, Encode, Decode, EncodeInputs, Encoded, RenderedChat, Decoded, EncodedInputs)
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
@@ -190,10 +196,16 @@ def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
         words, named = expanded_text(words, places)
     ids = text.encode(words)
     check_slots(ids, places, len(named))
-    images = [text.read_image(data, index) for index, data in enumerate(job.images)]
-    check_tokens(len(ids) + sum(images[one].count - 1 for one in named), job.context)
+    images = {}  # by file: equal ones are read once
+    for index, data in enumerate(job.images):
+        if data not in images:
+            images[data] = text.read_image(data, index)
+    places_of = {data: place for place, data in enumerate(images)}
+    named = [places_of[job.images[one]] for one in named]
+    found = [*images.values()]
+    check_tokens(len(ids) + sum(found[one].count - 1 for one in named), job.context)
     restore_at = text.restore_at(words, end, ids) if end else 0
-    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, images)], named)
+    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, found)], named)
 
 
 def image_fields(image: PreparedImage) -> ImageFields:

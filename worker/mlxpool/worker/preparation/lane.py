@@ -2,8 +2,8 @@
 
 The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
 also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
-tokenizer, SIGVTALRM (processor time) for an image. A template or an image that takes too much
-memory gets an exception, a tokenizer ends by SIGABRT.
+tokenizer, SIGVTALRM (processor time) for the images of a request. A template or an image that takes
+too much memory gets an exception, a tokenizer ends by SIGABRT.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 from mlxpool.worker.system.idle_class import become_idle_class
 
+MIN_TIMER = 0.001  # seconds; 0 would be no timer
 OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
 
 
@@ -57,6 +58,7 @@ def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Lim
     )
     with contextlib.suppress(ConnectionError):
         for fields in receive(worker):
+            bounds.begin_job()
             worker.sendall(pack(perform(bounded, unpack(fields))))
             if bounds.worn:
                 return
@@ -68,8 +70,13 @@ class Bounds:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._base = _address_space()
+        self._image_seconds = IMAGE_SECONDS  # that are left to the images of this job
         self.worn = False
         signal.signal(signal.SIGPROF, self._lower_priority)
+
+    def begin_job(self) -> None:
+        """Another job begins: the time of its images is counted from here."""
+        self._image_seconds = IMAGE_SECONDS
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
         become_idle_class()
@@ -87,13 +94,17 @@ class Bounds:
 
     @contextmanager
     def image(self) -> Iterator[None]:
-        """Those of one image."""
+        """The memory of one image, and the time that those before it have left."""
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
-            _timer(signal.ITIMER_VIRTUAL, IMAGE_SECONDS),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
         ):
-            yield
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._image_seconds)
+            try:
+                yield
+            finally:  # a timer that would have run out now has ended this process
+                left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+                self._image_seconds = max(left, MIN_TIMER)
 
     @contextmanager
     def tokenizer(self, size: int) -> Iterator[None]:
@@ -141,7 +152,7 @@ class BoundedText:
             return self._text.encode(text)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. What it takes is bounded for each image."""
+        """See TextModel. The time of all images of a job is bounded together."""
         with self._bounds.image():
             return self._text.read_image(data, index)
 
