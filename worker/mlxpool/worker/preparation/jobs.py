@@ -70,6 +70,18 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckFormat:
+    """Check that a format can be followed."""
+
+    format: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The format can be followed."""
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedInputs:
     """Inputs of an encoder model: the packed ids of all, one after the other, of these lengths.
 
@@ -103,8 +115,8 @@ class Decoded:
 
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
-Job = Render | Encode | Decode | EncodeInputs
-Result = Encoded | RenderedChat | Decoded | EncodedInputs | PoolError
+Job = Render | Encode | Decode | EncodeInputs | CheckFormat
+Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | PoolError
 
 
 def reads_images(job: Job) -> bool:
@@ -112,7 +124,18 @@ def reads_images(job: Job) -> bool:
     return isinstance(job, Render | Encode) and bool(job.images)
 
 
-_KINDS = (Render, Encode, Decode, EncodeInputs, Encoded, RenderedChat, Decoded, EncodedInputs)
+_KINDS = (
+    Render,
+    Encode,
+    Decode,
+    EncodeInputs,
+    CheckFormat,
+    Encoded,
+    RenderedChat,
+    Decoded,
+    EncodedInputs,
+    Checked,
+)
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -145,6 +168,8 @@ def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
             return _for_encoder(text, job)
         if isinstance(job, EncodeInputs):
             raise BadRequest(GENERATES)
+        if isinstance(job, CheckFormat):
+            return _check_format(job)
         return _render(text, job) if isinstance(job, Render) else _encode(text, job)
     except PoolError as error:
         return error
@@ -219,6 +244,13 @@ def image_of(fields: ImageFields) -> PreparedImage:
     key, data, high, wide, (times, rows, columns), count = fields
     pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
     return PreparedImage(key, pixels, (times, rows, columns), count)
+
+
+def _check_format(job: CheckFormat) -> Checked:
+    from mlxpool.worker.constraints.grammar import check  # few requests have a format
+
+    check(job.format)
+    return Checked()
 
 
 def _decoded(blob: bytes) -> str:
