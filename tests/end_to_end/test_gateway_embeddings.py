@@ -116,7 +116,12 @@ def test_a_text_that_is_too_long_is_an_error_or_cut(openai: OpenAI) -> None:
         ("embeddings", {"input": "a", "inputs": 1}, "inputs", "did you mean 'input'"),
         ("rerank", {"query": "", "documents": ["a"]}, "query", "must be text"),
         ("rerank", {"query": "q", "documents": [{"x": 1}]}, "documents", "must be text"),
-        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "must have 1 or 1"),
+        (
+            "score",
+            {"text_1": ["a", "b"], "text_2": ["c"]},
+            "text_1",
+            "'text_1' has 2 texts, must have 1$",
+        ),
         ("classify", {"input": 3}, "input", "list of 1 to"),
     ],
 )
