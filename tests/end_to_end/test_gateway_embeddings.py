@@ -111,7 +111,7 @@ def test_a_text_that_is_too_long_is_an_error_or_cut(openai: OpenAI) -> None:
         ("embeddings", {"input": ["a", ""]}, "input", r"input\[1\] must be text, not empty"),
         ("embeddings", {"input": ["a", [1]]}, "input", "a list of either"),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'int8'"),
-        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "from 1 to"),
+        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "must be at least 1"),
         ("embeddings", {"input": "a", "dimensions": 33}, None, "from 1 to 32"),
         ("embeddings", {"input": "a", "inputs": 1}, "inputs", "did you mean 'input'"),
         ("rerank", {"query": "", "documents": ["a"]}, "query", "must be text"),

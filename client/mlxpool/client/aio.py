@@ -256,7 +256,13 @@ class AsyncClient:
         """The documents as (index, score), best first; see `Client.rerank`."""
         texts = listed("documents", documents)
         questions = vectors.rerank(
-            model, query, texts, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms
+            model,
+            query,
+            texts,
+            top=top,
+            truncate=truncate,
+            prompt=prompt,
+            deadline_ms=deadline_ms,
         )
         return ranked(await self._vectors(questions), texts, top)
 

@@ -263,7 +263,13 @@ class Client(Closing):
         """
         texts = listed("documents", documents)
         questions = vectors.rerank(
-            model, query, texts, truncate=truncate, prompt=prompt, deadline_ms=deadline_ms
+            model,
+            query,
+            texts,
+            top=top,
+            truncate=truncate,
+            prompt=prompt,
+            deadline_ms=deadline_ms,
         )
         return ranked(self._vectors(questions), texts, top)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.client.request import Question
-from mlxpool.common.checks import shown
+from mlxpool.common.checks import integer, shown
 from mlxpool.common.errors import BadRequest, Internal, TooLarge
 from mlxpool.common.protocol.encoder_calls import (
+    MAX_FIRST,
     MAX_INPUTS,
     NUMBER_BYTES,
     Task,
@@ -131,10 +132,7 @@ def embed(
         return _of_ids(model, task, found, fields, deadline_ms)
     for index, one in enumerate(found):
         _check_texts(f"inputs[{index}]", one)
-    return [
-        _question(model, task, {**fields, **body}, blobs, deadline_ms)
-        for body, blobs in (_packed("inputs", batch) for batch in _batches(found))
-    ]
+    return _divided(model, task, fields, "inputs", found, deadline_ms)
 
 
 def rerank(
@@ -142,11 +140,16 @@ def rerank(
     query: str,
     documents: Sequence[str],
     *,
+    top: int | None = None,
     truncate: bool | None = None,
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """The calls that rate documents for a query, a batch each. Raises BadRequest as `embed`."""
+    """The calls that rate documents for a query, a batch each. Raises BadRequest as `embed`.
+
+    `top` is only checked: `ranked` takes it.
+    """
+    integer({"top": top}, "top", 1, MAX_FIRST)
     if not isinstance(query, str):
         raise BadRequest(f"query must be a str, got {shown(query)}")
     _check_sizes({"query": query, "prompt": prompt})
@@ -156,10 +159,7 @@ def rerank(
             raise BadRequest(f"documents[{index}] must be a str, got {shown(one)}")
     fields = {"query": query, "truncate": truncate, "prompt": prompt}
     given = {key: value for key, value in fields.items() if value is not None}
-    return [
-        _question(model, "rerank", {**given, **body}, blobs, deadline_ms)
-        for body, blobs in (_packed("documents", batch) for batch in _batches(found))
-    ]
+    return _divided(model, "rerank", given, "documents", found, deadline_ms)
 
 
 def listed(name: str, values: Any) -> list[Any]:
@@ -226,6 +226,29 @@ def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
     yield batch
 
 
+def _divided(
+    model: str,
+    task: Task,
+    fields: Mapping[str, Any],
+    key: str,
+    texts: Sequence[Any],
+    deadline_ms: int | None,
+) -> list[Question[Vectors]]:
+    """The calls for texts or pairs; each says with which number it begins."""
+    questions, first = [], 0
+    for batch in _batches(texts):
+        body, blobs = _packed(key, batch)
+        given = {**fields, **body, **_begin(first)}
+        questions.append(_question(model, task, given, blobs, deadline_ms))
+        first += len(batch)
+    return questions
+
+
+def _begin(first: int) -> dict[str, int]:
+    """The key by which errors count inputs; older pools do not know it."""
+    return {"first": first} if first else {}
+
+
 def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     """The key of a batch and its blob. Raises BadRequest for what is no Unicode text."""
     try:
@@ -241,16 +264,16 @@ def _of_ids(
     model: str, task: Task, inputs: Sequence[Any], fields: dict[str, Any], deadline_ms: int | None
 ) -> list[Question[Vectors]]:
     lists = [_checked_ids(f"inputs[{index}]", one) for index, one in enumerate(inputs)]
-    batches = [lists[at : at + MAX_INPUTS] for at in range(0, len(lists), MAX_INPUTS)]
+    batches = [(at, lists[at : at + MAX_INPUTS]) for at in range(0, len(lists), MAX_INPUTS)]
     return [
         _question(
             model,
             task,
-            {**fields, "tokens": [len(ids) for ids in batch]},
+            {**fields, "tokens": [len(ids) for ids in batch], **_begin(first)},
             (b"".join(pack_ids(ids) for ids in batch),),
             deadline_ms,
         )
-        for batch in batches
+        for first, batch in batches
     ]
 
 

@@ -32,6 +32,7 @@ def test_all_keys_of_embed() -> None:
         dimensions=8,
         normalise=False,
         prompt_name="query",
+        first=256,
         alone=True,
         owner="bob",
     )
@@ -42,6 +43,7 @@ def test_all_keys_of_embed() -> None:
         prompt_name="query",
         dimensions=8,
         normalise=False,
+        first=256,
         alone=True,
         owner="bob",
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgpack
 
-from mlxpool.common.checks import flag, is_integer, shown
+from mlxpool.common.checks import flag, integer, is_integer, shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -21,7 +21,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 Task: TypeAlias = Literal["embed", "rerank", "classify"]
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify")
 VECTORS = "vectors"  # the kind of their answer
-_OF_ALL = frozenset({"model", "owner", "alone", "truncate"})
+_OF_ALL = frozenset({"model", "owner", "alone", "truncate", "first"})
 _OF_BROKER = frozenset({"owner", "alone"})  # keys that the broker adds
 KEYS: Mapping[Task, frozenset[str]] = {
     "embed": _OF_ALL | {"inputs", "tokens", "prompt_name", "prompt", "dimensions", "normalise"},
@@ -29,6 +29,7 @@ KEYS: Mapping[Task, frozenset[str]] = {
     "classify": _OF_ALL | {"inputs", "tokens"},
 }
 MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
+MAX_FIRST = 1 << 53
 NUMBER_BYTES = 4  # of a number in `vectors`, a little-endian float32
 
 Pair: TypeAlias = tuple[str, str]
@@ -43,7 +44,8 @@ class EncoderCall:
     with the special ones. `truncate`: a longer input loses its end; otherwise it is refused.
     `prompt_name` chooses one of the model's prompts, `prompt` is a text in its place. `dimensions`
     of `embed`: how many numbers of a vector are kept, 0: all. `normalise`: whether vectors get the
-    length 1; None: as the model has it. `alone`: the call may have ended a worker, so it is
+    length 1; None: as the model has it. `first`: the number that errors give the first input, in a
+    request that was divided among calls. `alone`: the call may have ended a worker, so it is
     computed without others.
     """
 
@@ -56,6 +58,7 @@ class EncoderCall:
     prompt: str | None = None
     dimensions: int = 0
     normalise: bool | None = None
+    first: int = 0
     alone: bool = False
     owner: str = ""
 
@@ -82,6 +85,7 @@ class EncoderCall:
             prompt=_text(body, "prompt"),
             dimensions=_dimensions(body),
             normalise=None if body.get("normalise") is None else flag(body, "normalise", False),
+            first=integer(body, "first", 0, MAX_FIRST) or 0,
             alone=body.get("alone") is True,
             owner=owner if isinstance(owner, str) else "",
         )

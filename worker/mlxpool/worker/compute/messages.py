@@ -72,8 +72,8 @@ class HandBack:
 class Compute:
     """Compute the inputs of a call with an encoder model; answered by `Answer`.
 
-    `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `alone`:
-    without inputs of other calls.
+    `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `first`:
+    the number of the first input in errors. `alone`: without inputs of other calls.
     """
 
     key: CallKey
@@ -82,6 +82,7 @@ class Compute:
     owner: str = ""
     dimensions: int = 0
     normalise: bool | None = None
+    first: int = 0
     alone: bool = False
 
 

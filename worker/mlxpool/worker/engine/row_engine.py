@@ -160,7 +160,9 @@ class RowEngine(ABC, Generic[R]):
         self._fixed_blocks = blocks
         # Weak, so that an engine is freed with its last reference, and its arrays at once.
         self.blocks = BlockManager(weakref.proxy(self))
-        self.encoded: EncodedImages[Any] = EncodedImages(self._limit // ENCODED_SHARE)
+        share = 0 if folder.vision is None else self._limit // ENCODED_SHARE
+        self.encoded: EncodedImages[Any] = EncodedImages(share)
+        self._largest_image = 0  # bytes of features
         self._rows: dict[Sequence, R] = {}
         self._flights: deque[Flight] = deque()
         self._last_end = 0.0  # when a pass ended last, monotonic seconds
@@ -384,14 +386,17 @@ class RowEngine(ABC, Generic[R]):
         """Returns the blocks for which there is memory."""
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
         used += self._spare + self._max_sequences * self._row_bytes
+        used += self.encoded.budget + self._largest_image
         return block_capacity(self._limit - used, self._block_bytes)
 
     def _too_few_blocks(self) -> str:
         apart = self._spare + self._max_sequences * self._row_bytes
+        images = self.encoded.budget + self._largest_image
         return (
             f"the memory limit is {self._limit} bytes; weights take {self._weights},"
             f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"
             f" {self._process_bytes}, {self._max_sequences} rows {apart} besides their tokens,"
+            f"{f' encoded images {images},' if images else ''}"
             f" which leaves {self.blocks.capacity} blocks of {KV_BLOCK_TOKENS} tokens"
             f" ({self._block_bytes} bytes each); at least {MIN_BLOCKS} are needed"
         )

@@ -52,8 +52,7 @@ class ChatTokenizer:
         tokenizer, data = read_tokenizer(file)
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
         chat = ChatTemplates.from_folder(folder.files)
-        rows = folder.plan.vocab_size + folder.plan.input_only
-        check_vocabulary(tokenizer, rows, prefix, chat)
+        check_vocabulary(tokenizer, folder.plan.embedding_rows, prefix, chat)
         source = TextSource(
             str(file),
             hashlib.sha256(data).hexdigest(),
