@@ -130,7 +130,7 @@ def answers_over_http(builder: Builder, program: str, folder: Path) -> None:
     with log.open("wb") as out:
         process = subprocess.Popen(command, stderr=out, env=builder.environment)
     try:
-        pattern = re.compile(r"ready url=(http://\S+)")
+        pattern = re.compile(r"gateway is ready\"? url=(http://\S+)")
         url = until(lambda: pattern.search(log.read_text()), "it is ready")[1]
         body = {"model": "demo", "prompt": "def", "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)

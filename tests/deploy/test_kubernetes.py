@@ -18,7 +18,7 @@ from mlxpool.broker.telemetry.reports import pool_stats
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.gateway.server import SHUTDOWN_TIMEOUT
+from mlxpool.gateway.settings import Settings
 from support import snapshots
 from support.command_lines import parsed
 from support.core_harness import Story
@@ -235,7 +235,7 @@ def test_the_gateway_has_time_for_its_answers() -> None:
     document = pod(named("Deployment", "mlxpool-gateway"))
     (container,) = document["containers"]
     waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert document["terminationGracePeriodSeconds"] > waits + SHUTDOWN_TIMEOUT
+    assert document["terminationGracePeriodSeconds"] > waits + Settings().drain_timeout
 
 
 def test_the_files_that_the_settings_name_are_mounted() -> None:

@@ -14,7 +14,7 @@ from mlxpool.broker.edge.http_gateway import ABORT_GRACE
 from mlxpool.broker.edge.loop import LATE
 from mlxpool.cli.target import ENDPOINT_VARIABLES, KEY_VARIABLE, SERVER_KEY_VARIABLE
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.gateway.server import SHUTDOWN_TIMEOUT
+from mlxpool.gateway.settings import Settings
 from support.command_lines import parsed
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -122,7 +122,7 @@ def test_the_gateways_unit() -> None:
         in settings(GATEWAY)["Environment"]
     )
     assert "RuntimeDirectory" not in settings(GATEWAY), "its end would remove the broker's"
-    assert float(one(GATEWAY, "TimeoutStopSec")) > SHUTDOWN_TIMEOUT
+    assert float(one(GATEWAY, "TimeoutStopSec")) > Settings().drain_timeout
     others = set(re.findall(r"^# (MLXPOOL_\w+)=", told, re.M))
     assert others == {ENDPOINT_VARIABLES["front"], KEY_VARIABLE, SERVER_KEY_VARIABLE}
 

@@ -50,7 +50,7 @@ def refused(run_dir: Path, text: str, *arguments: str) -> tuple[int, str]:
     [
         ("[pool]\nqueue_limit = []", ["pool.queue_limit must be an integer, got []"]),
         ("[pool]\nqueue_limit = -1", ["pool.queue_limit is -1", "from 1 to"]),
-        ("[pool]\nkeep_alive = 1", ["pool", "unknown key 'keep_alive'", "known: "]),
+        ("[pool]\nidle = 1", ["pool", "unknown key 'idle'", "known: "]),
         ("[pool]\nmetrics = '9464'", ["pool.metrics", "HOST:PORT", "'9464'"]),
         ("[models.m]\npath = '/m'\nreplica = 2", ["models.m", "did you mean 'replicas'"]),
         ("[models.m]\ncontext = 5", ["models.m.path is missing", "builtin:demo"]),

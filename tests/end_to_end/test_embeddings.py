@@ -115,6 +115,9 @@ def test_a_text_that_is_too_long_is_refused_or_truncated(client: Client) -> None
     with pytest.raises(ContextExceeded, match=f"input 1 has .* at most {MAX_TOKENS}") as failed:
         client.embed("embed", ["a dog", long])
     assert failed.value.details["index"] == 1
+    with pytest.raises(ContextExceeded, match="input 299 has") as failed:
+        client.embed("embed", [*["a"] * 299, long, *["b"] * 300])
+    assert failed.value.details["index"] == 299
     found = client.embed("embed", ["a dog", long], truncate=True)
     assert found.usage["prompt_tokens"] == MAX_TOKENS + len(client.tokenize("embed", "a dog"))
 
@@ -129,6 +132,7 @@ def test_what_a_model_is_not_for_is_refused_by_name(client: Client) -> None:
         (lambda: client.embed("embed", ["x"], dimensions=33), "dimensions is 33, must be from 1"),
         (lambda: client.embed("embed", ["x"], prompt_name="no"), "there is no prompt 'no'"),
         (lambda: client.embed("embed", []), "inputs is empty"),
+        (lambda: client.rerank("rerank", "q", ["d"], top=0), "top must be an integer from 1"),
         (lambda: client.embed("embed", wrong), r"inputs\[1\] must be a str"),
     ):
         with pytest.raises(BadRequest, match=said):

@@ -58,7 +58,7 @@ def told(prompt: str, seed: int, count: int) -> str:
 
 def test_models(client: openai.OpenAI) -> None:
     assert {model.id for model in client.models.list()} == {
-        "demo", "demo-embed", "counting", "small", "slow", "failing",
+        "demo", "demo-chat", "demo-embed", "counting", "small", "slow", "failing",
     }  # fmt: skip
     assert client.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError, match="no model 'smal'") as caught:
@@ -179,7 +179,12 @@ def test_unsupported_fields_are_refused_by_name(
 def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="the context is 64") as caught:
         client.completions.create(model="small", prompt="x" * 70)
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    messages: Any = [{"role": "user", "content": "x" * 70}]
+    with pytest.raises(openai.BadRequestError, match="the context is 64") as caught:
+        client.chat.completions.create(model="small", messages=messages)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert caught.value.request_id == caught.value.body["request_id"]  # type: ignore[index]
     with pytest.raises(
         openai.BadRequestError
     ):  # an error before the first token has its own status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,7 +194,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
 
     def grown(name: str, status: str = "") -> float:
         key = (prefix + name, route, status)
-        return during[key] - before.get(key, 0.0)
+        return float(during[key] - before.get(key, 0.0))
 
     assert grown("requests_in_flight") == 1
     assert (grown("requests_total", "200"), grown("requests_total", "404")) == (1, 1)
@@ -204,6 +205,17 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
     after = until(at_rest, "the stream has ended")
     failures = (prefix + "stream_failures_total", route, "")
     assert after[failures] - before[failures] == 1
+
+
+def test_promtool_accepts_the_metrics(http: httpx.Client) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("missing program: promtool, of Debian's prometheus")
+    text = http.get("/metrics").text
+    done = subprocess.run(
+        [program, "check", "metrics"], input=text, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_metrics_need_a_key_and_their_labels_are_bounded(http: httpx.Client) -> None:

@@ -123,15 +123,19 @@ def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") ->
     return default if value is None else value
 
 
-def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError."""
+def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
+
+    Without `high` the model has the bound.
+    """
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad_request(f"{name!r} must be an integer, got {shown(value)}", name)
-    if not low <= value <= high:
-        raise bad_request(f"{name!r} is {value}, must be from {low} to {high}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise bad_request(f"{name!r} is {shown(value)}, must be {bound}", name)
     return value
 
 

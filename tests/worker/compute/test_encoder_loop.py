@@ -237,3 +237,21 @@ def test_the_first_pass_may_take_as_long_as_a_new_shape() -> None:
 
 def test_an_empty_table_has_no_pass() -> None:
     assert EncoderCalls().next_pass(10) == []
+
+
+def test_rows_that_are_no_numbers_fail_their_call_alone() -> None:
+    harness = Harness()
+    encode = harness.encoder.encode
+
+    def damaged(inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
+        rows = encode(inputs)
+        rows[[one.ids[0] == 7 for one in inputs], 1] = np.nan
+        return rows
+
+    harness.encoder.encode = damaged  # type: ignore[method-assign]
+    harness.ask(1, (1,), (2, 2))
+    harness.ask(2, (3,), (7, 7), (5,), first=40)
+    answers = harness.run()
+    assert rows_of(answers[1]) == [[1, 1], [2, 2]]
+    assert answers[2].fields["code"] == "internal"
+    assert "of input 41 is no number: the weights are damaged" in answers[2].fields["message"]

@@ -245,17 +245,41 @@ def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
     assert [run.ids[one.id] for one in (seq, *others)] == [*map(right, (seq, *others))]
 
 
-@pytest.mark.parametrize("budget", [1, FEATURES, 2 * FEATURES])
+@pytest.mark.parametrize("budget", [2 * FEATURES + 1, 3 * FEATURES, 5 * FEATURES])
 def test_crossed_images_side_by_side_in_two_sequences_do_not_wait_for_each_other(
     budget: int,
 ) -> None:
-    """Each sequence needs all of its images at once, which is more than there is room for."""
+    """Each sequence needs three images at once, and there is no room for those of two."""
     run = Run(SeeingEngine(budget))
     keys = [bytes([number]) * 32 for number in range(6)]
     seqs = [crossed(run, 2, *keys[at : at + 3], 2, name=bytes([65 + at])) for at in range(4)]
     run.finish()
     assert [run.ids[seq.id] for seq in seqs] == [right(seq) for seq in seqs]
-    assert run.engine.encoded.nbytes <= max(budget, FEATURES) + 3 * FEATURES
+    assert run.engine.encoded.nbytes <= budget + FEATURES
+
+
+@pytest.mark.parametrize("budget", [1, FEATURES, 2 * FEATURES])
+def test_more_crossed_images_side_by_side_than_may_be_kept_end_their_request_alone(
+    budget: int,
+) -> None:
+    run = Run(SeeingEngine(budget))
+    well = crossed(run, 2, A, 2, name=b"well", ids=20)
+    keys = [bytes([number]) * 32 for number in range(3)]
+    crossed(run, 2, *keys, 2, name=b"ill")
+    run.finish()
+    assert run.ends == {b"well": "length", b"ill": "too_large"}
+    assert run.ids[b"well"] == right(well)
+    assert run.engine.encoded.nbytes <= budget + FEATURES
+
+
+def test_features_of_a_later_stream_make_room_for_an_earlier_one() -> None:
+    """The later stream waits, has its image encoded again, and gives the same tokens."""
+    run = Run(SeeingEngine(FEATURES))
+    first = crossed(run, 30, A, 2, name=b"first", ids=30)
+    second = crossed(run, B, 1, name=b"second", ids=40)
+    run.finish()
+    assert [run.ids[one.id] for one in (first, second)] == [right(first), right(second)]
+    assert run.engine.images == [B, A, B]
 
 
 def test_a_sequence_that_lost_its_row_encodes_what_it_attends_to_again() -> None:

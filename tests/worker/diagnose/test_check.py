@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mlxpool.worker.scheduling import memory_estimate
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
+from support import seeing_models as seeing
 from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
 from support.worker_stores import Store, put_in_hub
 
@@ -109,6 +111,19 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
         },
     }
     assert set(report["model"]) == MODEL
+
+
+@pytest.mark.parametrize(
+    "write",
+    [seeing.write_gemma, seeing.write_qwen, seeing.write_mllama],
+    ids=lambda one: one.__name__,
+)
+def test_models_that_read_images_are_found_in_order(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    found = of(write(tmp_path))
+    assert found["problems"] == [] and "vision" in found["model"]["features"]
+    assert found["model"]["layers"] == (5 if write is seeing.write_mllama else 3)
 
 
 def test_a_context_above_the_models_own_is_noted(good: Path) -> None:

@@ -21,7 +21,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 Task: TypeAlias = Literal["embed", "rerank", "classify"]
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify")
 VECTORS = "vectors"  # the kind of their answer
-_OF_ALL = frozenset({"model", "owner", "alone", "truncate"})
+_OF_ALL = frozenset({"model", "owner", "alone", "truncate", "first"})
 _OF_BROKER = frozenset({"owner", "alone"})  # keys that the broker adds
 KEYS: Mapping[Task, frozenset[str]] = {
     "embed": _OF_ALL | {"inputs", "tokens", "prompt_name", "prompt", "dimensions", "normalise"},
@@ -29,7 +29,7 @@ KEYS: Mapping[Task, frozenset[str]] = {
     "classify": _OF_ALL | {"inputs", "tokens"},
 }
 MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
-MAX_DIMENSIONS = 1 << 16
+MAX_FIRST = 1 << 53
 NUMBER_BYTES = 4  # of a number in `vectors`, a little-endian float32
 
 Pair: TypeAlias = tuple[str, str]
@@ -44,7 +44,8 @@ class EncoderCall:
     with the special ones. `truncate`: a longer input loses its end; otherwise it is refused.
     `prompt_name` chooses one of the model's prompts, `prompt` is a text in its place. `dimensions`
     of `embed`: how many numbers of a vector are kept, 0: all. `normalise`: whether vectors get the
-    length 1; None: as the model has it. `alone`: the call may have ended a worker, so it is
+    length 1; None: as the model has it. `first`: the number that errors give the first input, in a
+    request that was divided among calls. `alone`: the call may have ended a worker, so it is
     computed without others.
     """
 
@@ -57,6 +58,7 @@ class EncoderCall:
     prompt: str | None = None
     dimensions: int = 0
     normalise: bool | None = None
+    first: int = 0
     alone: bool = False
     owner: str = ""
 
@@ -81,8 +83,9 @@ class EncoderCall:
             truncate=flag(body, "truncate", False),
             prompt_name=_text(body, "prompt_name") or "",
             prompt=_text(body, "prompt"),
-            dimensions=integer(body, "dimensions", 1, MAX_DIMENSIONS) or 0,
+            dimensions=_dimensions(body),
             normalise=None if body.get("normalise") is None else flag(body, "normalise", False),
+            first=integer(body, "first", 0, MAX_FIRST) or 0,
             alone=body.get("alone") is True,
             owner=owner if isinstance(owner, str) else "",
         )
@@ -99,8 +102,9 @@ def _check_keys(task: Task, body: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(str(unknown), KEYS[task] - _OF_BROKER, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadRequest(f"{task} has no key {unknown!r:.60}{hint}")
-    if body.get("tokens") is not None and body.get("inputs") is not None:
-        raise BadRequest(f"{task} takes one of inputs and tokens, got both")
+    for one, other in (("inputs", "tokens"), ("prompt", "prompt_name")):
+        if body.get(one) is not None and body.get(other) is not None:
+            raise BadRequest(f"{task} takes one of {one} and {other}, got both")
 
 
 def _with_inputs(call: EncoderCall, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
@@ -171,6 +175,16 @@ def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]
         found.append(tuple(view[begin : begin + length]))
         begin += length
     return tuple(found)
+
+
+def _dimensions(body: Mapping[str, Any]) -> int:
+    """How many numbers of a vector are kept; 0: all. The most are those of the model."""
+    value = body.get("dimensions")
+    if value is None:
+        return 0
+    if not is_integer(value) or value < 1:
+        raise BadRequest(f"dimensions must be an integer of at least 1, got {shown(value)}")
+    return value
 
 
 def _text(body: Mapping[str, Any], key: str) -> str | None:

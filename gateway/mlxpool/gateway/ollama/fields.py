@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
 from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
@@ -149,7 +148,7 @@ EMBED = Body(
         "model": NAME,
         "input": one_of(TEXT, listed(TEXT)),
         "truncate": described("true if it is absent", FLAG),
-        "dimensions": integer(1, MAX_DIMENSIONS),
+        "dimensions": integer(1),
         "options": VECTOR_OPTIONS.schema(),
         "keep_alive": KEEP_ALIVE,
     },

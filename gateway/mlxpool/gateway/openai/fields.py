@@ -11,7 +11,6 @@ from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
 from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
@@ -193,7 +192,7 @@ EMBEDDINGS = _of_texts(
     {
         "input": one_of(NAME, TOKEN_IDS, INPUTS, listed(TOKEN_IDS, 1, MAX_INPUTS)),
         "encoding_format": choice(*FORMATS),
-        "dimensions": integer(1, MAX_DIMENSIONS),
+        "dimensions": integer(1),
         "normalize": FLAG,
         "prompt_name": TEXT,
     },

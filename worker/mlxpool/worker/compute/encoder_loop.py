@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NoReturn
 
-from mlxpool.common.errors import PoolError
+import numpy as np
+
+from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.worker.compute.encoder_calls import EncoderCalls, PassInput
 from mlxpool.worker.compute.messages import (
@@ -121,7 +123,11 @@ class EncoderLoop:
         for one, row in zip(inputs, rows, strict=True):
             call = one.call
             call.rows[one.index] = row
-            if call.complete and call in self._calls:
+            if not np.isfinite(row).all():
+                # Other inputs of the call may be sound, but all of it is answered, or nothing.
+                if call in self._calls:
+                    self._answer(call.key, call.message.id, CallAnswer(_no_numbers(one).body()))
+            elif call.complete and call in self._calls:
                 encoder = self._encoder
                 answer = call.answer(encoder.labels, normalises=encoder.normalises, now=now)
                 self._answer(call.key, call.message.id, answer)
@@ -154,3 +160,10 @@ class EncoderLoop:
         """Copy the encoder's figures into the progress, for the heartbeats."""
         self._reported = now
         self._progress.memory.read(self._encoder.memory())
+
+
+def _no_numbers(one: PassInput) -> Internal:
+    return Internal(
+        f"what the model computes of input {one.call.message.first + one.index} is no number: the"
+        " weights are damaged or overflow in their dtype"
+    )

@@ -1,18 +1,23 @@
 """Encodes images between steps, one at a time, as prompts come to them.
 
 The features of an image are kept for other sequences, so the same image is encoded once while it is
-kept. An image that a running sequence reads next is not given up, so each such sequence goes on.
+kept. A sequence that waits for an image takes no room from those that came before it, and their
+features are not given up for it. So each sequence goes on, the first one at the latest when the
+others have given theirs up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from mlxpool.common.errors import TooLarge
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.spans import ImageKey, MediaSpan
+from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 
@@ -26,35 +31,49 @@ class ImageJob:
     pinned: frozenset[ImageKey]
 
 
-def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | None:
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """A sequence that needs the features of more images at once than may be kept."""
+
+    sequence: Sequence
+    error: TooLarge
+
+
+def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | None:
     """Returns the job of the first sequence whose next input needs an image without features.
 
-    None: there is none, or there is no room for its features until others need theirs no more. The
-    first sequence with images does not wait for room: what later ones hold, they may hold until it
-    has ended.
+    None: there is none, or there is no room until earlier sequences need their features no more.
+    `live` is in the order of arrival.
     """
-    waiting: tuple[Sequence, MediaSpan] | None = None
-    pinned: set[ImageKey] = set()
-    pinned_before = False  # whether a sequence before the one that waits needs features that it has
+    encoded = engine.encoded
+    earlier: set[ImageKey] = set()  # features that earlier sequences need
     for sequence in live:
         if not sequence.media or sequence.phase is not Phase.RUNNING:
             continue
         needed = sequence.needed_images
-        here = {span.image for span in needed if span.image in engine.encoded}
-        if waiting is None:
-            missing = (span for span in needed if span.image not in here)
-            found = next((span for span in missing if span.start <= sequence.submitted), None)
-            waiting = None if found is None else (sequence, found)
-            pinned_before = bool(pinned)
-        pinned |= here
-    if waiting is None or (pinned_before and not engine.encoded.has_room(pinned)):
-        return None
-    sequence, span = waiting
-    return ImageJob(sequence, sequence.images[span.image], span.count, frozenset(pinned))
+        own = {span.image for span in needed if span.image in encoded}
+        missing = (span for span in needed if span.image not in own)
+        found = next((span for span in missing if span.start <= sequence.submitted), None)
+        if found is None:
+            earlier |= own
+        elif encoded.has_room(pinned := earlier | own):
+            image = sequence.images[found.image]
+            return ImageJob(sequence, image, found.count, frozenset(pinned))
+        else:
+            return None if earlier - own else NoRoom(sequence, _no_room(len(needed), encoded))
+    return None
+
+
+def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
+    return TooLarge(
+        f"the model attends to {images} images side by side, whose features take more than the"
+        f" {encoded.budget} bytes that this worker keeps of images; put text between them, send"
+        " fewer or smaller ones, or raise memory_limit"
+    )
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
-    """Encodes the image. The broker sees it as a part of the prompt, of a shape that is new."""
+    """Encodes the image. Until it ends, the broker's time limit is `fresh_limit`."""
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles(fresh=True)
     try:

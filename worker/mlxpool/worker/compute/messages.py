@@ -75,8 +75,8 @@ class HandBack:
 class Compute:
     """Compute the inputs of a call with an encoder model; answered by `Answer`.
 
-    `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `alone`:
-    without inputs of other calls.
+    `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `first`:
+    the number of the first input in errors. `alone`: without inputs of other calls.
     """
 
     key: CallKey
@@ -85,6 +85,7 @@ class Compute:
     owner: str = ""
     dimensions: int = 0
     normalise: bool | None = None
+    first: int = 0
     alone: bool = False
 
 
@@ -95,7 +96,21 @@ class DropCall:
     key: CallKey
 
 
-Inbound = Admit | Drop | DropAll | HandBack | Compute | DropCall
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Keep so many bytes of the memory limit for the processes that prepare requests."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeRoom:
+    """Give up so many bytes of prefixes, encoded images and freed buffers."""
+
+    bytes: int
+
+
+Inbound = Admit | Drop | DropAll | HandBack | Compute | DropCall | Reserve | MakeRoom
 
 # ---- to the main thread --------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Self
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generation, Generations
-from mlxpool.worker.compute.image_jobs import ImageJob, next_job, perform
+from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine, Mask
 from mlxpool.worker.scheduling.scheduler import schedule
@@ -123,6 +123,8 @@ class Steps:
         job = next_job(live, self._engine)
         if job is None:
             return self._run(live)
+        if isinstance(job, NoRoom):
+            return [self._generations.fail(job.sequence, job.error)]
         deltas = self._encode(job)
         live = self._generations.sequences()
         rows = [one for one in live if not one.reads_prompt]

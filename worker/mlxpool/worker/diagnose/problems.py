@@ -168,7 +168,7 @@ def _check_text(files: ModelFiles, where: Path, plan: ModelPlan | None, problems
     tokenizer = problems.attempt(_tokenizer, files, where)
     if tokenizer is not None and plan is not None:
         problems.attempt(
-            check_vocabulary, tokenizer, plan.vocab_size, (), chat or ChatTemplates({})
+            check_vocabulary, tokenizer, plan.embedding_rows, (), chat or ChatTemplates({})
         )
 
 

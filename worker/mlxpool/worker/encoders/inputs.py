@@ -33,6 +33,7 @@ class EncodeInputs:
     prompt_name: str = ""
     prompt: str | None = None
     truncate: bool = False
+    first: int = 0
 
     @property
     def size(self) -> int:

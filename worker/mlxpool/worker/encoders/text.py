@@ -81,9 +81,13 @@ class EncoderText:
             prompt = job.prompt
             if prompt is None and job.prompt_name:
                 prompt = self._prompt(job.prompt_name)
-            return self.encode_pairs(pairs, prompt=prompt, truncate=job.truncate)
+            return self.encode_pairs(pairs, prompt=prompt, truncate=job.truncate, first=job.first)
         return self.encode_texts(
-            job.texts, prompt_name=job.prompt_name, prompt=job.prompt, truncate=job.truncate
+            job.texts,
+            prompt_name=job.prompt_name,
+            prompt=job.prompt,
+            truncate=job.truncate,
+            first=job.first,
         )
 
     def encode_texts(
@@ -93,20 +97,26 @@ class EncoderText:
         prompt_name: str = "",
         prompt: str | None = None,
         truncate: bool = False,
+        first: int = 0,
     ) -> list[EncoderInput]:
         """The input of each text, behind `prompt` or else the prompt of that name.
 
-        Raises ContextExceeded naming the text that is too long, unless `truncate`; BadRequest for
-        an unknown name and for text that is not Unicode.
+        Raises ContextExceeded naming the text that is too long, counted from `first`, unless
+        `truncate`; BadRequest for an unknown name and for text that is not Unicode.
         """
         before = self._prompt(prompt_name) if prompt is None else prompt
         return [
             self._input(index, self._words(before + text), None, truncate)
-            for index, text in enumerate(texts)
+            for index, text in enumerate(texts, first)
         ]
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, prompt: str | None = None, truncate: bool = False
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        prompt: str | None = None,
+        truncate: bool = False,
+        first: int = 0,
     ) -> list[EncoderInput]:
         """The input of each pair, of a query and a document; raises as `encode_texts`.
 
@@ -118,11 +128,11 @@ class EncoderText:
             asked = INSTRUCTION if prompt is None and not before else before
             return [
                 self._question(index, asked, query, document, truncate)
-                for index, (query, document) in enumerate(pairs)
+                for index, (query, document) in enumerate(pairs, first)
             ]
         return [
-            self._input(index, self._words(before + first), self._words(second), truncate)
-            for index, (first, second) in enumerate(pairs)
+            self._input(index, self._words(before + one), self._words(other), truncate)
+            for index, (one, other) in enumerate(pairs, first)
         ]
 
     def encode(self, text: str) -> list[int]:
@@ -196,9 +206,14 @@ class EncoderText:
         return found
 
 
-def check_ids(inputs: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
-    """Checks inputs that are token ids; raises BadRequest or ContextExceeded naming the index."""
-    for index, ids in enumerate(inputs):
+def check_ids(
+    inputs: Sequence[Sequence[int]], context: int, vocab_size: int, first: int = 0
+) -> None:
+    """Checks inputs that are token ids; raises BadRequest or ContextExceeded naming the index.
+
+    Inputs are counted from `first`.
+    """
+    for index, ids in enumerate(inputs, first):
         if not ids:
             raise BadRequest(f"input {index} is empty: it has no tokens")
         if not 0 <= min(ids) <= max(ids) < vocab_size:

@@ -168,6 +168,12 @@ class CountingEngine:
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
+    def reserve(self, size: int) -> None:
+        """Does nothing: it has no memory limit."""
+
+    def make_room(self, size: int) -> None:
+        """Does nothing: it keeps nothing."""
+
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Does nothing: its first step is as fast as later ones."""
 
@@ -196,7 +202,7 @@ class CountingText:
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         raise NotImplementedError("the counting model reads no images")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, cuts: Many[int] = ()) -> list[int]:
         return list(text.encode("utf-8", "surrogatepass"))
 
     def decode(self, ids: Many[int]) -> str:

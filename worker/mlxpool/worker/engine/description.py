@@ -46,7 +46,7 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree") -> dict[str, Any]:
         "type": folder.model_type,
         "size": folder.weight_bytes,
         "parameters": None if folder.uses_mlx_lm else _parameters(folder),
-        "layers": None if folder.uses_mlx_lm else len(folder.plan.caches),
+        "layers": None if folder.uses_mlx_lm else folder.plan.layers or len(folder.plan.caches),
         "context": folder.context,
         "vocabulary": folder.plan.vocab_size,
         "quantisation": quantisation(folder),

@@ -37,8 +37,11 @@ class ImageEncoder:
         normed = (pixels - mx.array(settings.mean)) / mx.array(settings.std)
         return self._model.encode_image(normed.astype(self._dtype), image.grid, batch)
 
-    def measure(self) -> int:
-        """Encodes an image, so that it is compiled; returns the bytes that it takes."""
+    def measure(self) -> tuple[int, int]:
+        """Encodes an image, so that it is compiled.
+
+        Returns the bytes that this takes, and those of the features of the largest image.
+        """
         side = max(math.isqrt(min(self._settings.max_pixels, MEASURED_PIXELS)), 1)
         size = self._settings.canvas_of(side, side)
         grid = self._settings.grid_of(*size)
@@ -49,5 +52,8 @@ class ImageEncoder:
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        mx.eval(self(image))
-        return int(mx.get_peak_memory()) - before
+        features = self(image)
+        mx.eval(features)
+        settings = self._settings
+        parts = settings.tiles or max(1, -(-settings.max_pixels // (size[0] * size[1])))
+        return int(mx.get_peak_memory()) - before, features.nbytes * parts

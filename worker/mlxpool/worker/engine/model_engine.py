@@ -390,7 +390,8 @@ class ModelEngine(RowEngine[CacheRow]):
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         self._activation_bytes = (1 + self._lookahead) * one_pass
         if self._image_encoder is not None:  # it may run beside a pass in flight
-            beside = self._lookahead * one_pass + self._image_encoder.measure()
+            taken, self._largest_image = self._image_encoder.measure()
+            beside = self._lookahead * one_pass + taken
             self._activation_bytes = max(self._activation_bytes, beside)
             on_progress()
         if pooled:

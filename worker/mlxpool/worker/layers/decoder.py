@@ -74,6 +74,7 @@ class Decoder:
             ignored=lambda name: self._unused(name) or ignored(name),
             build=self.build,
             derived=derived,
+            layers=len(self.layers),
             input_only=self.input_only,
         )
 

@@ -70,8 +70,14 @@ class ModelPlan:
     build: Callable[[LayerBuilder], Model]
     derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights
     float32: Callable[[str], bool] = lambda name: False  # tensors that stay float32 in any model
+    layers: int = 0  # all of them; 0: as many as `caches`
     input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     vision: VisionPlan | None = None  # of the whole model, where this is its text part
+
+    @property
+    def embedding_rows(self) -> int:
+        """The token ids that have an embedding are below."""
+        return self.vocab_size + self.input_only
 
 
 @dataclass(frozen=True, slots=True)

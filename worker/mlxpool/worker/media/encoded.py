@@ -23,12 +23,12 @@ F = TypeVar("F", bound=Features)
 class EncodedImages(Generic[F]):
     """Features by image, bounded in bytes; the least recently used go first.
 
-    `encoded` counts the images that were added since the start.
+    `budget`: bytes of all features, which those of the last added image may exceed. `encoded`
+    counts the images that were added since the start.
     """
 
     def __init__(self, budget: int) -> None:
-        """`budget`: bytes of all features, unless those of one image have more."""
-        self._budget = budget
+        self.budget = budget
         self._kept: OrderedDict[ImageKey, F] = OrderedDict()
         self.nbytes = 0
         self.encoded = 0
@@ -44,12 +44,12 @@ class EncodedImages(Generic[F]):
     def has_room(self, pinned: Collection[ImageKey]) -> bool:
         """Whether another image may be added beside those that are `pinned`; beside none always."""
         held = [self._kept[one].nbytes for one in pinned if one in self._kept]
-        return not held or sum(held) < self._budget
+        return not held or sum(held) < self.budget
 
     def put(self, image: ImageKey, features: F, pinned: Collection[ImageKey] = ()) -> None:
         """Keeps the features of an image; others that are not pinned make room."""
         self.discard(image)
-        room = self._budget - features.nbytes
+        room = self.budget - features.nbytes
         for other in [one for one in self._kept if one not in pinned]:
             if self.nbytes <= room:
                 break
@@ -63,6 +63,15 @@ class EncodedImages(Generic[F]):
         features = self._kept.pop(image, None)
         if features is not None:
             self.nbytes -= features.nbytes
+
+    def shrink(self, size: int, pinned: Collection[ImageKey] = ()) -> int:
+        """Frees at least `size` bytes, if so many are not pinned; returns the bytes freed."""
+        before = self.nbytes
+        for image in [one for one in self._kept if one not in pinned]:
+            if before - self.nbytes >= size:
+                break
+            self.discard(image)
+        return before - self.nbytes
 
     def clear(self) -> None:
         """Frees all features."""

@@ -63,6 +63,7 @@ class ModelCalls:
                     call.owner,
                     call.dimensions,
                     call.normalise,
+                    call.first,
                     call.alone,
                 )
             )

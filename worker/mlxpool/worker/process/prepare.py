@@ -22,6 +22,7 @@ from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, CallKey, RunKey
 from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.media.literals import check_ids_of_text
 from mlxpool.worker.media.places import Inputs, with_images
 from mlxpool.worker.media.spans import without
 from mlxpool.worker.preparation.jobs import (
@@ -256,6 +257,8 @@ def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
     """The inputs of a prompt, with its images. Raises BadRequest for an id without a row."""
     ids = unpack_ids(prompt.packed)
     if not prompt.named:
+        if opened.images is not None:
+            check_ids_of_text(ids, opened.images.places)
         check_ids(ids, opened.vocab_size, "prompt")
         return Inputs(tuple(ids), (), {}, ())
     assert opened.images is not None

@@ -41,7 +41,7 @@ class InputPreparer(Preparations):
         """Begin the preparation of a call. Raises BadRequest, ContextExceeded and TooLarge."""
         check_call(self._opened, call)
         if call.ids:
-            check_ids(call.ids, self._opened.context, self._opened.vocab_size)
+            check_ids(call.ids, self._opened.context, self._opened.vocab_size, call.first)
             inputs = tuple(EncoderInput(ids) for ids in call.ids)
             self._post(PreparedInputs(key, id, call, inputs, fence))
             return
@@ -52,7 +52,9 @@ class InputPreparer(Preparations):
             assert isinstance(result, EncodedInputs)
             return PreparedInputs(key, id, call, inputs_of(result), fence)
 
-        job = EncodeInputs(call.texts, call.pairs, call.prompt_name, call.prompt, call.truncate)
+        job = EncodeInputs(
+            call.texts, call.pairs, call.prompt_name, call.prompt, call.truncate, call.first
+        )
         self._submit(Waiting(key, call.owner, call.size, job), finish)
 
 

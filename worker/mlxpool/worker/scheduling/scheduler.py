@@ -56,6 +56,7 @@ def schedule(
 ) -> Step:
     """Returns the next step; it may be empty.
 
+    A sequence whose next input needs an image without features is left out, see compute/image_jobs.
     `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
     decode.
     """
@@ -92,7 +93,7 @@ def _rows_and_prompts(
     """Returns the spans of the sequences that decode, and the sequences with prompts to read.
 
     A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
-    One that was preempted may have to wait for an image until it is encoded again.
+    One whose image was given up for others waits until it is encoded again.
     """
     rows, prompts = [], []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
@@ -104,7 +105,8 @@ def _rows_and_prompts(
         length = len(one.prompt) + made - one.discarded
         if awaited:
             bound = context if one.shift is None else one.shift.context
-            if awaited <= ahead and made < one.max_tokens and length < bound:
+            goes_on = awaited <= ahead and made < one.max_tokens and length < bound
+            if goes_on and (not one.media or clip(one, 1)):
                 rows.append(Span(one, submitted, 1, 1))
         elif length - submitted > 1:
             prompts.append(one)

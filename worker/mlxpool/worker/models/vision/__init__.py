@@ -1,4 +1,5 @@
-"""The image encoders of models, one a file, and how models get images.
+"""What models that read images have beside their text part: image encoders, cross-attention.
 
-They import no text model. No MLX at run time.
+The files have the names of the architectures; `preprocessing` reads preprocessor_config.json. They
+import no text model. No MLX at run time.
 """

@@ -57,8 +57,8 @@ class TiledEncoder:
     hidden: int
     width: int  # of the feed-forward
     heads: int
-    local: int  # layers
-    world: int  # layers behind these, with gates
+    local_layers: int
+    global_layers: int  # behind these, with gates
     side: int  # of a tile, in pixels
     patch: int  # side of a patch, in pixels
     tiles: int
@@ -93,8 +93,8 @@ class TiledEncoder:
             hidden=hidden,
             width=integer(config, "intermediate_size", 5120),
             heads=heads,
-            local=local,
-            world=integer(config, "num_global_layers", 8, maximum=MAX_MODULES),
+            local_layers=local,
+            global_layers=integer(config, "num_global_layers", 8, maximum=MAX_MODULES),
             side=side,
             patch=patch,
             tiles=tiles,
@@ -107,7 +107,7 @@ class TiledEncoder:
     @property
     def layers(self) -> int:
         """All layers."""
-        return self.local + self.world
+        return self.local_layers + self.global_layers
 
     @property
     def tile_tokens(self) -> int:
@@ -141,11 +141,11 @@ class TiledEncoder:
         yield f"{inner}.embedding", (self.tile_tokens, hidden)
         yield f"{inner}.tile_embedding.weight", (ratios, self.tiles * self.tile_tokens * hidden)
         yield from layer_norm_shapes(f"{name}.layernorm_pre", hidden)
-        for index in range(self.local):
+        for index in range(self.local_layers):
             yield from self._layer_shapes(f"{name}.transformer.layers.{index}")
         yield from layer_norm_shapes(f"{name}.layernorm_post", hidden)
         yield from _tile_positions(f"{name}.post_tile_positional_embedding", ratios, self)
-        for index in range(self.world):
+        for index in range(self.global_layers):
             inner = f"{name}.global_transformer.layers.{index}"
             yield from self._layer_shapes(inner)
             yield f"{inner}.gate_attn", (1,)
@@ -160,9 +160,9 @@ class TiledEncoder:
         yield from linear_shapes(f"{name}.mlp.fc1", self.width, self.hidden, True)
         yield from linear_shapes(f"{name}.mlp.fc2", self.hidden, self.width, True)
 
-    def build(self, builder: LayerBuilder) -> EncoderOfTiles:
+    def build(self, builder: LayerBuilder) -> BuiltTiledEncoder:
         """The encoder over the builder's weights."""
-        return EncoderOfTiles(self, builder)
+        return BuiltTiledEncoder(self, builder)
 
 
 def _tile_positions(name: str, ratios: int, spec: TiledEncoder) -> WeightShapes:
@@ -183,7 +183,7 @@ def _taken(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-class EncoderOfTiles:
+class BuiltTiledEncoder:
     """pixels [height, width, 3] of whole tiles -> states [tiles * tile_tokens, out]."""
 
     def __init__(self, spec: TiledEncoder, builder: LayerBuilder) -> None:
@@ -201,19 +201,19 @@ class EncoderOfTiles:
         self.norm_before = layer_norm(builder, f"{name}.layernorm_pre", spec.eps)
         self.layers = [
             _Layer(spec, builder, f"{name}.transformer.layers.{index}", index)
-            for index in range(spec.local)
+            for index in range(spec.local_layers)
         ]
-        self.norm_behind = layer_norm(builder, f"{name}.layernorm_post", spec.eps)
-        self.behind = _TilePositions(spec, builder, f"{name}.post_tile_positional_embedding")
-        self.world = [
+        self.norm_after = layer_norm(builder, f"{name}.layernorm_post", spec.eps)
+        self.after = _TilePositions(spec, builder, f"{name}.post_tile_positional_embedding")
+        self.global_layers = [
             _Layer(
                 spec,
                 builder,
                 f"{name}.global_transformer.layers.{index}",
-                spec.local + index,
+                spec.local_layers + index,
                 gated=True,
             )
-            for index in range(spec.world)
+            for index in range(spec.global_layers)
         ]
         self.projection = builder.linear(PROJECTION)
 
@@ -236,8 +236,8 @@ class EncoderOfTiles:
         whole = spec.tile_tokens + spec.filling
         place = mx.broadcast_to(mx.arange(spec.tiles)[:, None, None], (spec.tiles, whole, 1))
         numbers = mx.concatenate([one.reshape(-1) for one in self._divided(place, count)])
-        x = self.norm_behind(x) + self.behind(ratio)[numbers]
-        for layer in self.world:
+        x = self.norm_after(x) + self.after(ratio)[numbers]
+        for layer in self.global_layers:
             x = layer(x, batch)
         seen = count * spec.tile_tokens
         # Stored by states first: number h of all taken states lies beside h of the next ones.
