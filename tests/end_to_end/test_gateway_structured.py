@@ -181,7 +181,7 @@ def test_ollamas_client_with_a_schema(gateway: GatewayThread) -> None:
             client.chat("demo", HI, format="json", tools=[TOOL])
 
 
-@pytest.mark.parametrize("model", ["hermes", "llama"])
+@pytest.mark.parametrize("model", ["hermes", "llama", "demo-chat"])
 def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
     named = {"type": "function", "function": {"name": "hotel"}}
     cases: Any = (("required", {"weather", "hotel"}), (named, {"hotel"}))

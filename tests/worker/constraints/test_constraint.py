@@ -115,6 +115,19 @@ def test_the_tokenizer_of_forced_bytes_may_be_of_another_text() -> None:
     assert tokens_of(rule.mask()) == [2]
 
 
+def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
+    """No grammar that a client sends makes the model draw a special token."""
+    pieces = [b"<", b"e", b">", b"<e>", b"\"", b"<e", b"<>"]
+    texts = {"<e>": [3], '"<e>"': [4, 3, 4]}
+    vocabulary = make_vocabulary(pieces, {3}, [6], lambda text: texts.get(text, [6]))
+    compiler = Compiler(lambda: vocabulary, "", frozenset({3}), len(pieces))
+    rule = compiler.constraint({"type": "choice", "choices": ["<e>"]})
+    assert tokens_of(rule.mask()) == [5]
+    rule.take(5)
+    assert tokens_of(rule.mask()) == [2]
+    assert tokens_of(compiler.constraint({"type": "regex", "pattern": "<.*"}).mask()) == [0, 5]
+
+
 def test_the_newest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "MAX_GRAMMARS", 2)
     loads: list[Any] = []

@@ -67,16 +67,18 @@ class _Wrapper:
         self.eos_token_id = eos
         self.tokens = tokens
         self.special_token_ids = list(special)
+        self._special = frozenset(special)
         self.greedy: Encode = lambda text: ()
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
         """The tokenizer's ids where they are exactly this text, else the longest tokens.
 
-        Some tokenizers begin each text with a space.
+        Some tokenizers begin each text with a space. A text that names a special token is no such
+        token: only text is allowed.
         """
         ids = list(self._encode(text))
-        if all(one < len(self.tokens) for one in ids):
+        if all(one < len(self.tokens) and one not in self._special for one in ids):
             found = b"".join([self.tokens[one] for one in ids])
             if found == text.encode("utf-8", "replace"):
                 return ids
