@@ -104,3 +104,16 @@ def test_a_format_that_takes_for_ever_ends_alone(client: Client) -> None:
             jsonschema.validate(json.loads(one.result().text), SCHEMA)
         with pytest.raises(BadRequest, match="format: it was not compiled with 1 s"):
             bomb.result()
+
+
+def test_thoughts_come_before_an_answer_with_a_format(client: Client) -> None:
+    messages = [{"role": "user", "content": "Is Paris in France? Answer yes or no."}]
+    format = {"type": "choice", "choices": ["yes", "no"]}
+    whole = client.generate(
+        "demo-chat", messages=messages, think=True, format=format, seed=1, max_tokens=300
+    )
+    assert whole.reason == "stop" and whole.complete is True
+    thoughts, mark, answer = whole.text.partition("</think>")
+    assert thoughts and mark and answer in ("yes", "no")
+    cut = client.generate("demo-chat", messages=messages, think=True, format=format, max_tokens=2)
+    assert cut.reason == "length" and cut.complete is False

@@ -117,7 +117,7 @@ def test_the_tokenizer_of_forced_bytes_may_be_of_another_text() -> None:
 
 def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
     """No grammar that a client sends makes the model draw a special token."""
-    pieces = [b"<", b"e", b">", b"<e>", b"\"", b"<e", b"<>"]
+    pieces = [b"<", b"e", b">", b"<e>", b'"', b"<e", b"<>"]
     texts = {"<e>": [3], '"<e>"': [4, 3, 4]}
     vocabulary = make_vocabulary(pieces, {3}, [6], lambda text: texts.get(text, [6]))
     compiler = Compiler(lambda: vocabulary, "", frozenset({3}), len(pieces))
