@@ -9,8 +9,8 @@ import pytest
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.preparation.errors import error_of_exit
 from mlxpool.worker.preparation.jobs import (
-    CheckFormat,
     Checked,
+    CheckFormat,
     Job,
     Result,
     Unpacker,
