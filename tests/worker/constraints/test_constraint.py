@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints import compiler as compiling
+from mlxpool.worker.constraints import grammar
 from mlxpool.worker.constraints.compiler import Compiler
 from mlxpool.worker.constraints.vocabulary import make_vocabulary
 from support.constrained_answers import constraint, demo, tokens_of
@@ -126,6 +129,26 @@ def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
     rule.take(5)
     assert tokens_of(rule.mask()) == [2]
     assert tokens_of(compiler.constraint({"type": "regex", "pattern": "<.*"}).mask()) == [0, 5]
+
+
+def test_answers_share_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends at the bound of the states leaves those of others alone."""
+    _, _, table = demo()
+    limits = LLParserLimits(step_lexer_fuel=400_000, max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr(grammar, "LIMITS", limits)
+    format = {"type": "regex", "pattern": "[ab]*a[ab]{12}c"}
+    letters = [table.pieces.index(b"a"), table.pieces.index(b"b")]
+    drawn = np.random.default_rng(0)
+    before = constraint(format)
+    greedy = constraint(format)
+    with pytest.raises(BadRequest, match="too many states"):
+        for _ in range(500):
+            allowed = [one for one in tokens_of(greedy.mask()) if b"c" not in table.pieces[one]]
+            greedy.take(int(drawn.choice(allowed)))
+    for rule in (before, constraint(format)):
+        rule.mask()
+        rule.take(letters[0])
+        assert letters[1] in tokens_of(rule.mask())
 
 
 def test_the_newest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,8 @@
-"""Compiles formats into constraints, in a thread of its own, and keeps the newest grammars."""
+"""Compiles formats into constraints, in a thread of its own, and knows those that can be compiled.
+
+Every answer has a grammar of its own: copies of one share the states of their lexer, and so one
+answer would use up the states of another.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from mlxpool.worker.constraints import grammar
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.constraints.vocabulary import words_of
 
-MAX_GRAMMARS = 64  # that are kept compiled
+MAX_GRAMMARS = 64  # texts that are kept
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -39,7 +43,7 @@ class Compiler:
         self._ends = words_of(eos, vocab_size)
         self._others = words_of(range(vocab_size), vocab_size) & ~self._ends
         self._tokenizer: LLTokenizer | None = None
-        self._grammars: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._grammars: OrderedDict[str, str] = OrderedDict()  # by digest
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -48,7 +52,7 @@ class Compiler:
         return grammar.digest_of(format, self._vocabulary)
 
     def knows(self, format: Mapping[str, Any]) -> bool:
-        """Whether the format is compiled already. Any thread may ask."""
+        """Whether the format was compiled before. Any thread may ask."""
         return self.digest(format) in self._grammars
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -70,22 +74,15 @@ class Compiler:
 
         Called by the thread alone.
         """
-        digest = self.digest(format)
-        matcher = self._grammars.get(digest)
-        if matcher is None:
-            matcher = self._compile(format)
-            self._grammars[digest] = matcher
-            if len(self._grammars) > MAX_GRAMMARS:
-                self._grammars.popitem(last=False)
-        else:
-            self._grammars.move_to_end(digest)
-        return Constraint(matcher.deep_copy(), self._ends, self._others, digest)
-
-    def _compile(self, format: Mapping[str, Any]) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        text = grammar.grammar_of(format)
+        digest = self.digest(format)
+        text = self._grammars.get(digest) or grammar.grammar_of(format)
         matcher = LLMatcher(self._tokenizer, text, limits=grammar.LIMITS, log_level=0)
         if matcher.is_error():
             raise BadRequest(grammar.refused(format, matcher.get_error()))
-        return matcher
+        self._grammars[digest] = text
+        self._grammars.move_to_end(digest)
+        if len(self._grammars) > MAX_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return Constraint(matcher, self._ends, self._others, digest)
