@@ -111,7 +111,7 @@ def test_ps_has_what_a_model_holds_now(client: ollama.Client, pool: Pool) -> Non
 
 def test_the_lists_of_models(client: ollama.Client) -> None:
     assert {model.model for model in client.list().models} == {
-        "demo", "demo-embed", "counting", "thinker", "bare",
+        "demo", "demo-chat", "demo-embed", "counting", "thinker", "bare",
     }  # fmt: skip
     until(lambda: info(client, "thinker"), "the model was looked at")
     shown = client.show("thinker")
@@ -148,7 +148,7 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"format": "json"}, "'format' is not supported"),
+        ({"format": "xml"}, "'format' must be \"json\" or a JSON schema"),
         ({"keep_alive": "soon"}, "'keep_alive' must be seconds, or a duration such as '5m'"),
         ({"images": ["aGk="]}, "this model does not support image input"),
         ({"images": ["?"]}, r"images\[0\] is not base64"),

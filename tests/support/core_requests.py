@@ -14,12 +14,13 @@ def new_request(
     owner: str = "uid:1",
     arrival: int = 0,
     state: RequestState = RequestState.QUEUED,
+    blobs: tuple[bytes, ...] = (),
     **body: Any,
 ) -> Request:
-    """A request for the model m; `body` is that of its `generate`."""
+    """A request for the model m; `body` and `blobs` are those of its `generate`."""
     if not {"prompt", "messages", "tokens"} & body.keys():
         body["prompt"] = "a"
-    message = Generate.parse({"model": "m", **body}, ())
+    message = Generate.parse({"model": "m", **body}, blobs)
     reader = Reader(1, 1, message.window, message.batch)
     return Request(
         ident, owner, b"", message, "m", Run(0), reader, 0.0, 1.0, 1.0, 1.0, arrival, state

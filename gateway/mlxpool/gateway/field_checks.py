@@ -16,7 +16,6 @@ from mlxpool.gateway.schemas import Schema, nullable
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 NOWHERE: Mapping[str, str] = {}
-NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in words"
 
 
 @dataclass(frozen=True, slots=True)

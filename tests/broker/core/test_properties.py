@@ -420,6 +420,7 @@ class Pool(RuleBasedStateMachine):
         assert worker.credit() >= 0
         assert worker.credit() == 0 or worker.credit() == owed(worker)
         assert worker.credit() == 0 or worker.state is WorkerState.READY
+        assert worker.reading <= worker.leases
         assert set(worker.batch_bounds) <= {run for _, run in worker.leases}
         assert len(worker.leases) <= min(worker.batch_bounds.values(), default=len(worker.leases))
         fake = self.story.workers[worker.slot]

@@ -45,6 +45,19 @@ def test_one_owner_is_served_in_order() -> None:
     assert served(filled(*requests), 5) == requests
 
 
+def test_the_head_without_images_passes_those_with_images() -> None:
+    seen = [request(n, "a", prompt="[img-0]", images=1, blobs=(b"x",)) for n in range(2)]
+    texts = [request(10, "a"), request(11, "b")]
+    queue = filled(*seen, *texts)
+    found = []
+    while (head := queue.head(without_images=True)) is not None:
+        queue.take(head)
+        found.append(head)
+    assert set(found) == set(texts) and len(found) == 2
+    assert served(queue, 2) == seen
+    assert (queue.count, queue.bytes, queue.head(without_images=True)) == (0, 0, None)
+
+
 def test_priorities_are_strict() -> None:
     requests = [request(n, owner, priority=n % 3) for n, owner in enumerate("abcabcabc")]
     order = [each.message.priority for each in served(filled(*requests), 9)]

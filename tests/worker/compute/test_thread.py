@@ -18,6 +18,8 @@ from mlxpool.worker.compute.messages import (
     DropAll,
     HandBack,
     HandedBack,
+    MakeRoom,
+    Reserve,
     StepDeltas,
     Unusable,
 )
@@ -58,6 +60,28 @@ def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -
     until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
     for name, prompt in prompts.items():
         harness.admit(name, prompt=prompt, count=count)
+
+
+class Reserving(CountingEngine):
+    """Notes what it is asked for."""
+
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def reserve(self, size: int) -> None:
+        self.asked.append(("reserve", size))
+
+    def make_room(self, size: int) -> None:
+        self.asked.append(("make room", size))
+
+
+def test_the_engine_is_told_what_preparations_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reserving, "asked", [])
+    harness = ComputeHarness(engine=Reserving).ready()
+    harness.compute.send(Reserve(5))
+    harness.compute.send(MakeRoom(7))
+    until(lambda: Reserving.asked == [("reserve", 5), ("make room", 7)], "an idle engine is told")
+    harness.admit(1, count=3)
+    assert ids_of(harness.until_ended({1})[1]) == expected_ids("x", 1, 3)
 
 
 class Recording(CountingEngine):

@@ -26,7 +26,7 @@ from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
+from mlxpool.worker.engine.row_engine import HEAP_GROWTH, MIN_BLOCKS  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
@@ -443,6 +443,38 @@ def test_memory_outside_mlx_reduces_the_capacity(
     live -= HEAP_GROWTH
     engine.memory()
     assert engine.blocks.capacity == blocks
+
+
+def test_what_is_reserved_for_other_processes_is_part_of_the_limit(
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
+    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    for salt in range(3):
+        ids_of(engine, sequence(prompt_of(300, salt)), 3)
+    blocks = engine.blocks.capacity
+    engine.reserve((blocks - 3) * engine._block_bytes)
+    assert engine.blocks.capacity == 3 and 0 < engine.prefix_blocks() <= 3
+    engine.reserve(2**31)
+    assert engine.blocks.capacity == MIN_BLOCKS, "the model is served all the same"
+    engine.reserve(0)
+    assert engine.blocks.capacity == blocks
+    monkeypatch.setattr(device, "has_own_memory", lambda: True)
+    engine.reserve(2**31)
+    assert engine.blocks.capacity == blocks
+
+
+def test_prefixes_then_images_make_room(loaded: LoadedModel, text: ChatTokenizer) -> None:
+    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    for salt in range(3):
+        ids_of(engine, sequence(prompt_of(300, salt)), 3)
+    engine.encoded.put(b"a", np.zeros(1000, np.uint8))
+    mx.clear_cache()
+    before = engine.memory().prefix
+    engine.make_room(1)
+    assert 0 < engine.memory().prefix < before and b"a" in engine.encoded
+    engine.make_room(2**30)
+    assert engine.memory().prefix == 0 and b"a" not in engine.encoded
 
 
 @pytest.mark.parametrize(("on_gpu", "trims"), [(False, 3), (True, 0)])

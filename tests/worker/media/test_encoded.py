@@ -32,6 +32,13 @@ def test_the_least_recently_used_goes_first() -> None:
         images.get(b"b")
 
 
+def test_what_is_not_pinned_shrinks() -> None:
+    images = kept(200, b"a", b"b", b"c")
+    assert images.shrink(0) == 0 and images.nbytes == 120
+    assert images.shrink(50, {b"a"}) == 80 and b"a" in images
+    assert images.shrink(1, {b"a"}) == 0 and images.nbytes == 40
+
+
 def test_what_is_pinned_stays() -> None:
     images = kept(100, b"a", b"b")
     images.put(b"c", Sized(90), {b"a"})

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import queue
 import signal
+import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.protocol.token_ids import unpack_ids
-from mlxpool.worker.preparation.errors import error_of_exit
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.preparation.errors import CANCELLED, error_of_exit
 from mlxpool.worker.preparation.jobs import Encode, Encoded, Job, Render, Result, image_of, perform
+from mlxpool.worker.preparation.lane import Bounds
 from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
-from mlxpool.worker.preparation.limits import SHORT_TEXT, Limits
+from mlxpool.worker.preparation.limits import (
+    IMAGE_SECONDS,
+    MAX_IMAGE_LANES,
+    MAX_LANES,
+    SHORT_TEXT,
+    Limits,
+)
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.cpu_threads import CpuThreads
 from mlxpool.worker.weights.inspect import inspect
 from support import seeing_models as seeing
-from support.pool import PATIENCE
+from support.pool import PATIENCE, until
+from support.slow_tokenizer import SLOW, SLOW_PATTERN, split_texts
 
 CONTEXT = 500
 SLOT = seeing.FIRST_ID + 1
@@ -142,7 +153,81 @@ def test_a_marker_in_a_message_is_text(lanes: Lanes, literal: str, size: int) ->
 def test_an_image_that_takes_too_long_ends_its_lane_with_a_reason() -> None:
     error = error_of_exit(-signal.SIGVTALRM, 100, Limits())
     assert isinstance(error, BadRequest)
-    assert error.message.startswith("an image was not decoded after 20 s of processor time")
+    assert error.message.startswith("the images of the request were not decoded after 20 s")
+
+
+def test_the_images_of_a_request_share_one_limit_of_time() -> None:
+    """A timer that each image set anew would let a request run 16 times as long."""
+    handler = signal.getsignal(signal.SIGPROF)
+    bounds = Bounds(Limits())
+    try:
+        left = []
+        for _ in range(3):
+            with bounds.image():
+                left.append(signal.getitimer(signal.ITIMER_VIRTUAL)[0])
+                until = time.process_time() + 0.05
+                while time.process_time() < until:
+                    pass
+        assert IMAGE_SECONDS + 0.1 > left[0] > left[1] > left[2]
+        assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+        bounds.begin_job()
+        with bounds.image():
+            assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > left[1]
+    finally:
+        signal.signal(signal.SIGPROF, handler)
+
+
+def test_equal_images_are_read_once(tmp_path: Path) -> None:
+    text = CountingReads(ChatTokenizer.from_folder(inspect(seeing.write_gemma(tmp_path))))
+    files = [FILES[0], FILES[1], bytes(bytearray(FILES[0])), FILES[1]]
+    result = perform(text, Encode("[img-3][img-2][img-0][img-1]", CONTEXT, images=files))
+    assert isinstance(result, Encoded)
+    assert text.reads == [0, 1] and len(result.images) == 2
+    assert list(result.named) == [1, 0, 0, 1]
+
+
+class CountingReads:
+    """A tokenizer that notes which images it was asked to read."""
+
+    def __init__(self, text: ChatTokenizer) -> None:
+        self._text = text
+        self.reads: list[int] = []
+
+    def read_image(self, data: bytes, index: int) -> PreparedImage:
+        self.reads.append(index)
+        return self._text.read_image(data, index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text, name)
+
+
+def test_texts_and_other_owners_do_not_wait_for_images(tmp_path: Path) -> None:
+    """Images of one owner are prepared one after the other, and texts have lanes of their own."""
+    folder = seeing.write_gemma(tmp_path)
+    split_texts(folder, SLOW_PATTERN)
+    lanes = Lanes(folder)
+    try:
+        for number in range(MAX_LANES):
+            job = Encode("[img-0]" + SLOW, 10**6, images=FILES[:1])
+            lanes.service.submit(Waiting(("a", number), "a", 1, job))
+        lanes.service.submit(Waiting(("b", 0), "b", 1, job))
+        lanes.service.submit(Waiting(("c", 0), "c", 1, job))
+
+        def load() -> tuple[int, int]:
+            return lanes.service.load.running, lanes.service.load.waiting
+
+        expected = (MAX_IMAGE_LANES, MAX_LANES + 2 - MAX_IMAGE_LANES)
+        until(lambda: load() == expected, "one of each of two owners runs")
+        for size in (1, SHORT_TEXT + 1):
+            lanes.service.submit(Waiting(size, "a", size, Encode("a" * size, 10**6)))
+            key, result = lanes.results.get(timeout=PATIENCE)
+            assert key == size and isinstance(result, Encoded)
+        assert load() == expected
+        lanes.service.cancel(("a", 0))
+        assert lanes.results.get(timeout=PATIENCE) == (("a", 0), CANCELLED)
+        until(lambda: load() == (expected[0], expected[1] - 1), "the next one runs")
+    finally:
+        lanes.service.close()
 
 
 def test_a_model_without_images_refuses_them(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
 from mlxpool.worker.preparation.limits import MAX_LANES, MAX_LANES_OF_OWNER, SHORT_TEXT, Limits
 from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.preparation.room import WorkerMemory
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -57,13 +58,23 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
 class Lanes:
     """A service, and the results that it has delivered."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None, memory_limit: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits | None = None,
+        memory_limit: int = 0,
+        worker_memory: WorkerMemory | None = None,
+    ) -> None:
         self.source = source = ChatTokenizer.from_folder(inspect(folder)).source
         self.results: queue.SimpleQueue[tuple[Hashable, Result]] = queue.SimpleQueue()
         server = ForkServer(source, limits or Limits(render=PATIENCE, tokenize=PATIENCE))
         threads = CpuThreads(None, 1)
         self.service = LaneService(
-            server, lambda key, result: self.results.put((key, result)), threads, memory_limit
+            server,
+            lambda key, result: self.results.put((key, result)),
+            threads,
+            memory_limit,
+            worker_memory=worker_memory,
         )
         self.service.start()
         self._key = 0
@@ -345,6 +356,26 @@ def test_a_text_over_the_memory_limit_of_the_worker_ends_alone(make: Make) -> No
     key, error = lanes.next()
     assert key == "large" and isinstance(error, OutOfMemory)
     assert error.details["bound"] == 1 and error.details["prompt_bytes"] == 3 * 10**6
+    assert "the worker takes" in error.message and "memory_limit is 1;" in error.message
+
+
+def test_the_memory_at_rest_is_told_and_room_is_made_before_a_text_is_ended(make: Make) -> None:
+    reserved: list[int] = []
+    asked: list[int] = []
+
+    def make_room(size: int) -> None:
+        asked.append(size)
+        lanes.service._room.limit = 2**50  # as if so much had become free
+
+    memory = WorkerMemory(reserved.append, make_room, lambda: {"prefix": 2**50})
+    lanes = make(memory_limit=1, worker_memory=memory)
+    until(lambda: bool(reserved), "what the processes take at rest is told")
+    (server,) = servers()
+    assert reserved[0] >= server.memory_info().rss / 2 > 0
+    lanes.submit("large", Encode("ab " * 10**6, context=10**7))
+    key, result = lanes.next()
+    assert key == "large" and isinstance(result, Encoded), result
+    assert len(asked) == 1 and asked[0] > 0
 
 
 # ---- order, cancels, deadlines -------------------------------------------------------------------

@@ -44,9 +44,11 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.common.trace import History
     from mlxpool.common.transport.keys import Credentials
     from mlxpool.common.transport.waker import Waker
+    from mlxpool.worker.compute.messages import MakeRoom, Reserve
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
     from mlxpool.worker.preparation.limits import Limits
+    from mlxpool.worker.preparation.room import WorkerMemory
     from mlxpool.worker.process.edge import Edge, Mailbox
     from mlxpool.worker.process.link import Link
     from mlxpool.worker.process.preparations import service_of
@@ -61,17 +63,27 @@ def build(config: WorkerConfig) -> Edge:
     progress = Progress(mailbox.waker.wake, block=block)
     credentials = Credentials.of(config.server_key, config.key)
     faults = faults_of(config, history)
-    limits = Limits(tokenize=config.prepare_limit)
-    make_service = partial(service_of, limits=limits, memory_limit=config.model.memory_limit)
+    if not faults.site:
+        compute = Compute(config, progress, mailbox.post)
+    else:
+        compute = Compute(
+            config, progress, mailbox.post, partial(open_source, faults=faults), begin_with(faults)
+        )
+    make_service = partial(
+        service_of,
+        limits=Limits(tokenize=config.prepare_limit),
+        memory_limit=config.model.memory_limit,
+        worker_memory=WorkerMemory(
+            reserve=lambda size: compute.send(Reserve(size)),
+            make_room=lambda size: compute.send(MakeRoom(size)),
+            figures=lambda: progress.memory.latest,
+        ),
+    )
     if not faults.site:
         link = Link(config.endpoint, config.token, history, credentials)
-        compute = Compute(config, progress, mailbox.post)
         preparer = partial(preparer_of, make_service=make_service)
         return Edge(config, history, mailbox, progress, link, compute, preparer)
     faulty_link = FaultyLink(config.endpoint, config.token, history, credentials, faults)
-    compute = Compute(
-        config, progress, mailbox.post, partial(open_source, faults=faults), begin_with(faults)
-    )
     make_preparer = partial(FaultyPreparer, faulty_link, make_service=make_service)
     return Edge(config, history, mailbox, progress, faulty_link, compute, make_preparer)
 

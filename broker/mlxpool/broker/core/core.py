@@ -61,7 +61,7 @@ class Core:
         admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
         failover = Failover(state, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
-        ingest = TokenIngest(state, pool, delivery, failover)
+        ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
         self._endings = endings = Endings(state, outbox, ended, delivery, calls)
         operations = Operations(state, pool, delivery, calls, failover, drainer)

@@ -41,7 +41,10 @@ class Dispatcher:
             workers = self._assign_resumed(request, workers, now)
         while (fresh := model.queue.head()) is not None:
             worker = choose_worker(workers, fresh)
-            if worker is None:
+            if worker is None and fresh.message.prompt.images:
+                fresh = model.queue.head(without_images=True)
+                worker = None if fresh is None else choose_worker(workers, fresh)
+            if fresh is None or worker is None:
                 break
             self._assign(fresh, worker, now)
         self._fail_incompatible(model, now)
@@ -88,6 +91,8 @@ class Dispatcher:
         request.queue_deadline = math.inf
         worker.works_sent += 1
         worker.leases.add((request.id, run.number))
+        if request.message.prompt.images:
+            worker.reading.add((request.id, run.number))
         if run.batch_bound:
             worker.batch_bounds[run.number] = run.batch_bound
         remember_prefixes(worker, prefix_keys(request))

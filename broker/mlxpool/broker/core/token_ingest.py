@@ -9,6 +9,7 @@ import math
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
@@ -26,12 +27,18 @@ class TokenIngest:
     """An id counts from the moment it is taken, whether it was delivered or not."""
 
     def __init__(
-        self, state: State, pool: WorkerPool, delivery: Delivery, failover: Failover
+        self,
+        state: State,
+        pool: WorkerPool,
+        delivery: Delivery,
+        failover: Failover,
+        dispatcher: Dispatcher,
     ) -> None:
         self._state = state
         self._pool = pool
         self._delivery = delivery
         self._failover = failover
+        self._dispatcher = dispatcher
 
     def on_deltas(self, event: ev.WorkerDeltas, now: float) -> None:
         epoch, requests, counters = event.epoch, self._state.requests, self._state.counters
@@ -70,11 +77,20 @@ class TokenIngest:
                 self._delivery.flush(request, now)
 
     def on_prompts(self, event: ev.WorkerPrompts, now: float) -> None:
-        """Note the sizes of prompts, so that usage has them before the first token."""
+        """Note the sizes of prompts, so that usage has them before the first token.
+
+        Prompts whose images are prepared now leave their places to others with images.
+        """
+        worker, images = self._state.workers.get(event.epoch), False
         for id, number, tokens in event.message.runs:
             request = self._state.requests.get(id)
             if request is not None and request.run.leased_by(event.epoch, number):
                 request.run.prompt_tokens = tokens
+            if worker is not None and (id, number) in worker.reading:
+                worker.reading.remove((id, number))
+                images = True
+        if worker is not None and images:
+            self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
         """Take a row that is the first or the last of its run, or that should not exist."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
@@ -40,32 +40,44 @@ class Lane:
     def __init__(self) -> None:
         self.owners: OrderedDict[str, deque[Request]] = OrderedDict()
         self.deficits: dict[str, int] = {}
+        self.texts = 0  # requests without images
 
     def add(self, request: Request) -> None:
         self.owners.setdefault(request.owner, deque()).append(request)
         self.deficits.setdefault(request.owner, 0)
+        self.texts += not request.message.prompt.images
 
-    def head(self) -> Request | None:
-        """The request whose turn it is; the same until the lane changes before it."""
-        if not self.owners:
+    def head(self, *, without_images: bool = False) -> Request | None:
+        """The request whose turn it is; the same until the lane changes before it.
+
+        `without_images`: that of the requests without images.
+        """
+        if not (self.texts if without_images else self.owners):
             return None
         while True:
             owner, waiting = next(iter(self.owners.items()))
-            if self.deficits[owner] >= cost(waiting[0]):
-                return waiting[0]
-            self.deficits[owner] += QUANTUM
+            first = _first_text(waiting) if without_images else waiting[0]
+            if first is not None:
+                if self.deficits[owner] >= cost(first):
+                    return first
+                self.deficits[owner] += QUANTUM
             self.owners.move_to_end(owner)
 
     def take(self, request: Request) -> None:
-        """Remove the head: its owner pays for it."""
+        """Remove one of the heads: its owner pays for it."""
         self.deficits[request.owner] -= cost(request)
         self.drop(request)
 
     def drop(self, request: Request) -> None:
         waiting = self.owners[request.owner]
         waiting.remove(request)
+        self.texts -= not request.message.prompt.images
         if not waiting:  # an owner without waiting requests keeps no deficit
             del self.owners[request.owner], self.deficits[request.owner]
+
+
+def _first_text(waiting: Iterable[Request]) -> Request | None:
+    return next((request for request in waiting if not request.message.prompt.images), None)
 
 
 class Queue:
@@ -104,22 +116,21 @@ class Queue:
         """A request in the queue was sent again and holds so many more bytes."""
         self.bytes += more_bytes
 
-    def head(self) -> Request | None:
-        """The next of the fresh ones: the highest priority first."""
+    def head(self, *, without_images: bool = False) -> Request | None:
+        """The next of the fresh ones, or of those without images: the highest priority first."""
         for lane in reversed(self.lanes):
-            request = lane.head()
+            request = lane.head(without_images=without_images)
             if request is not None:
                 return request
         return None
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker."""
-        lane = self.lanes[request.message.priority]
-        if lane.head() is request:
-            lane.take(request)
-            self._count(request, -1)
-        else:
+        if request in self.resumed:
             self.drop(request)
+        else:
+            self.lanes[request.message.priority].take(request)
+            self._count(request, -1)
 
     def drop(self, request: Request) -> None:
         """Remove a request that ends."""

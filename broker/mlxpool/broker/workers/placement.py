@@ -60,6 +60,17 @@ def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
     return len(worker.leases) + 1 <= min(bounds) if bounds else True
 
 
+def has_image_place(worker: Worker, request: Request) -> bool:
+    """Whether the worker may be given the images of a request; true for one without images.
+
+    Images are prepared one after the other, and hold a place of the batch meanwhile. So half the
+    places, or the only one, may have images in preparation.
+    """
+    if not request.message.prompt.images:
+        return True
+    return len(worker.reading) < max(1, (worker.credit() + len(worker.leases)) // 2)
+
+
 def choose_worker(workers: Sequence[Worker], request: Request) -> Worker | None:
     """The one that knows the prompt's beginning, else the one with most credit; None if none may.
 
@@ -71,6 +82,7 @@ def choose_worker(workers: Sequence[Worker], request: Request) -> Worker | None:
         if worker.credit() > 0
         and fits_facts(worker, request)
         and keeps_batch_bounds(worker, request)
+        and has_image_place(worker, request)
     ]
     if len(free) < 2:
         return free[0] if free else None

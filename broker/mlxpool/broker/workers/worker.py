@@ -37,6 +37,7 @@ class Worker:
     works_sent: int = 0
     leases: set[RunKey] = field(default_factory=set)
     batch_bounds: dict[int, int] = field(default_factory=dict)  # run number -> Run.batch_bound
+    reading: set[RunKey] = field(default_factory=set)  # leases whose images it still prepares
     calls: set[bytes] = field(default_factory=set)  # ids of calls in flight
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # keys it was sent
     beat: Beat = field(default_factory=Beat)
@@ -96,10 +97,12 @@ class Worker:
     def end_lease(self, key: RunKey) -> None:
         """The worker has confirmed the end of a run, or handed it back."""
         self.leases.discard(key)
+        self.reading.discard(key)
         self.batch_bounds.pop(key[1], None)
 
     def end_all_leases(self) -> None:
         self.leases.clear()
+        self.reading.clear()
         self.batch_bounds.clear()
 
     def reset_connection(self) -> None:

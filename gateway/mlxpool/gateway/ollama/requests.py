@@ -27,6 +27,7 @@ from mlxpool.gateway.ollama.fields import (
     SHOW,
     VECTOR_OPTIONS,
 )
+from mlxpool.gateway.structured import ollama_format, require_no_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
     given = body.get("messages")
     messages, images = ([], []) if given is None or given == [] else _messages(given)
     tools = fields.checked("tools", check_tools, body.get("tools"))
-    return OllamaRequest(**_common(body), messages=messages, tools=tools, images=images)
+    common = _common(body)
+    require_no_tools(tools, common["options"])
+    return OllamaRequest(**common, messages=messages, tools=tools, images=images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     options = fields.options(given, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)
+    options |= ollama_format(body.get("format"))
     return {
         "model": fields.text(body, "model"),
         "stream": fields.flag(body, "stream", True),

@@ -11,7 +11,8 @@ from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.gateway.field_checks import NO_CONSTRAINTS, Body, RefusedFields
+from mlxpool.gateway import structured
+from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,
@@ -104,9 +105,6 @@ REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
     "min_tokens": ((0,), "leave it out"),
     "stop_token_ids": (([],), "name texts in `stop`"),
-    "guided_json": ((), NO_CONSTRAINTS),
-    "guided_regex": ((), NO_CONSTRAINTS),
-    "guided_choice": ((), NO_CONSTRAINTS),
     "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
     "skip_special_tokens": ((), "special tokens are text like any other"),
     "use_beam_search": ((False,), "leave it out"),
@@ -116,6 +114,7 @@ REFUSED: RefusedFields = {
 CHAT = Body(
     {
         **COMMON,
+        **structured.OF_CHATS,
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
         "tool_choice": choice("auto", "none"),
@@ -129,7 +128,6 @@ CHAT = Body(
     accepted=ACCEPTED,
     refused={
         **REFUSED,
-        "response_format": (({"type": "text"},), NO_CONSTRAINTS),
         "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
         "functions": (([],), "use `tools`"),
         "function_call": (("none",), "use `tools`"),
@@ -146,6 +144,7 @@ CHAT = Body(
 COMPLETION = Body(
     {
         **COMMON,
+        **structured.OF_COMPLETIONS,
         "prompt": PROMPT,
         "logprobs": described("the number of alternatives", integer(0, MAX_TOP_LOGPROBS)),
     },

@@ -21,6 +21,7 @@ from mlxpool.gateway.openai.fields import (
     SAMPLING,
     STREAM_OPTIONS,
 )
+from mlxpool.gateway.structured import openai_format, require_no_tools
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
@@ -31,9 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
     "top_k": 0,
     "repeat_last_n": -1,
 }
-NO_FORCED_CALL = (
-    "a call cannot be forced, as constrained decoding is not built; use 'auto' or 'none'"
-)
+NO_FORCED_CALL = "a call cannot be forced; use 'auto' or 'none'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     think = _think(body)
     options |= {} if think is None else {"think": think}
     options |= {"tools": tools} if tools else {}
+    require_no_tools(tools, options)
     prompt = {"messages": messages, **({"images": images} if images else {})}
     given_effort = body.get("reasoning_effort") is not None
     field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
@@ -135,7 +135,7 @@ def _request(
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
-    options = {**DEFAULTS, **fields.options(given, SAMPLING)}
+    options = {**DEFAULTS, **fields.options(given, SAMPLING), **openai_format(body)}
     if options.get("seed", 0) < 0:
         raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
     max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)

@@ -14,7 +14,15 @@ from typing import NoReturn
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.admissions import Admissions
 from mlxpool.worker.compute.generations import Generation, Generations
-from mlxpool.worker.compute.messages import Admit, DeltaQueue, Drop, DropAll, Inbound
+from mlxpool.worker.compute.messages import (
+    Admit,
+    DeltaQueue,
+    Drop,
+    DropAll,
+    Inbound,
+    MakeRoom,
+    Reserve,
+)
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.engine.engine import Engine
@@ -93,6 +101,10 @@ class ComputeLoop:
             self._generations.forget_all()
             deltas.clear()
             self._delta_queue.fence = message.fence
+        elif isinstance(message, Reserve):
+            self._engine.reserve(message.bytes)
+        elif isinstance(message, MakeRoom):
+            self._engine.make_room(message.bytes)
         else:
             self._generations.forget_all()
             self._delta_queue.put(deltas)

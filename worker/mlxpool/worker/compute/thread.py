@@ -54,7 +54,7 @@ class Compute(threading.Thread):
         self._ended_by: BaseException | None = None
 
     def send(self, message: Inbound) -> None:
-        """Enqueue a message. Called by the main thread."""
+        """Enqueue a message. Any thread may call it."""
         self.inbox.put(message)
 
     def run(self) -> None:

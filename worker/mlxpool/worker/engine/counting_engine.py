@@ -168,6 +168,12 @@ class CountingEngine:
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
+    def reserve(self, size: int) -> None:
+        """Does nothing: it has no memory limit."""
+
+    def make_room(self, size: int) -> None:
+        """Does nothing: it keeps nothing."""
+
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Does nothing: its first step is as fast as later ones."""
 

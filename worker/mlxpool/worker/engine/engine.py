@@ -174,6 +174,15 @@ class Engine(Protocol):
     def release(self, seq: Sequence) -> None:
         """Frees row and blocks of a sequence in any phase; ignores an unknown sequence."""
 
+    def reserve(self, size: int) -> None:
+        """Keeps so many bytes of the memory limit for other processes, in place of those before."""
+
+    def make_room(self, size: int) -> None:
+        """Gives up freed buffers, cached prefixes, encoded images: `size` bytes, or what there is.
+
+        What running sequences need stays.
+        """
+
     def device_works(self) -> bool:
         """Returns whether the device still computes; called after an exception.
 

@@ -169,6 +169,7 @@ class RowEngine(ABC, Generic[R]):
         self._draws_alone = False  # whether a prompt's last input is a span of its own
         self._block_bytes = KV_BLOCK_TOKENS
         self._row_bytes = self._activation_bytes = 0
+        self._reserved = 0  # bytes of other processes of this worker
         self._spare = 0  # bytes that may be allocated for unused blocks
         self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes()
         self._cache = min(
@@ -291,6 +292,20 @@ class RowEngine(ABC, Generic[R]):
         """Returns the blocks that the prefix cache uses."""
         return -(-self._prefix.nbytes // self._block_bytes)
 
+    def reserve(self, size: int) -> None:
+        """See Engine.reserve. A device with a memory of its own has nothing to share."""
+        self._reserved = 0 if device.has_own_memory() else size
+        self._measure_process()
+
+    def make_room(self, size: int) -> None:
+        """See Engine.make_room."""
+        size -= mx.get_cache_memory()
+        size -= self._prefix.shrink(size)
+        needed = {span.image for seq in self._rows for span in seq.needed_images}
+        self.encoded.shrink(size, needed)
+        mx.clear_cache()
+        device.trim_heap()
+
     def memory(self) -> MemoryUse:
         """See Engine.memory. Measures the memory outside MLX; when it grew, fewer blocks fit."""
         self._measure_process()
@@ -387,7 +402,10 @@ class RowEngine(ABC, Generic[R]):
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
         used += self._spare + self._max_sequences * self._row_bytes
         used += self.encoded.budget + self._largest_image
-        return block_capacity(self._limit - used, self._block_bytes)
+        blocks = block_capacity(self._limit - used, self._block_bytes)
+        beside = block_capacity(self._limit - used - self._reserved, self._block_bytes)
+        # A model that fits is served, with long texts refused where their preparation does not fit.
+        return max(beside, min(blocks, MIN_BLOCKS))
 
     def _too_few_blocks(self) -> str:
         apart = self._spare + self._max_sequences * self._row_bytes

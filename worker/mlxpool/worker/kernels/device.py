@@ -64,9 +64,14 @@ def memory_limit(configured: int) -> int:
     return configured or int(device_memory()[0] * DEFAULT_MEMORY_SHARE)
 
 
+def has_own_memory() -> bool:
+    """Returns whether the device has a memory of its own, apart from that of processes."""
+    return on_gpu() and sys.platform == "linux"
+
+
 def non_mlx_bytes() -> int:
     """Returns this process's bytes outside MLX (Python, BLAS); 0 where a GPU has its own memory."""
-    if on_gpu() and sys.platform == "linux":
+    if has_own_memory():
         return 0
     resident = int(psutil.Process().memory_info().rss)
     return max(0, resident - mx.get_active_memory() - mx.get_cache_memory())

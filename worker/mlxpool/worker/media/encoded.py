@@ -64,6 +64,15 @@ class EncodedImages(Generic[F]):
         if features is not None:
             self.nbytes -= features.nbytes
 
+    def shrink(self, size: int, pinned: Collection[ImageKey] = ()) -> int:
+        """Frees at least `size` bytes, if so many are not pinned; returns the bytes freed."""
+        before = self.nbytes
+        for image in [one for one in self._kept if one not in pinned]:
+            if before - self.nbytes >= size:
+                break
+            self.discard(image)
+        return before - self.nbytes
+
     def clear(self) -> None:
         """Frees all features."""
         self._kept.clear()

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mlxpool.common.errors import BadRequest, DeadlineExceeded, Internal, OutOfMemory, PoolError
-from mlxpool.worker.preparation.limits import ENCODE_MEMORY, IMAGE_SECONDS, Limits
+from mlxpool.worker.preparation.limits import (
+    ENCODE_MEMORY,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
+    IMAGE_SECONDS,
+    Limits,
+)
 
+RETRY_AFTER_MS = 1000  # when memory is short because of what other requests take
 CANCELLED = Internal("the request was cancelled")
 
 
@@ -17,17 +26,59 @@ def late(size: int) -> DeadlineExceeded:
     )
 
 
-def too_much_memory(size: int, own: int, total: int, limit: int) -> OutOfMemory:
-    """A lane takes `own` bytes, and with it the worker takes `total`, which is over `limit`."""
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes over `limit`: the `worker` itself, all processes that `prepare`, `own` of one job.
+
+    `figures` are those of a heartbeat. `others`: jobs beside that one.
+    """
+
+    limit: int
+    worker: int
+    prepare: int
+    own: int
+    figures: Mapping[str, int]
+    others: int = 0
+
+    @property
+    def passes(self) -> bool:
+        """Whether something takes memory that will end by itself."""
+        return self.others > 0 or self.figures.get("kv_used", 0) > 0
+
+
+def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
+    """A request of `size` bytes cannot be prepared within the memory limit."""
+    figures, total = parts.figures, parts.worker + parts.prepare
+    known = [
+        f"{words} {figures[name]}"
+        for name, words in (
+            ("weights", "weights"),
+            ("kv", "running requests"),
+            ("prefix", "kept prefixes and images"),
+        )
+        if figures.get(name)
+    ]
+    inside = f" ({', '.join(known)})" if known else ""
+    advice = "send it again when other requests have ended" if parts.passes else "send less"
     return OutOfMemory(
-        f"preparing the prompt of {size} bytes takes {own} bytes of memory, the worker with it"
-        f" {total}, and memory_limit is {limit}; shorten the prompt, or raise the limit",
-        details={"prompt_bytes": size, "value": total, "bound": limit},
+        f"there is no memory to prepare the request of {size} bytes: the worker takes"
+        f" {parts.worker} bytes{inside}, the processes that prepare requests {parts.prepare}, of"
+        f" which {parts.own} for this one; together {total}, and memory_limit is {parts.limit};"
+        f" {advice}, or raise memory_limit",
+        details={"prompt_bytes": size, "value": total, "bound": parts.limit},
+        retry_after_ms=RETRY_AFTER_MS if parts.passes else None,
     )
 
 
-def error_of_exit(code: int, size: int, limits: Limits) -> PoolError | None:
+def error_of_exit(
+    code: int, size: int, limits: Limits, *, checks_format: bool = False
+) -> PoolError | None:
     """What the exit code of a lane means for its job; None: it was ended from outside."""
+    if checks_format and code in (-signal.SIGVTALRM, -signal.SIGABRT):
+        return BadRequest(
+            f"format: it was not compiled with {GRAMMAR_SECONDS:g} s of processor time and"
+            f" {GRAMMAR_MEMORY} bytes of memory: make it simpler"
+        )
     if code == -signal.SIGALRM:
         return BadRequest(
             f"the chat template was not done after {limits.render:g} s: it was stopped"
@@ -39,8 +90,8 @@ def error_of_exit(code: int, size: int, limits: Limits) -> PoolError | None:
         )
     if code == -signal.SIGVTALRM:
         return BadRequest(
-            f"an image was not decoded after {IMAGE_SECONDS:g} s of processor time: it was stopped;"
-            " make it smaller"
+            f"the images of the request were not decoded after {IMAGE_SECONDS:g} s of processor"
+            " time: it was stopped; send smaller images, or fewer"
         )
     if code == -signal.SIGABRT:
         return BadRequest(

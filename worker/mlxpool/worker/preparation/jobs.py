@@ -73,6 +73,18 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckFormat:
+    """Check that a format can be followed."""
+
+    format: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The format can be followed."""
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedInputs:
     """Inputs of an encoder model: the packed ids of all, one after the other, of these lengths.
 
@@ -89,8 +101,8 @@ class Encoded:
     """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
     later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
 
-    `images`: those of the request, see `image_fields`. `named`: which of them stand in place of the
-    slot tokens among the ids, in order.
+    `images`: the different ones of the request, see `image_fields`. `named`: which of them stand in
+    place of the slot tokens among the ids, in order.
     """
 
     packed: bytes
@@ -106,10 +118,27 @@ class Decoded:
 
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
-Job = Render | Encode | Decode | EncodeInputs
-Result = Encoded | RenderedChat | Decoded | EncodedInputs | PoolError
+Job = Render | Encode | Decode | EncodeInputs | CheckFormat
+Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | PoolError
 
-_KINDS = (Render, Encode, Decode, EncodeInputs, Encoded, RenderedChat, Decoded, EncodedInputs)
+
+def reads_images(job: Job) -> bool:
+    """Whether the job decodes images, which takes far longer than texts do."""
+    return isinstance(job, Render | Encode) and bool(job.images)
+
+
+_KINDS = (
+    Render,
+    Encode,
+    Decode,
+    EncodeInputs,
+    CheckFormat,
+    Encoded,
+    RenderedChat,
+    Decoded,
+    EncodedInputs,
+    Checked,
+)
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -142,6 +171,8 @@ def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
             return _for_encoder(text, job)
         if isinstance(job, EncodeInputs):
             raise BadRequest(GENERATES)
+        if isinstance(job, CheckFormat):
+            return _check_format(job)
         return _render(text, job) if isinstance(job, Render) else _encode(text, job)
     except PoolError as error:
         return error
@@ -203,10 +234,16 @@ def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
         words, named = expanded_text(words, places, len(job.images))
     ids = text.encode(words, cuts)
     check_slots(ids, places, len(named))
-    images = [text.read_image(data, index) for index, data in enumerate(job.images)]
-    check_tokens(len(ids) + sum(images[one].count - 1 for one in named), job.context)
+    images = {}  # by file: equal ones are read once
+    for index, data in enumerate(job.images):
+        if data not in images:
+            images[data] = text.read_image(data, index)
+    places_of = {data: place for place, data in enumerate(images)}
+    named = [places_of[job.images[one]] for one in named]
+    found = [*images.values()]
+    check_tokens(len(ids) + sum(found[one].count - 1 for one in named), job.context)
     restore_at = text.restore_at(words, end, ids) if end else 0
-    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, images)], named)
+    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, found)], named)
 
 
 def image_fields(image: PreparedImage) -> ImageFields:
@@ -220,6 +257,13 @@ def image_of(fields: ImageFields) -> PreparedImage:
     key, data, high, wide, (times, rows, columns), count = fields
     pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
     return PreparedImage(key, pixels, (times, rows, columns), count)
+
+
+def _check_format(job: CheckFormat) -> Checked:
+    from mlxpool.worker.constraints.grammar import check  # few requests have a format
+
+    check(job.format)
+    return Checked()
 
 
 def _decoded(blob: bytes) -> str:

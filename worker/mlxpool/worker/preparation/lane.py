@@ -2,8 +2,8 @@
 
 The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
 also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
-tokenizer, SIGVTALRM (processor time) for an image. A template or an image that takes too much
-memory gets an exception, a tokenizer ends by SIGABRT.
+tokenizer, SIGVTALRM (processor time) for the images of a request or its format. A template or an
+image that takes too much memory gets an exception, a tokenizer or a format ends by SIGABRT.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.preparation.jobs import (
+    CheckFormat,
     EncoderFunctions,
     pack,
     perform,
@@ -29,6 +30,8 @@ from mlxpool.worker.preparation.jobs import (
 )
 from mlxpool.worker.preparation.limits import (
     ENCODE_MEMORY,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
     IMAGE_MEMORY,
     IMAGE_SECONDS,
     SHORT_TEXT,
@@ -39,6 +42,7 @@ from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 from mlxpool.worker.system.idle_class import become_idle_class
 
+MIN_TIMER = 0.001  # seconds; 0 would be no timer
 OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
 
 
@@ -57,7 +61,11 @@ def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Lim
     )
     with contextlib.suppress(ConnectionError):
         for fields in receive(worker):
-            worker.sendall(pack(perform(bounded, unpack(fields))))
+            bounds.begin_job()
+            job = unpack(fields)
+            with bounds.grammar() if isinstance(job, CheckFormat) else contextlib.nullcontext():
+                result = perform(bounded, job)
+            worker.sendall(pack(result))
             if bounds.worn:
                 return
 
@@ -68,8 +76,13 @@ class Bounds:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._base = _address_space()
+        self._image_seconds = IMAGE_SECONDS  # that are left to the images of this job
         self.worn = False
         signal.signal(signal.SIGPROF, self._lower_priority)
+
+    def begin_job(self) -> None:
+        """Another job begins: the time of its images is counted from here."""
+        self._image_seconds = IMAGE_SECONDS
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
         become_idle_class()
@@ -87,10 +100,24 @@ class Bounds:
 
     @contextmanager
     def image(self) -> Iterator[None]:
-        """Those of one image."""
+        """The memory of one image, and the time that those before it have left."""
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
-            _timer(signal.ITIMER_VIRTUAL, IMAGE_SECONDS),
+            _timer(signal.ITIMER_PROF, SHORT_TIME),
+        ):
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._image_seconds)
+            try:
+                yield
+            finally:  # a timer that would have run out now has ended this process
+                left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+                self._image_seconds = max(left, MIN_TIMER)
+
+    @contextmanager
+    def grammar(self) -> Iterator[None]:
+        """Those of the check of a format."""
+        with (
+            _memory_limit(self._base + GRAMMAR_MEMORY),
+            _timer(signal.ITIMER_VIRTUAL, GRAMMAR_SECONDS),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
         ):
             yield
@@ -141,7 +168,7 @@ class BoundedText:
             return self._text.encode(text, cuts)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. What it takes is bounded for each image."""
+        """See TextModel. The time of all images of a job is bounded together."""
         with self._bounds.image():
             return self._text.read_image(data, index)
 

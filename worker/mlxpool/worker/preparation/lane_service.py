@@ -22,14 +22,16 @@ from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.transport.waker import Waker
 from mlxpool.worker.preparation.errors import (
     CANCELLED,
+    MemoryParts,
     ended_too_often,
     error_of_exit,
     late,
     too_much_memory,
 )
-from mlxpool.worker.preparation.jobs import Result, pack
+from mlxpool.worker.preparation.jobs import CheckFormat, Result, pack, reads_images
 from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
 from mlxpool.worker.preparation.limits import (
+    MAX_IMAGE_LANES,
     MAX_LANES,
     MAX_LANES_OF_OWNER,
     QUIET_TIME,
@@ -37,6 +39,7 @@ from mlxpool.worker.preparation.limits import (
     SHORT_TIME,
 )
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
+from mlxpool.worker.preparation.room import Room, WorkerMemory
 from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
 from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.system.cpu_threads import CpuThreads
@@ -71,7 +74,8 @@ class LaneService(threading.Thread):
     """Performs submitted jobs in lanes; `deliver` is called in this thread, once for each job.
 
     At most one job of a long text runs at a time, and one that is short. A short one that takes
-    longer than SHORT_TIME becomes a long one, so that the next does not wait for it.
+    longer than SHORT_TIME becomes a long one, so that the next does not wait for it. Jobs that read
+    images have a queue and lanes of their own, one for an owner, and are long whatever their size.
     """
 
     def __init__(
@@ -81,22 +85,28 @@ class LaneService(threading.Thread):
         cpu_threads: CpuThreads,
         memory_limit: int = 0,
         on_fault: Callable[[], object] = end_process,
+        worker_memory: WorkerMemory | None = None,
     ) -> None:
         """`memory_limit`: bytes of the worker and these processes together; 0: no limit.
 
         `on_fault` is called when the thread fails: without it, requests would wait for ever.
+        `worker_memory` makes room before a job is ended for the limit.
         """
         super().__init__(name="prepare", daemon=True)
         self._server = server
         self._deliver = deliver
         self._cpu_threads = cpu_threads
-        self._memory_limit = memory_limit
+        self._room = Room(memory_limit, worker_memory or WorkerMemory())
         self._on_fault = on_fault
         self._worker = psutil.Process()
         self._waker = Waker()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
-        self._short, self._long = FairQueue(), FairQueue()
+        self._short, self._long, self._images = self._queues = (
+            FairQueue(),
+            FairQueue(),
+            FairQueue(),
+        )
         self._running: dict[Hashable, Running] = {}
         self._idle: Lane | None = None  # for the next short job
         self._watch_at = math.inf  # when memory is looked at again
@@ -157,7 +167,7 @@ class LaneService(threading.Thread):
             self._commands.get()()
         if self._closing:
             return
-        for waiting in [*self._short.expired(now), *self._long.expired(now)]:
+        for waiting in [one for each in self._queues for one in each.expired(now)]:
             self._deliver(waiting.key, late(waiting.size))
         for one in list(self._running.values()):
             if now >= one.waiting.deadline:
@@ -172,16 +182,15 @@ class LaneService(threading.Thread):
             self._watch_memory(now)
         self.load = replace(
             self.load,
-            waiting=len(self._short) + len(self._long),
+            waiting=sum(map(len, self._queues)),
             running=len(self._running),
-            bytes=self._short.bytes
-            + self._long.bytes
+            bytes=sum(each.bytes for each in self._queues)
             + sum(one.waiting.size for one in self._running.values()),
         )
 
     def _timeout(self, now: float) -> float | None:
         """Seconds until something is due; None: nothing is."""
-        due = min(self._watch_at, self._short.next_deadline(), self._long.next_deadline())
+        due = min(self._watch_at, *(each.next_deadline() for each in self._queues))
         for one in self._running.values():
             due = min(due, one.waiting.deadline)
             if not one.announced:
@@ -197,10 +206,14 @@ class LaneService(threading.Thread):
         return len(self._running) < MAX_LANES
 
     def _add(self, waiting: Waiting) -> None:
-        (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
+        if reads_images(waiting.job):
+            self._images.add(waiting)
+        else:
+            (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
 
     def _fill(self, now: float) -> None:
         """Give the next short and the next long job to a lane, unless such a one runs."""
+        self._fill_with_images(now)
         running = self._running.values()
         while self._has_free_lane and all(one.long for one in running):
             waiting = self._short.take(self._owners_with_many_lanes())
@@ -210,10 +223,22 @@ class LaneService(threading.Thread):
         while (
             len(self._long)
             and self._has_free_lane
-            and all(one.waiting.size <= SHORT_TEXT for one in running)
+            and not any(_is_long_text(one.waiting) for one in running)
         ):
             waiting = self._long.take()
             assert waiting is not None
+            self._start(waiting, now)
+
+    def _fill_with_images(self, now: float) -> None:
+        """Give jobs that read images to lanes, one of each owner."""
+        while self._has_free_lane:
+            running = [one.waiting for one in self._running.values()]
+            owners = [one.owner for one in running if reads_images(one.job)]
+            waiting = None
+            if len(owners) < MAX_IMAGE_LANES:
+                waiting = self._images.take({*owners, *self._owners_with_many_lanes()})
+            if waiting is None:
+                return
             self._start(waiting, now)
 
     def _owners_with_many_lanes(self) -> set[str]:
@@ -222,7 +247,7 @@ class LaneService(threading.Thread):
 
     def _start(self, waiting: Waiting, now: float, tries: int = 1) -> None:
         """Give a job to a lane, or its error to its owner."""
-        long = waiting.size > SHORT_TEXT
+        long = waiting.size > SHORT_TEXT or reads_images(waiting.job)
         lane = None
         if not long:
             lane, self._idle = self._idle, None
@@ -256,13 +281,13 @@ class LaneService(threading.Thread):
         if one is not None:
             self._kill(one.lane)
             self._remove(one)
-        elif self._short.remove(key) is None and self._long.remove(key) is None:
+        elif not any(each.remove(key) for each in self._queues):
             return
         self._deliver(key, result)
 
     def _end_all(self) -> None:
-        self._short.clear()
-        self._long.clear()
+        for each in self._queues:
+            each.clear()
         for one in list(self._running.values()):
             self._kill(one.lane)
             self._remove(one)
@@ -328,13 +353,15 @@ class LaneService(threading.Thread):
         else:
             self._idle = one.lane
         if isinstance(result, RenderedChat):  # its text is long, so encoding it is a job by itself
-            self._long.add(encoding_of(one.waiting, result))
+            self._add(encoding_of(one.waiting, result))
         else:
             self._deliver(one.waiting.key, result)
 
     def _on_end(self, one: Running, code: int) -> None:
         """A lane has ended instead of answering."""
-        error = error_of_exit(code, one.waiting.size, self._server.limits)
+        checks = isinstance(one.waiting.job, CheckFormat)
+        limits = self._server.limits
+        error = error_of_exit(code, one.waiting.size, limits, checks_format=checks)
         if error is not None:
             self._deliver(one.waiting.key, error)
         elif one.tries < MAX_TRIES:
@@ -343,21 +370,33 @@ class LaneService(threading.Thread):
             self._deliver(one.waiting.key, ended_too_often(one.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """End lanes that were stopped from outside, and the largest one over the memory limit."""
+        """End lanes that were stopped from outside, and the largest one when there is no room."""
         for one in [each for each in self._running.values() if each.lane.is_stopped()]:
             self._kill(one.lane)
             self._remove(one)
             self._on_end(one, -signal.SIGSTOP)
         shared = self._server.memory()
         extra = {one: max(0, one.lane.memory() - shared) for one in self._running.values()}
-        memory = shared + sum(extra.values())
+        idle = 0 if self._idle is None else max(0, self._idle.memory() - shared)
+        memory = shared + idle + sum(extra.values())
         self.load = replace(self.load, memory=memory)
         self._watch_at = now + MEMORY_INTERVAL if self._running else math.inf
-        if self._memory_limit and extra:
-            total = self._worker.memory_info().rss + memory
-            if total > self._memory_limit:
-                largest = max(extra, key=lambda one: extra[one])
-                error = too_much_memory(
-                    largest.waiting.size, extra[largest], total, self._memory_limit
-                )
-                self._end(largest.waiting.key, error)
+        if not extra:
+            self._room.rest(memory)
+            return
+        worker = self._worker.memory_info().rss
+        if self._room.lacks(worker + memory, now):
+            largest = max(extra, key=lambda one: extra[one])
+            parts = MemoryParts(
+                self._room.limit,
+                worker,
+                memory,
+                extra[largest],
+                self._room.worker.figures(),
+                others=len(extra) - 1,
+            )
+            self._end(largest.waiting.key, too_much_memory(largest.waiting.size, parts))
+
+
+def _is_long_text(waiting: Waiting) -> bool:
+    return waiting.size > SHORT_TEXT and not reads_images(waiting.job)

@@ -29,6 +29,7 @@ from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.preparation.room import WorkerMemory
 from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
@@ -56,23 +57,31 @@ class PreparedInputs:
 
 
 Product = Prepared | PreparedInputs | Answer
-Finish = Callable[[Result], Product]
+Finish = Callable[[Result], Product | None]  # None: the product follows later
 MakeService = Callable[[Opened | OpenedEncoder, Deliver], Service]
 
 
 def service_of(
-    opened: Opened | OpenedEncoder, deliver: Deliver, *, limits: Limits, memory_limit: int = 0
+    opened: Opened | OpenedEncoder,
+    deliver: Deliver,
+    *,
+    limits: Limits,
+    memory_limit: int = 0,
+    worker_memory: WorkerMemory | None = None,
 ) -> Service:
     """The service for a model: with processes, unless its text functions are our own code.
 
-    `memory_limit`: bytes of the worker and these processes together; 0: no limit.
+    `memory_limit`: bytes of the worker and these processes together; 0: no limit. `worker_memory`
+    makes room for these.
     """
     if isinstance(opened, Opened) and opened.source is None:
         assert not isinstance(opened.text, TokenTable)
         return InlineService(opened.text, deliver)
     assert opened.source is not None
     server = ForkServer(opened.source, limits)
-    return LaneService(server, deliver, process_cpu_threads(), memory_limit)
+    return LaneService(
+        server, deliver, process_cpu_threads(), memory_limit, worker_memory=worker_memory
+    )
 
 
 class Preparations:
@@ -127,7 +136,12 @@ class Preparations:
     def _deliver(self, key: Hashable, result: Result) -> None:
         finish = self._finish.pop(key, None)
         if finish is not None:
-            self._post(finish(result))
+            self.post(finish(result))
+
+    def post(self, product: Product | None) -> None:
+        """Post a product, if there is one. Any thread may call it."""
+        if product is not None:
+            self._post(product)
 
 
 def encode_of_call(call: Tokenize) -> Job:

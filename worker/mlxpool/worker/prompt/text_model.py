@@ -107,6 +107,8 @@ class Opened:
     """The model's folder was checked; its weights are not loaded yet.
 
     `source`: what other processes need to prepare requests; None: `text` is our own code, and does.
+    `eos`: the tokens that end an answer. `no_format`: why answers cannot be constrained to a
+    format; "": they can.
     """
 
     digest: str
@@ -114,6 +116,8 @@ class Opened:
     vocab_size: int
     text: TextModel | TokenTable
     source: TextSource | None = None
+    eos: frozenset[int] = frozenset()
+    no_format: str = ""
 
     @property
     def images(self) -> ImageInput | None:
