@@ -291,7 +291,7 @@ def start(name: str, command: Sequence[str]) -> None:
             time.sleep(0.02)
     with placed(f"/run/{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    pid_file.write_text(str(process.pid))
+    pid_file.write_text(f"{process.pid}\n")  # `cat` of several files keeps them apart
     asked = [command[0], "--run-dir", str(placed("/run/mlxpool")), "ps"]
     while subprocess.run(asked, capture_output=True).returncode:
         need(process.poll() is None, placed(f"/run/{name}.log").read_text())
