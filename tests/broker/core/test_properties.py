@@ -141,6 +141,9 @@ class Pool(RuleBasedStateMachine):
         live = self.story.core.state.requests.get(request)
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
+        known = self.story.core.state.links.get(link)
+        if known is not None and known.lost:  # silent for too long: it is sent nothing
+            return
         others = set(self.story.core.state.requests) - {request}
         attempt = live.attempt + 1
         self.newest[request] = max(self.newest[request], attempt)

@@ -26,9 +26,10 @@ from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.row_engine import HEAP_GROWTH, MIN_BLOCKS  # noqa: E402
+from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import blocks_for  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.scheduling.step_cost import StepTarget  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -453,10 +454,14 @@ def test_what_is_reserved_for_other_processes_is_part_of_the_limit(
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     blocks = engine.blocks.capacity
-    engine.reserve((blocks - 3) * engine._block_bytes)
-    assert engine.blocks.capacity == 3 and 0 < engine.prefix_blocks() <= 3
+    whole = blocks_for(engine.context)
+    engine.reserve((blocks - whole - 3) * engine._block_bytes)
+    assert engine.blocks.capacity == whole + 3 and engine.prefix_blocks() == 4
+    engine.reserve((blocks - whole + 1) * engine._block_bytes)
+    assert engine.blocks.capacity == whole, "one sequence may have them"
+    assert engine.prefix_blocks() < whole, "prefixes leave them to the processes"
     engine.reserve(2**31)
-    assert engine.blocks.capacity == MIN_BLOCKS, "the model is served all the same"
+    assert engine.blocks.capacity == whole and engine.prefix_blocks() == 0
     engine.reserve(0)
     assert engine.blocks.capacity == blocks
     monkeypatch.setattr(device, "has_own_memory", lambda: True)

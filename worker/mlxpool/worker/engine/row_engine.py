@@ -34,7 +34,7 @@ from mlxpool.worker.sampling.batch import (
     sampled_tokens,
 )
 from mlxpool.worker.scheduling.block_manager import BlockManager
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity, blocks_for
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
@@ -296,6 +296,8 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.reserve. A device with a memory of its own has nothing to share."""
         self._reserved = 0 if device.has_own_memory() else size
         self._measure_process()
+        self._bound_prefix()
+        self._prefix.shrink(self._prefix.nbytes - self._prefix.budget)
 
     def make_room(self, size: int) -> None:
         """See Engine.make_room."""
@@ -364,8 +366,15 @@ class RowEngine(ABC, Generic[R]):
             self._prefix.shrink(self._prefix.nbytes - self._prefix.budget)
 
     def _bound_prefix(self) -> None:
-        """Bounds the prefix cache to its configured bytes and to the bytes that rows leave."""
-        self._prefix.budget = min(self._prefix_bytes, max(0, self._bytes_left()))
+        """Bounds the prefix cache to its configured bytes and to the bytes that rows leave.
+
+        It leaves the bytes that are reserved, also where rows may use some of these.
+        """
+        left = self._bytes_left()
+        if self._reserved and self._fixed_blocks is None:
+            given = self._free_blocks() - self.blocks.capacity
+            left -= max(0, self._reserved - given * self._block_bytes)
+        self._prefix.budget = min(self._prefix_bytes, max(0, left))
 
     def _bytes_left(self) -> int:
         """Returns the bytes of the capacity that no row uses."""
@@ -398,14 +407,21 @@ class RowEngine(ABC, Generic[R]):
         return self._blocks_in_budget() if self._fixed_blocks is None else self._fixed_blocks
 
     def _blocks_in_budget(self) -> int:
-        """Returns the blocks for which there is memory."""
+        """Returns the blocks for which there is memory beside what is reserved.
+
+        A sequence of the whole context has its blocks in any case: while it uses them, other
+        processes are refused some of what is reserved for them.
+        """
+        free = self._free_blocks()
+        beside = free - -(-self._reserved // self._block_bytes)
+        return max(beside, min(free, blocks_for(self.context)))
+
+    def _free_blocks(self) -> int:
+        """Returns the blocks for which there is memory, with what is reserved."""
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
         used += self._spare + self._max_sequences * self._row_bytes
         used += self.encoded.budget + self._largest_image
-        blocks = block_capacity(self._limit - used, self._block_bytes)
-        beside = block_capacity(self._limit - used - self._reserved, self._block_bytes)
-        # A model that fits is served, with long texts refused where their preparation does not fit.
-        return max(beside, min(blocks, MIN_BLOCKS))
+        return block_capacity(self._limit - used, self._block_bytes)
 
     def _too_few_blocks(self) -> str:
         apart = self._spare + self._max_sequences * self._row_bytes
