@@ -1,6 +1,7 @@
 """Measures what a format costs: tokens/s of batches with all rows constrained, beside none.
 
-    python bench/constrained.py [--model FOLDER] [--rows 8 32] [--tokens 96] [--rounds 7] [--processor]
+    python bench/constrained.py [--model FOLDER] [--rows 8 32] [--tokens 96] [--rounds 7]
+                                [--processor]
 
 Both kinds run in turn, in pairs, on one engine in this process: the steps and generations of a
 worker's compute thread, without its other threads. Prompts are short and read before the time is
