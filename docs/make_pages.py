@@ -106,6 +106,44 @@ docstrings by docs/make_pages.py.
 
 [quickstart.md](quickstart.md) has a first program, [examples.md](examples.md) whole ones;
 [protocol.md](protocol.md) lists the options of `stream` and `generate`.
+
+## Inputs
+
+`Inputs` of `embed` and `classify` are a text, or a list of texts; for `classify` also a list of
+pairs of texts, tuples of two. In place of texts there may be token ids with the special ones: a
+list of ids for each input, or one list of ids for one input. Every list may be a tuple, an iterator
+or a NumPy array.
+
+## Images
+
+An `Image` is the content of a png, jpeg, webp or gif file, as bytes, bytearray or memoryview, or
+the path of a file as a `pathlib.Path`. A path as a `str` is refused: texts often come from others,
+who must not choose files of this machine. Models whose `features` have `vision` take images:
+
+<!-- not run: needs a model that reads images -->
+```python
+from pathlib import Path
+
+from mlxpool.client import Client
+
+photo, drawing = Path("photo.jpg"), Path("drawing.png").read_bytes()
+
+with Client() as client:
+    question = [
+        {"type": "image", "image": photo},
+        {"type": "text", "text": "What is in this picture?"},
+    ]
+    answer = client.generate("eyes", messages=[{"role": "user", "content": question}])
+    print(answer.text)
+
+    # A prompt without a chat template names its images by their index.
+    answer = client.generate("eyes", "[img-0] and [img-1] show", images=[photo, drawing])
+    print(answer.text)
+```
+
+A request has at most 16 images, 8 MiB each and 32 MiB together. A chat sends its whole history each
+time, so leave older images out before there are 17. `images` of a message, as in Ollama's
+interface, is refused. [protocol.md](protocol.md#images) has all bounds.
 """
 FORKS = """
 ## Processes that fork

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,43 @@ def test_messages_to_send() -> None:
     assert [one["role"] for one in talk.messages("two")] == ["user"]
     talk.command("/set system speak up")
     assert talk.messages("x")[0] == {"role": "system", "content": "speak up"}
+
+
+def test_images_go_with_the_next_message(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    talk = Conversation()
+    assert talk.command(f"/image {tmp_path / 'a'}") == "the next message has 1 image"
+    assert talk.command(f"/image {tmp_path / 'b'}") == "the next message has 2 images"
+    asked = {
+        "role": "user",
+        "content": [
+            {"type": "image", "image": b"a"},
+            {"type": "image", "image": b"b"},
+            {"type": "text", "text": "what?"},
+        ],
+    }
+    assert talk.messages("what?") == [asked]
+    talk.keep("what?", "letters")
+    answered = [asked, {"role": "assistant", "content": "letters"}]
+    assert talk.messages("and?") == [*answered, {"role": "user", "content": "and?"}]
+
+
+def test_images_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"a")
+    talk = Conversation()
+    assert talk.command("/image") == "/image needs the name of a file"
+    assert "cannot be read" in str(talk.command(f"/image {tmp_path / 'none'}"))
+    for _ in range(10):
+        talk.attach(str(file))
+    talk.keep("x", "y")
+    for _ in range(6):
+        talk.attach(str(file))
+    said = "the conversation has 16 images, at most 16 are taken; /clear forgets it"
+    assert talk.command(f"/image {file}") == said
+    talk.command("/clear")
+    assert talk.attached == [] and talk.command(f"/image {file}") == "the next message has 1 image"
 
 
 @pytest.mark.parametrize("line", ["/bye", "/quit", "/exit", "/bye "])

@@ -67,6 +67,18 @@ def test_without_a_socket_nothing_is_waited_for(
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "broker_lost"
 
 
+@pytest.mark.parametrize("arguments", [*REQUESTS, ["ps"]], ids=lambda words: words[0])
+def test_a_run_directory_in_which_no_broker_starts_is_named(
+    arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A broker in the background has said so in its log only."""
+    empty.chmod(0o755)
+    assert main([*arguments, "--run-dir", str(empty)]) == UNREACHABLE
+    said = capsys.readouterr().err
+    assert "has the mode 0755, with which other users reach the pool; it must be 0700" in said
+    assert f"chmod 700 {empty}" in said and "start one" not in said
+
+
 def test_without_a_socket_standard_input_is_not_read(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

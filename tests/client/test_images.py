@@ -81,6 +81,14 @@ def test_only_the_begin_of_a_huge_file_is_read(tmp_path: Path) -> None:
         made([file], prompt="[img-0]")
 
 
+def test_images_beside_the_content_of_a_message_are_refused() -> None:
+    messages = [{"role": "user", "content": "hi", "images": [b"a"]}]
+    with pytest.raises(
+        PoolError, match=r"messages\[0\].images is not .* {type: 'image', image: …}"
+    ):
+        made(messages=messages)
+
+
 def test_token_ids_have_no_images() -> None:
     with pytest.raises(PoolError, match="images go with prompt or messages, got tokens"):
         made([b"a"], tokens=[1])

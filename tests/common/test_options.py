@@ -48,13 +48,14 @@ def refused(**raw: Any) -> str:
 
 def test_every_option_has_a_check_and_is_tested_here() -> None:
     assert {f.name for f in fields(Options)} == set(CHECKS)
-    assert {*INTEGERS, *NUMBERS, *FLAGS, "logit_bias", "stop"} == set(CHECKS)
+    elsewhere = {"format"}  # test_answer_format.py
+    assert {*INTEGERS, *NUMBERS, *FLAGS, *elsewhere, "logit_bias", "stop"} == set(CHECKS)
 
 
 def test_the_keywords_of_the_client_are_the_options_and_the_keys_of_a_request() -> None:
     assert set(GenerateOptions.__annotations__) == {*CHECKS, *ALIASES, *REQUEST_KEYS}
     assert not GenerateOptions.__required_keys__
-    assert set(module.FLAGS) == set(CHECKS) - {"logit_bias"}, "a map cannot be a flag"
+    assert set(module.FLAGS) == set(CHECKS) - {"logit_bias", "format"}, "a map cannot be a flag"
 
 
 def test_nothing_is_the_defaults() -> None:

@@ -77,21 +77,18 @@ BROKEN = (
     "models/broken/model.safetensors.index.json",
 )
 PAGES = {
-    "README.md": Page(
-        ("mkdir -p /path/to", 'ln -s "$PWD/worker/mlxpool/worker/demo" /path/to/folder'),
-        # The page shows a worker that has reported that it is idle again.
-        {"mlxpool ps": "until mlxpool ps | grep -q idle; do :; done; mlxpool ps"},
-    ),
+    "README.md": Page(needs=("openai",), programs=("curl",)),
     "CONTRIBUTING.md": Page(),
     "docs/adding-a-model.md": Page(instead={"test_NAME": "test_llama"}),
     "docs/benchmarks.md": Page(),
     "docs/configuration.md": Page(),
     "docs/demo-model.md": Page(),
     "docs/embeddings.md": Page(),
+    "docs/structured-output.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(
         instead={"mlxpool gateway &": "mlxpool gateway --port 8080 &"},
-        needs=("openai", "starlette"),
+        needs=("ollama", "openai"),
         programs=("curl",),
     ),
     "docs/models.md": Page(
@@ -111,7 +108,7 @@ PAGES = {
     ),
     "docs/operate.md": Page(),
     "docs/prefix-cache.md": Page(),
-    "docs/quickstart.md": Page(),
+    "docs/quickstart.md": Page(needs=("openai",), programs=("curl",)),
     "docs/reliability.md": Page(),
     "docs/security.md": Page(
         instead={

@@ -75,7 +75,7 @@ def refused(pool: Pool, name: str) -> PoolError:
 def test_every_folder_is_listed_as_a_model(pool: Pool) -> None:
     names = {m["name"] for m in pool.ask("models")["models"]}
     assert names == {
-        "demo", "demo-embed", "counting", "kept", "alias", "short",
+        "demo", "demo-chat", "demo-embed", "counting", "kept", "alias", "short",
         "sound", "org/copy", "broken", "nothing", "link",
     }  # fmt: skip
 

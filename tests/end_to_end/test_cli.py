@@ -67,6 +67,7 @@ def test_ps_stats_and_models(pool: Pool) -> None:
     )
     assert {m["name"] for m in pool.cli_json("models")["models"]} == {
         "demo",
+        "demo-chat",
         "demo-embed",
         "counting",
         "slow",
@@ -153,7 +154,7 @@ def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:
     arguments = ("--models-dir", str(tmp_path / "models"), "--model", f"other={tmp_path}")
     with Pool(tmp_path, arguments=arguments) as pool:
         names = {m["name"] for m in pool.cli_json("models")["models"]}
-    assert names == {"demo", "demo-embed", "counting", "mine", "other"}
+    assert names == {"demo", "demo-chat", "demo-embed", "counting", "mine", "other"}
 
 
 def test_stop_ends_the_broker(tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> Non
 
     for content in (data, pieces()):
         response = http.post("/v1/chat/completions", content=content, headers=headers)
-        assert f"at most {MAX_BODY}" in refused(response, 413, "body_too_large")["message"]
+        said = refused(response, 413, "body_too_large")["message"]
+        assert f"at most {MAX_BODY}" in said and "--max-body" in said
 
 
 def test_a_body_that_does_not_arrive(pool: Pool) -> None:

@@ -139,3 +139,37 @@ def test_the_command_line(pool: Pool, tmp_path: Path, wanted: list[str]) -> None
     assert len(run("hi", "--chat", *images)) == 6
     missing = pool.cli("run", "eyes", "hi", "--image", str(tmp_path / "none.png"))
     assert missing.returncode != 0 and "images[0] cannot be read" in missing.stderr
+
+
+def test_images_in_a_chat_of_the_command_line(pool: Pool, tmp_path: Path) -> None:
+    """The first image is of the flag, the second is attached; the third message fails."""
+    files = [tmp_path / f"{number}.png" for number in range(2)]
+    for file, data in zip(files, FILES, strict=True):
+        file.write_bytes(data)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    asked: list[dict[str, Any]] = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": file}, {"type": "text", "text": text}],
+        }
+        for file, text in zip(files, ("one", "two"), strict=True)
+    ]
+    with pool.client() as client:
+        first = client.generate("eyes", messages=asked[:1], **options)
+        history = [asked[0], {"role": "assistant", "content": first.text}, asked[1]]
+        second = client.generate("eyes", messages=history, **options)
+    lines = ["one", f"/image {files[1]}", "two", f"/image {broken}", "three", "four"]
+    flags = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos", "--json"]
+    done = pool.cli(
+        "chat", "eyes", "--image", str(files[0]), *flags, stdin="".join(f"{x}\n" for x in lines)
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one.get("content") for one in answers[:2]] == [first.text, second.text]
+    assert "images[2] is no image that is known" in answers[2]["error"]["message"]
+    assert "images[2] is no image that is known" in done.stderr
+    assert "bad_request" not in done.stderr, "codes are shown as `run` shows them"
+    assert answers[3]["content"], "the broken image went with the message that failed"
+    missing = pool.cli("chat", "eyes", "--image", str(tmp_path / "none.png"), stdin="x\n")
+    assert missing.returncode == 2 and "images[0] cannot be read" in missing.stderr

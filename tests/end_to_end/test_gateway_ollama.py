@@ -111,7 +111,7 @@ def test_ps_has_what_a_model_holds_now(client: ollama.Client, pool: Pool) -> Non
 
 def test_the_lists_of_models(client: ollama.Client) -> None:
     assert {model.model for model in client.list().models} == {
-        "demo", "demo-embed", "counting", "thinker", "bare",
+        "demo", "demo-chat", "demo-embed", "counting", "thinker", "bare",
     }  # fmt: skip
     until(lambda: info(client, "thinker"), "the model was looked at")
     shown = client.show("thinker")
@@ -148,7 +148,7 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"format": "json"}, "'format' is not supported"),
+        ({"format": "xml"}, "'format' must be \"json\" or a JSON schema"),
         ({"keep_alive": "soon"}, "'keep_alive' must be seconds, or a duration such as '5m'"),
         ({"images": ["aGk="]}, "this model does not support image input"),
         ({"images": ["?"]}, r"images\[0\] is not base64"),
@@ -301,9 +301,11 @@ def test_options_of_ollamas_own_loader_are_logged_once(
     for _ in range(2):
         answer = client.generate("counting", "x", options=options)
         assert answer.response == text_of(expected_ids("user: x\n", 7, 1))
-    client.embed("demo-embed", "x", options={"num_thread": 3, "num_batch": 8, "temperature": 0})
+    for _ in range(2):
+        client.embed("demo-embed", "x", options={"num_thread": 3, "num_batch": 8, "num_ctx": 20})
     logged = [vars(one)["option"] for one in caplog.records if "no effect" in one.message]
-    assert sorted(logged) == ["num_batch", "num_gpu", "num_thread", "use_mmap"]
+    loader = ["num_batch", "num_ctx of vectors", "num_gpu", "num_thread", "use_mmap"]
+    assert sorted(logged) == loader
 
 
 def test_a_context_above_the_models_own_is_the_models_own(

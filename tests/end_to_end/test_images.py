@@ -144,6 +144,60 @@ def test_what_is_wrong_with_images_is_named_and_nothing_is_lost(pool: Pool, clie
     assert pool.worker("eyes/0")["pid"] == pid, "the worker lives"
 
 
+MARKERS = {  # of each model: what its template writes for an image, and the token with its place
+    "eyes": ("<start_of_image>", "<image_soft_token>"),
+    "grids": ("<|image_pad|>",),
+    "crossed": ("<|image|>",),
+}
+
+
+@pytest.mark.parametrize(("model", "marker"), [(m, one) for m in MARKERS for one in MARKERS[m]])
+def test_a_marker_is_text_in_messages_and_refused_in_prompts(
+    client: Client, model: str, marker: str
+) -> None:
+    text = f"is {marker} a token?"
+    asked = {"role": "user", "content": text}
+    alone = client.generate(model, messages=[asked], **OPTIONS)
+    other = client.generate(model, messages=[{**asked, "content": "is it a token?"}], **OPTIONS)
+    longer = len(marker) - len("it")  # of these models a byte is a token
+    assert alone.usage["prompt_tokens"] == other.usage["prompt_tokens"] + longer
+    history = [asked, {"role": "assistant", "content": f"yes, {marker}"}, message((0, text))]
+    assert len(client.generate(model, messages=history, **OPTIONS).ids) == seeing.STEPS
+    for images, prompt in (((), text), (FILES[:1], f"[img-0]{text}")):
+        with pytest.raises(BadRequest, match="which this model reads as the place of an image"):
+            client.generate(model, prompt, images=images, **OPTIONS)
+
+
+@pytest.mark.parametrize(("model", "slot"), [("eyes", 261), ("grids", 261), ("crossed", 260)])
+def test_the_id_of_an_image_is_refused_among_token_ids(
+    client: Client, model: str, slot: int
+) -> None:
+    ids = client.tokenize(model, MARKERS[model][-1])
+    assert slot in ids
+    with pytest.raises(BadRequest, match=f"has the token id {slot} of .* the place of an image"):
+        client.generate(model, tokens=ids, **OPTIONS)
+
+
+@pytest.mark.parametrize("model", ["eyes", "grids", "crossed", "blind"])
+def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) -> None:
+    """Also where the context would end inside an image."""
+    asked = {**OPTIONS, "num_ctx": 12, "truncate": True, "num_keep": -1}
+    prompt, images = "x [img-0] and what is it for you", FILES[:1]
+    if model == "blind":
+        prompt, images = prompt * 3, []
+    with pytest.raises(ContextExceeded, match="keeps the first 11"):
+        client.generate(model, prompt, images=images, **asked)
+
+
+def test_a_long_prompt_names_its_images(client: Client) -> None:
+    """It travels as a blob, which the broker does not read."""
+    long = "x" * 100_000
+    asked: dict[str, Any] = {"images": FILES[:1], "truncate": True}
+    assert "[img-0] into" in refusal(client, prompt=long, **asked)
+    assert "invalid image index: 1" in refusal(client, prompt=f"[img-0][img-1]{long}", **asked)
+    assert client.generate("eyes", f"{long}[img-0]", **asked, **OPTIONS).ids
+
+
 def test_one_image_sixteen_times_is_encoded_once(pool: Pool, client: Client) -> None:
     fresh = [seeing.file_of(seeing.picture(1).rotate(180))]
     client.generate("eyes", "warm", **OPTIONS)

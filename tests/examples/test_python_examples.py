@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -269,3 +270,65 @@ def test_retrieval_says_what_is_wrong(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(MODULE)
     done = retrieval(pool, str(tmp_path), "x", "--model", "counting")
     assert done.returncode == 1 and "generates text" in done.stderr
+
+
+# ---- tools and thinking --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url(pool: Pool) -> Iterator[str]:
+    with GatewayThread(Path(pool.run_dir)) as gateway:
+        yield gateway.url
+
+
+def example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+CALL = 'calls    get_weather {"city": "Lisbon"}\nreturns  {"temperature": 15, "sky": "sunny"}\n'
+ANSWER = "answers  The weather in Lisbon: temperature 15, sky sunny.\n"
+
+
+def test_tools_calls_a_function_and_says_its_result(url: str) -> None:
+    done = example("tools.py", "--url", url)
+    assert (done.stdout, done.stderr, done.returncode) == (CALL + ANSWER, "", 0)
+    done = example("tools.py", "What is 17 plus 25?", "--url", url)
+    assert done.stdout == (
+        'calls    add {"a": 17, "b": 25}\nreturns  42\nanswers  17 plus 25 is 42.\n'
+    )
+
+
+def test_tools_with_thoughts(url: str) -> None:
+    done = example("tools.py", "--think", "--url", url)
+    first, second = done.stdout.split(CALL)
+    assert first == (
+        "thinks   The user asks for the weather in Lisbon. I call get_weather with city Lisbon.\n"
+    )
+    assert second == f"thinks   The tool has answered. I say what it found.\n{ANSWER}"
+
+
+def test_thinking_shows_thoughts_and_answer(url: str) -> None:
+    done = example("thinking.py", "--url", url)
+    assert (done.stderr, done.returncode) == ("", 0)
+    thoughts, answer = done.stdout.split("\n", 1)
+    assert thoughts == "(The user asks what I am. I answer.)"
+    assert answer.startswith("I am demo-chat, a small model that comes with mlxpool.")
+
+
+@pytest.mark.parametrize("name", ["tools.py", "thinking.py"])
+def test_without_a_gateway(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    done = example(name, "--url", f"http://127.0.0.1:{port}")
+    assert done.returncode == 1 and "no gateway answers at" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["tools.py", "thinking.py"])
+def test_a_model_that_is_not_there(name: str, url: str) -> None:
+    done = example(name, "--url", url, "--model", "demo-cha")
+    assert done.returncode == 1 and "there is no model 'demo-cha'" in done.stderr

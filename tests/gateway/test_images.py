@@ -68,13 +68,57 @@ WHERE = r"messages\[0\].content\[0\]"
         (part(5), "must have a data URL, got 5"),
         (part(url(A), detail="huge"), "detail is 'huge', must be auto, low or high"),
         ({"type": "image_url"}, "must have a data URL, got"),
-        ({"type": "input_audio"}, "models take text and images only"),
+        (part(url(A, "text/plain")), "must be data:image/TYPE;base64"),
+        (part(f"data:;base64,{coded(A)}"), "must be data:image/TYPE;base64"),
+        ({"type": "input_audio"}, "has the type 'input_audio': models take text and images only"),
+        ({"type": "input_image", "image_url": "x"}, "its type is 'image_url'"),
+        ({"type": "input_text", "text": "x"}, "its type is 'text'"),
+        ({"type": "image", "image": "x"}, "has the type 'image': the type of an image is 'image_u"),
+        ({"type": "image", "blob": 0}, "has the type 'image'"),
+        ({"type": "refusal", "refusal": "no"}, "must be {type: 'text', text: TEXT} or {type: 'im"),
+        ({"text": "no type"}, "has the type None: must be {type: 'text'"),
+        ({"type": ["text"]}, r"has the type \['text'\]: must be"),
+        ("text", "has 'text': must be {type: 'text'"),
+        ({"type": "text"}, "text must be text, got None"),
     ],
 )
 def test_what_is_refused_is_named(given: Any, why: str) -> None:
     with pytest.raises(HttpError, match=f"{WHERE}.*{why}") as caught:
         openai_chat(given)
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"content": "x", "images": [coded(A)]}, "images is not supported: .* 'image_url'"),
+        ({"content": 5}, "content must be text or a list of parts, got 5"),
+    ],
+)
+def test_a_message_of_another_interface_is_refused(message: dict[str, Any], why: str) -> None:
+    with pytest.raises(HttpError, match=rf"^messages\[0\].{why}"):
+        openai_requests.chat({"model": "m", "messages": [{"role": "user", **message}]})
+
+
+def test_a_message_may_have_an_empty_list_of_images() -> None:
+    message = {"role": "user", "content": "x", "images": []}
+    assert openai_requests.chat({"model": "m", "messages": [message]}).prompts
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"content": [part(url(A))]}, r"content\[0\] must be .*go into `images` of the message"),
+        ({"content": [{"type": "image", "blob": 0}]}, r"content\[0\] must be {type: 'text'"),
+        ({"content": 5}, "content must be text, got 5"),
+        ({"content": [TEXT], "images": [coded(A)]}, r".* has images, so its content must be text"),
+        ({"content": "x", "thinking": 5}, "thinking must be text, got 5"),
+        ({"content": "x", "tool_name": []}, r"tool_name must be text, got \[\]"),
+    ],
+)
+def test_errors_are_in_ollamas_words(message: dict[str, Any], why: str) -> None:
+    with pytest.raises(HttpError, match=rf"^messages\[0\].?{why}"):
+        ollama_requests.chat({"model": "m", "messages": [{"role": "user", **message}]})
 
 
 def test_ollamas_messages_have_their_images_in_front() -> None:

@@ -73,6 +73,7 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None, False),  # top_logprobs of no use without it
     "text_1": (["x", "y"], ["x"] * 65, ["y"] * 33),  # as many as text_2 has
     "keep_alive": ("x", "auto", "none", "low", "float", "text", "", "x" * 300, "x" * 1025),
+    "guided_json": ("x", "auto", "none", "low", "float", "text", "", "x" * 300, "x" * 1025),
     "images": (["x"], ["x", "y"], [""], ["text"], ["x"] * 65, ["y"] * 33),  # not base64
     "raw": (True,),
     "stream": (None, False),  # with stream_options

@@ -15,6 +15,7 @@ from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama_requests
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai_requests
+from mlxpool.gateway.openai import vectors as openai_vectors
 
 HI = [{"role": "user", "content": "hi"}]
 Check = Callable[[Mapping[str, Any]], Any]
@@ -103,3 +104,22 @@ def test_the_largest_seed_allows_one_choice_only() -> None:
     assert openai_requests.completion(body).arguments()[0]["seed"] == 2**64 - 1
     with pytest.raises(HttpError, match="seed"):
         openai_requests.completion({**body, "n": 2})
+
+
+def test_the_texts_of_a_score_are_one_or_as_many() -> None:
+    body = {"model": "m", "text_1": ["a", "b"]}
+    with pytest.raises(HttpError, match=r"'text_1' has 2 texts, must have 1$"):
+        openai_vectors.score({**body, "text_2": "c"})
+    with pytest.raises(
+        HttpError, match=r"'text_1' has 2 texts, must have 1, or 3 as 'text_2' has$"
+    ):
+        openai_vectors.score({**body, "text_2": ["c", "d", "e"]})
+
+
+def test_the_model_bounds_the_dimensions() -> None:
+    body = {"model": "m", "input": "a"}
+    assert openai_vectors.embeddings({**body, "dimensions": 2**31}).settings["dimensions"] == 2**31
+    assert ollama_requests.embed({**body, "dimensions": 2**31}).dimensions == 2**31
+    for parse in (openai_vectors.embeddings, ollama_requests.embed):
+        with pytest.raises(HttpError, match=r"'dimensions' is 0, must be at least 1$"):
+            parse({**body, "dimensions": 0})

@@ -32,6 +32,7 @@ ROOT_VARIABLE = "PROGRAM_STUBS_ROOT"  # environment variable: the folder that is
 REASONS = {
     "mlxpool bench": "measures for minutes: its own parser reads the arguments",
     "python bench/": "the same",
+    "python examples/train_demo_chat.py": "trains for most of an hour: its own parser reads these",
     "python examples/train_demo_embedding.py": "trains for minutes: its own parser reads these",
     "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the arguments",
     "python -m pytest": "the suite runs these itself: they are collected",
@@ -290,7 +291,7 @@ def start(name: str, command: Sequence[str]) -> None:
             time.sleep(0.02)
     with placed(f"/run/{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    pid_file.write_text(str(process.pid))
+    pid_file.write_text(f"{process.pid}\n")  # `cat` of several files keeps them apart
     asked = [command[0], "--run-dir", str(placed("/run/mlxpool")), "ps"]
     while subprocess.run(asked, capture_output=True).returncode:
         need(process.poll() is None, placed(f"/run/{name}.log").read_text())

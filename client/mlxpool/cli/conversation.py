@@ -1,19 +1,21 @@
 """A conversation of `mlxpool chat`: its messages, its options, and the commands that change them.
 
-Pure but for `read_message`, which reads by a function that it is given.
+Pure but for `read_message`, which reads by a function that it is given, and `attach`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.parser import nearest
 from mlxpool.common.checks import shown
-from mlxpool.common.errors import BadRequest
+from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.options import CHECKS, FLAGS
+from mlxpool.common.protocol.images import MAX_IMAGES
 
 PROMPT, CONTINUED = ">>> ", "... "
 FENCE = '"""'  # begins and ends a message of several lines
@@ -26,6 +28,7 @@ HELP = """\
 /set verbose, quiet    whether figures follow each answer
 /set                   what is set
 /unset OPTION          the default again
+/image FILE            an image for the next message; may be repeated
 /clear                 forget the conversation, but for the system's message
 /bye or /quit          the end, as Ctrl-D is
 Ctrl-C ends the answer under way.
@@ -56,22 +59,48 @@ def read_message(read: Read) -> str | None:
 
 @dataclass(eq=False, slots=True)
 class Conversation:
-    """The messages so far, the system message, and the options of answers."""
+    """The messages so far, the system message, and the options of answers.
+
+    `attached`: images for the next message, the contents of their files.
+    """
 
     system: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # of `generate`; None: not set
     verbose: bool = False  # whether figures follow each answer
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    attached: list[bytes] = field(default_factory=list)
 
-    def messages(self, text: str) -> list[dict[str, str]]:
+    def messages(self, text: str) -> list[dict[str, Any]]:
         """The messages to send for the next text of the user."""
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.turns, {"role": "user", "content": text}]
+        return [*first, *self.turns, self._asked(text)]
 
     def keep(self, text: str, answer: str) -> None:
         """Add a text and its answer; of a cancelled answer the part that the user has read."""
-        self.turns.append({"role": "user", "content": text})
+        self.turns.append(self._asked(text))
         self.turns.append({"role": "assistant", "content": answer})
+        self.attached.clear()
+
+    def attach(self, file: str) -> None:
+        """Read an image, which goes with the next message. Raises BadRequest and TooLarge."""
+        # Here and not above: the help of commands needs no client.
+        from mlxpool.client.images import read_images
+
+        parts = [part for turn in self.turns for part in turn["content"]]
+        sent = sum(isinstance(part, dict) and part["type"] == "image" for part in parts)
+        if sent + len(self.attached) >= MAX_IMAGES:
+            raise BadRequest(
+                f"the conversation has {MAX_IMAGES} images, at most {MAX_IMAGES} are taken;"
+                " /clear forgets it"
+            )
+        self.attached.extend(read_images([Path(file).expanduser()]))
+
+    def _asked(self, text: str) -> dict[str, Any]:
+        """A message of the user, with the attached images in front of its text."""
+        if not self.attached:
+            return {"role": "user", "content": text}
+        parts = [{"type": "image", "image": image} for image in self.attached]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
     def command(self, line: str) -> str | None:
         """Run a line that begins with /; returns what to tell the user, None to end."""
@@ -84,17 +113,28 @@ class Conversation:
                 return HELP
             if name == "/clear":
                 self.turns.clear()
+                self.attached.clear()
                 return "the conversation is forgotten"
             if name == "/system":
                 return self._set_system(rest)
+            if name == "/image":
+                return self._attach(rest)
             if name == "/set":
                 return self._set(rest)
             if name == "/unset":
                 return self._unset(rest)
-        except BadRequest as error:
+        except (BadRequest, TooLarge) as error:
             return escape_line(error.message)
-        near = nearest(name, ["/?", "/help", "/set", "/unset", "/clear", *sorted(ENDS)])
+        known = ["/?", "/help", "/set", "/unset", "/image", "/clear", *sorted(ENDS)]
+        near = nearest(name, known)
         return f"unknown command {escape_line(name)}{near} (/? lists them, //… sends a text with /)"
+
+    def _attach(self, file: str) -> str:
+        if not file:
+            raise BadRequest("/image needs the name of a file")
+        self.attach(file)
+        count = len(self.attached)
+        return f"the next message has {count} image{'s' * (count > 1)}"
 
     # ---- what is set ---------------------------------------------------------------------------
 

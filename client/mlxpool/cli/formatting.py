@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.escapes import escape_line
+
+UNNAMED = (BadRequest.code, Internal.code)  # codes that add nothing to their messages
+
+
+def error_text(error: PoolError, message: str = "") -> str:
+    """An error as all commands print it: its code in front, and `message` or else its own."""
+    code = "" if error.code in UNNAMED else f"{error.code}: "
+    return code + (message or escape_line(error.message))
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mlxpool.cli import target
 from mlxpool.cli.command_table import COMMAND_MODULES, GROUPS, REMOTE_MODULES
+from mlxpool.cli.formatting import error_text
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.parser import Parser, RootParser
 from mlxpool.cli.reach import explained
@@ -136,9 +137,8 @@ def _print_error(
     """Print the message, or these lines of it; returns the exit code."""
     if options.json:
         print(json_text({"error": error.body()}))
-    code_shown = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
-    message = "\n  ".join(map(escape_line, lines or [error.message]))
-    print(f"{paint_of(sys.stderr)('mlxpool:', ERROR)} {code_shown}{message}", file=sys.stderr)
+    message = error_text(error, "\n  ".join(map(escape_line, lines)))
+    print(f"{paint_of(sys.stderr)('mlxpool:', ERROR)} {message}", file=sys.stderr)
     return code
 
 

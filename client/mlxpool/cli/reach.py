@@ -49,7 +49,19 @@ def _absence(run_dir: Path, endpoint: str) -> str:
         )
     else:
         what = f"there is no socket {path}"
-    return f"no broker runs here: {what}; {ADVICE}"
+    advice = _fault(run_dir) if path.startswith(f"{run_dir}/") else ""
+    return f"no broker runs here: {what}; {advice or ADVICE}"
+
+
+def _fault(run_dir: Path) -> str:
+    """Why a broker would not start in this run directory; "" where nothing is wrong with it."""
+    # Here and not above: only this error needs the code of settings.
+    from mlxpool.common.config.loading import access_fault
+
+    try:
+        return access_fault(run_dir, run_dir.stat())
+    except OSError:
+        return ""  # there is none, or it cannot be seen
 
 
 def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:

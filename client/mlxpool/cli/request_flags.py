@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.reach import check_socket
 from mlxpool.cli.target import Target, target_of
+from mlxpool.common.answer_format import KEYS, check_format
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_text
 from mlxpool.common.options import CHECKS, FLAGS, MAX_DEADLINE_MS
 
@@ -44,6 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         else:
             parser.add_argument(flag, action="append", metavar="TEXT", help=text)
     parser.add_argument(
+        "--format",
+        type=format_of,
+        metavar="json|FILE",
+        help="answer with a JSON object, or as the JSON schema or the format in a file says",
+    )
+    parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"
     )
     parser.add_argument(
@@ -60,6 +70,22 @@ def seconds(text: str) -> float:
         most = MAX_DEADLINE_MS // 1000
         raise argparse.ArgumentTypeError(f"must be above 0 and at most {most}, got {text}")
     return value
+
+
+def format_of(text: str) -> dict[str, Any]:
+    """The option `format` of a flag. Raises ArgumentTypeError for a file that has none."""
+    if text == "json":
+        return {"type": "json"}
+    try:
+        found = json.loads(Path(text).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    given = found.get("type") if isinstance(found, dict) else None
+    whole = isinstance(given, str) and given in KEYS  # no type of JSON has such a name
+    try:
+        return check_format("format", found if whole else {"type": "json_schema", "schema": found})
+    except BadRequest as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.message}") from None
 
 
 def options_of(flags: argparse.Namespace) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from mlxpool.client.request import (
 )
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
-from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
+from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.from_client import GenerateDraft
@@ -254,16 +254,17 @@ class AsyncClient:
         deadline_ms: int | None = None,
     ) -> Ranking:
         """The documents as (index, score), best first; see `Client.rerank`."""
+        texts = listed("documents", documents)
         questions = vectors.rerank(
             model,
             query,
-            documents,
+            texts,
             top=top,
             truncate=truncate,
             prompt=prompt,
             deadline_ms=deadline_ms,
         )
-        return ranked(await self._vectors(questions), top)
+        return ranked(await self._vectors(questions), texts, top)
 
     async def classify(
         self,

@@ -28,10 +28,16 @@ def take_images(
 ) -> tuple[list[dict[str, Any]], list[Image]]:
     """Returns messages whose parts name images by index, and all images: the given ones first.
 
-    A part {type: "image", image: …} gives its image away.
+    A part {type: "image", image: …} gives its image away. Raises BadRequest for images of a message
+    that stand outside its parts, where nobody would read them.
     """
     every, changed = [*images], []
-    for message in messages:
+    for number, message in enumerate(messages):
+        if message.get("images"):
+            raise BadRequest(
+                f"messages[{number}].images is not supported: give each image as a part"
+                " {type: 'image', image: …} of the content"
+            )
         content = message.get("content")
         if isinstance(content, list | tuple):
             changed.append({**message, "content": [_named(part, every) for part in content]})

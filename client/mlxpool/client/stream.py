@@ -47,6 +47,7 @@ class Result:
     attempts: int  # how often the broker gave it to a worker; 0: no broker reported it
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
     warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
+    complete: bool | None = None  # whether it is all that its format asks for; None: it has none
 
 
 # ---- what the broker says ------------------------------------------------------------------------
@@ -227,4 +228,5 @@ class StreamState:
             attempts=done.attempts,
             logprobs=tuple(self.logprobs),
             warnings=self.warnings,
+            complete=done.complete,
         )

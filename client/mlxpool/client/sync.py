@@ -27,7 +27,7 @@ from mlxpool.client.request import (
 )
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
-from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, ranked
+from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
@@ -142,8 +142,9 @@ class Client(Closing):
 
         `messages` are maps with role and content, `tokens` are token ids. `images` are the bytes or
         the paths of image files, which a prompt names by `[img-n]`; in a message the part
-        {type: "image", image: …} gives one. The options are listed below. Raises BadRequest for
-        what cannot be sent; every other error ends the stream and is raised where that is read.
+        {type: "image", image: …} gives one, see "Images". The options are listed below. Raises
+        BadRequest for what cannot be sent; every other error ends the stream and is raised where
+        that is read.
         """
         return Stream(self._connection, generate(model, prompt, messages, tokens, options, images))
 
@@ -225,10 +226,10 @@ class Client(Closing):
 
         `dimensions` keeps the first numbers of each vector, for models that were trained for it;
         `normalise` makes their length 1 (default: as the model has it). `prompt_name` puts one of
-        the model's prompts, such as "query", in front of each text, `prompt` any text. A text that
-        is too long raises ContextExceeded, with `truncate` it loses its end. Any number of inputs
-        is sent, several calls at a time. Raises BadRequest, and DeadlineExceeded after
-        `deadline_ms`.
+        the model's prompts, such as "query", in front of each text, `prompt` any text; give one of
+        them at most. A text that is too long raises ContextExceeded, with `truncate` it loses its
+        end; too many token ids always raise it. Any number of inputs is sent, several calls at a
+        time. Raises BadRequest, TooLarge, and DeadlineExceeded after `deadline_ms`.
         """
         return self._vectors(
             vectors.embed(
@@ -256,19 +257,21 @@ class Client(Closing):
     ) -> Ranking:
         """The documents as (index, score), those that fit the query best first.
 
+        Equal documents have equal scores, and equal scores the order of the request.
         `top` keeps so many; `prompt` is the instruction of a model that takes one; the other
         arguments and the errors are those of `embed`.
         """
+        texts = listed("documents", documents)
         questions = vectors.rerank(
             model,
             query,
-            documents,
+            texts,
             top=top,
             truncate=truncate,
             prompt=prompt,
             deadline_ms=deadline_ms,
         )
-        return ranked(self._vectors(questions), top)
+        return ranked(self._vectors(questions), texts, top)
 
     def classify(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import sys
 from array import array
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpool.client.request import Question
 from mlxpool.common.checks import integer, shown
-from mlxpool.common.errors import BadRequest, Internal
+from mlxpool.common.errors import BadRequest, Internal, TooLarge
 from mlxpool.common.protocol.encoder_calls import (
     MAX_FIRST,
     MAX_INPUTS,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT = 16  # calls of one `embed` that are open at a time
 MAX_CALL_TEXT = 512 * 1024  # characters of one call: more texts are divided among several calls
-Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[Sequence[int]]
+# A text or a list of texts; pairs of texts for `classify`; a list of token ids, or several of them.
+Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,11 @@ def embed(
         "prompt": prompt,
     }
     fields = {key: value for key, value in settings.items() if value is not None}
-    found = [inputs] if isinstance(inputs, str) else _listed("inputs", inputs)
-    first = found[0]
-    if not isinstance(first, str) and (not first or not isinstance(first[0], str)):
+    _check_sizes({"prompt": prompt, "prompt_name": prompt_name})
+    found = [inputs] if isinstance(inputs, str) else listed("inputs", inputs)
+    if all(map(_is_id, found)):
+        found = [found]
+    if any(map(_is_list_of_ids, found)):
         return _of_ids(model, task, found, fields, deadline_ms)
     for index, one in enumerate(found):
         _check_texts(f"inputs[{index}]", one)
@@ -148,7 +152,8 @@ def rerank(
     integer({"top": top}, "top", 1, MAX_FIRST)
     if not isinstance(query, str):
         raise BadRequest(f"query must be a str, got {shown(query)}")
-    found = _listed("documents", documents)
+    _check_sizes({"query": query, "prompt": prompt})
+    found = listed("documents", documents)
     for index, one in enumerate(found):
         if not isinstance(one, str):
             raise BadRequest(f"documents[{index}] must be a str, got {shown(one)}")
@@ -157,7 +162,8 @@ def rerank(
     return _divided(model, "rerank", given, "documents", found, deadline_ms)
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def listed(name: str, values: Any) -> list[Any]:
+    """The values of an argument, which may be any iterable. Raises BadRequest for none."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise BadRequest(f"{name} must be a list of texts, got {shown(values)}")
     found = list(values)
@@ -169,7 +175,41 @@ def _listed(name: str, values: Any) -> list[Any]:
 def _check_texts(name: str, value: Any) -> None:
     pair = isinstance(value, list | tuple) and len(value) == 2
     if not isinstance(value, str) and not (pair and all(isinstance(one, str) for one in value)):
-        raise BadRequest(f"{name} must be a str or a pair of them, got {shown(value)}")
+        raise BadRequest(
+            f"{name} must be a str, a pair of them or a list of token ids, got {shown(value)}"
+        )
+
+
+def _check_sizes(texts: Mapping[str, Any]) -> None:
+    """Raises TooLarge for a text beside the inputs that is too long for the body of a call."""
+    for name, text in texts.items():
+        size = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else 0
+        if size > TEXT_AS_BLOB:
+            raise TooLarge(
+                f"{name} has {size} bytes, at most {TEXT_AS_BLOB} are taken; make it shorter"
+            )
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a value is an integer, also NumPy's; a boolean is none."""
+    if isinstance(value, bool) or _has_items(value):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_list_of_ids(value: Any) -> bool:
+    """Whether a value is to be token ids: a list, tuple or array that begins with no text."""
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not _has_items(value):
+        return False
+    return len(value) == 0 or not isinstance(value[0], str)
+
+
+def _has_items(value: Any) -> bool:
+    return hasattr(value, "__getitem__") and bool(getattr(value, "shape", True))
 
 
 def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
@@ -223,7 +263,8 @@ def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]
 def _of_ids(
     model: str, task: Task, inputs: Sequence[Any], fields: dict[str, Any], deadline_ms: int | None
 ) -> list[Question[Vectors]]:
-    batches = [(at, inputs[at : at + MAX_INPUTS]) for at in range(0, len(inputs), MAX_INPUTS)]
+    lists = [_checked_ids(f"inputs[{index}]", one) for index, one in enumerate(inputs)]
+    batches = [(at, lists[at : at + MAX_INPUTS]) for at in range(0, len(lists), MAX_INPUTS)]
     return [
         _question(
             model,
@@ -234,6 +275,20 @@ def _of_ids(
         )
         for first, batch in batches
     ]
+
+
+def _checked_ids(name: str, value: Any) -> list[int]:
+    """The token ids of one input. Raises BadRequest naming the input and its first wrong value."""
+    if not _is_list_of_ids(value):
+        raise BadRequest(f"{name} must be a list of token ids, as others are; got {shown(value)}")
+    if len(value) == 0:
+        raise BadRequest(f"{name} has no token ids, must have at least 1")
+    wrong = next((one for one in value if not _is_id(one) or not 0 <= int(one) < 2**32), None)
+    if wrong is not None:
+        raise BadRequest(
+            f"{name} must have token ids, integers from 0 to {2**32 - 1}, got {shown(wrong)}"
+        )
+    return [int(one) for one in value]
 
 
 def _question(
@@ -272,9 +327,15 @@ def joined(parts: Sequence[Vectors]) -> Vectors:
     return replace(first, data=data, rows=rows, usage=usage)
 
 
-def ranked(scores: Vectors, top: int | None = None) -> Ranking:
-    """The documents, best first; `top`: only so many of them."""
-    numbers = _numbers(scores.data)
+def ranked(scores: Vectors, documents: Sequence[str], top: int | None = None) -> Ranking:
+    """The documents, best first; `top`: only so many of them. Ties are in the order of the request.
+
+    Equal documents get the score of the first one: computed beside different others, theirs differ
+    in the last digits.
+    """
+    given = _numbers(scores.data)
+    first: dict[str, int] = {}
+    numbers = [given[first.setdefault(one, index)] for index, one in enumerate(documents)]
     order = sorted(range(scores.rows), key=lambda index: (-numbers[index], index))
     bound = math.inf if top is None else top
     found = [Ranked(index, numbers[index]) for place, index in enumerate(order) if place < bound]

@@ -64,6 +64,11 @@ def natural(value: object) -> int:
     return max(0, value) if isinstance(value, int) else 0
 
 
+def optional_flag(value: object) -> bool | None:
+    """A boolean, read leniently: anything else counts as absent."""
+    return value if isinstance(value, bool) else None
+
+
 def mapping(value: object) -> Mapping[str, Any]:
     """A map, read leniently: anything else counts as an empty one."""
     return value if isinstance(value, Mapping) else {}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
 
+from mlxpool.common.answer_format import check_format
 from mlxpool.common.checks import is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
 
@@ -160,6 +161,7 @@ class Options:
     num_ctx: Annotated[
         int, IntegerIn(0, MAX_COUNT), "context of this request (default, 0: the model's)"
     ] = 0
+    format: Annotated[Mapping[str, Any] | None, check_format] = None  # what the answer has to be
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Options:
@@ -176,7 +178,13 @@ class Options:
                 raise BadRequest(f"unknown option {name!r}{_nearest(name)}")
             if value is not None:
                 (values if target == name else aliased)[target] = check(name, value)
-        return cls(**{**aliased, **values})
+        options = cls(**{**aliased, **values})
+        if options.format is not None and options.ignore_eos:
+            raise BadRequest(
+                "option 'ignore_eos' cannot stand beside 'format': an answer ends where the format"
+                " is complete"
+            )
+        return options
 
     def to_wire(self) -> dict[str, Any]:
         """The map that `parse` reads back to an equal object."""
@@ -241,6 +249,7 @@ class GenerateOptions(TypedDict, total=False):
     shift: bool | None  # go on at a full context, without tokens after the kept ones
     num_keep: int | None  # first tokens that truncate and shift keep; -1: the prompt
     num_ctx: int | None  # context of this request; 0: the model's, which it may not exceed
+    format: Mapping[str, Any] | None  # what the answer has to be, see docs/structured-output.md
     deadline_ms: int | None  # milliseconds from acceptance to the end
     queue_ms: int | None  # milliseconds that the request may wait for a worker
     first_token_ms: int | None  # milliseconds to the first token

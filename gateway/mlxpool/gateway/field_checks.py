@@ -16,7 +16,6 @@ from mlxpool.gateway.schemas import Schema, nullable
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 NOWHERE: Mapping[str, str] = {}
-NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in words"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +123,19 @@ def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") ->
     return default if value is None else value
 
 
-def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError."""
+def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
+
+    Without `high` the model has the bound.
+    """
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad_request(f"{name!r} must be an integer, got {shown(value)}", name)
-    if not low <= value <= high:
-        raise bad_request(f"{name!r} is {value}, must be from {low} to {high}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise bad_request(f"{name!r} is {shown(value)}, must be {bound}", name)
     return value
 
 

@@ -16,6 +16,10 @@ from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
 TOO_DEEP = "the body is nested too deeply"
+RAISE_BOUND = (
+    "--max-body of `mlxpool gateway`, or the setting http_max_body of `mlxpool serve`, raises the"
+    " bound"
+)
 
 
 class ResponseWriter:
@@ -117,7 +121,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
                 break
             parts.append(part)
     if size > max_bytes:
-        message = f"the body has {size} bytes or more, at most {max_bytes} are taken"
+        message = f"the body has {size} bytes or more, at most {max_bytes} are taken; {RAISE_BOUND}"
         raise HttpError(413, message, "body_too_large", retry=False)
     return b"".join(parts)
 

@@ -1,4 +1,7 @@
-"""Images in HTTP requests: data URLs of OpenAI's parts, base64 of Ollama's messages. Pure."""
+"""The contents of messages in HTTP requests: text, and images as each interface has them. Pure.
+
+OpenAI's parts have data URLs, Ollama's messages base64. Errors are in the words of the interface.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,21 @@ from mlxpool.common.checks import shown
 from mlxpool.gateway.errors import bad_request
 
 PART = "image_url"  # the type of a part, and the key of its image
+PARTS = (
+    "{type: 'text', text: TEXT} or"
+    " {type: 'image_url', image_url: {url: 'data:image/TYPE;base64,…'}}"
+)
+ADVICE = {  # types of parts of other interfaces, or of what models do not take
+    "input_text": "in /v1/chat/completions its type is 'text'",
+    "input_image": "in /v1/chat/completions its type is 'image_url'",
+    "image": "the type of an image is 'image_url'",
+    "input_audio": "models take text and images only",
+    "audio": "models take text and images only",
+    "file": "models take text and images only",
+    "video_url": "models take text and images only",
+}
 DETAILS = (None, "auto", "low", "high")  # accepted without effect: sizes are the model's affair
+AS_PARTS = "send each image as a part {type: 'image_url', …} of the content"
 FETCHED = (
     "images are not fetched from other servers, which could reach what only the gateway can;"
     " send the image itself as data:image/png;base64,…"
@@ -21,8 +38,8 @@ FETCHED = (
 def take_image_urls(raw: object) -> tuple[object, list[bytes]]:
     """Messages whose parts name images by index, and these images in order.
 
-    What is no part with an image is left as it is, for the check of messages. Raises HttpError
-    naming the part.
+    What is no content is left as it is, for the check of messages. Raises HttpError naming the
+    part.
     """
     if not isinstance(raw, list):
         return raw, []
@@ -32,16 +49,33 @@ def take_image_urls(raw: object) -> tuple[object, list[bytes]]:
 
 
 def _message(number: int, message: object, images: list[bytes]) -> object:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(message, Mapping) or not isinstance(content, list):
+    if not isinstance(message, Mapping):
         return message
-    where = f"messages[{number}].content"
+    if message.get("images"):
+        text = f"messages[{number}].images is not supported: {AS_PARTS}"
+        raise bad_request(text, "messages")
+    content, where = message.get("content"), f"messages[{number}].content"
+    if content is None or isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        text = f"{where} must be text or a list of parts, got {shown(content)}"
+        raise bad_request(text, "messages")
     parts = [_part(f"{where}[{place}]", part, images) for place, part in enumerate(content)]
     return {**message, "content": parts}
 
 
 def _part(where: str, part: object, images: list[bytes]) -> object:
-    if not isinstance(part, Mapping) or part.get("type") != PART:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in ("text", PART):
+        got = f"the type {shown(kind)}" if isinstance(part, Mapping) else shown(part)
+        advice = (
+            ADVICE.get(kind, f"must be {PARTS}") if isinstance(kind, str) else f"must be {PARTS}"
+        )
+        raise bad_request(f"{where} has {got}: {advice}", "messages")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            text = f"{where}.text must be text, got {shown(part.get('text'))}"
+            raise bad_request(text, "messages")
         return part
     given = part.get(PART)
     url = given.get("url") if isinstance(given, Mapping) else given
@@ -60,7 +94,9 @@ def from_data_url(where: str, url: object) -> bytes:
     if scheme.lower() in ("http", "https"):
         raise bad_request(f"{where} has the URL {shown(url)}: {FETCHED}", "messages")
     head, comma, data = rest.partition(",")
-    if scheme.lower() != "data" or not comma or not head.lower().endswith(";base64"):
+    kind = head.lower()
+    is_image = scheme.lower() == "data" and kind.startswith("image/") and kind.endswith(";base64")
+    if not (is_image and comma):
         message = f"{where} must be data:image/TYPE;base64,…, got {shown(url[:64])}"
         raise bad_request(message, "messages")
     return from_base64(where, data, "messages")

@@ -32,9 +32,10 @@ TOKEN_IDS: Schema = {
 }
 
 
-def integer(low: int, high: int) -> Schema:
-    """An integer from `low` to `high`, both inclusive."""
-    return {"type": "integer", "minimum": low, "maximum": high}
+def integer(low: int, high: int | None = None) -> Schema:
+    """An integer from `low` to `high`, both inclusive; None: no bound of its own."""
+    bound = {} if high is None else {"maximum": high}
+    return {"type": "integer", "minimum": low, **bound}
 
 
 def choice(*values: Any) -> Schema:

@@ -188,3 +188,15 @@ def test_a_reload_has_it_read_its_keys() -> None:
     one = Supervised().started()
     one.gateway.reload()
     assert one.process.signals == [signal.SIGHUP]
+
+
+def test_a_reload_while_it_starts_comes_when_it_is_ready() -> None:
+    """Before its handler is there, the signal would end it."""
+    one = Supervised()
+    one.gateway.start(0.0)
+    one.gateway.reload()
+    assert one.process.signals == []
+    one.hears(1, 1.0)
+    assert one.process.signals == [signal.SIGHUP]
+    one.hears(1, 2.0)
+    assert one.process.signals == [signal.SIGHUP]

@@ -49,6 +49,12 @@ def test_checked_messages_keep_their_other_keys(message: dict[str, Any]) -> None
     assert check_messages([message]) == [message]
 
 
+def test_images_beside_the_content_are_refused() -> None:
+    with pytest.raises(BadRequest, match=r"messages\[1\].images is not supported: name each image"):
+        check_messages([USER, {**USER, "images": [b"a"]}])
+    assert check_messages([{**USER, "images": None}, {**USER, "images": []}])
+
+
 @pytest.mark.parametrize("given", ['{"zone": "UTC"}', {"zone": "UTC"}])
 def test_arguments_of_a_tool_call_become_a_map(given: Any) -> None:
     call = {"function": {"name": "clock", "arguments": given}}

@@ -32,7 +32,6 @@ def test_all_keys_of_embed() -> None:
         dimensions=8,
         normalise=False,
         prompt_name="query",
-        prompt="x",
         first=256,
         alone=True,
         owner="bob",
@@ -42,13 +41,14 @@ def test_all_keys_of_embed() -> None:
         ("a",),
         truncate=True,
         prompt_name="query",
-        prompt="x",
         dimensions=8,
         normalise=False,
         first=256,
         alone=True,
         owner="bob",
     )
+    assert parse("embed", inputs=["a"], prompt="").prompt == ""
+    assert parse("embed", inputs=["a"], dimensions=2**40).dimensions == 2**40, "the model's bound"
     assert parse("embed", inputs=["a"], dimensions=None, normalise=None) == parse(
         "embed", inputs=["a"]
     )
@@ -88,7 +88,14 @@ WRONG: dict[str, tuple[Task, dict[str, Any], tuple[bytes, ...], str]] = {
     "a huge length": ("embed", {"tokens": [2**62]}, (b"1234",), "the blob has 4 bytes"),
     "half an id": ("embed", {"tokens": [1]}, (b"12345",), "the blob has 5 bytes"),
     "both": ("embed", {"inputs": ["a"], "tokens": [1]}, (b"1234",), "one of inputs and tokens"),
-    "dimensions": ("embed", {"inputs": ["a"], "dimensions": 0}, (), "from 1 to 65536, got 0"),
+    "dimensions": ("embed", {"inputs": ["a"], "dimensions": 0}, (), "of at least 1, got 0"),
+    "half a dimension": ("embed", {"inputs": ["a"], "dimensions": 1.5}, (), "an integer .* 1.5"),
+    "prompts": (
+        "embed",
+        {"inputs": ["a"], "prompt": "x", "prompt_name": "y"},
+        (),
+        "embed takes one of prompt and prompt_name, got both",
+    ),
     "normalise": ("embed", {"inputs": ["a"], "normalise": "x"}, (), "must be true or false"),
     "prompt": ("embed", {"inputs": ["a"], "prompt": 3}, (), "prompt must be a text, got 3"),
     "misspelt": ("embed", {"inputs": ["a"], "dimension": 3}, (), "did you mean 'dimensions'"),

@@ -8,7 +8,7 @@ import pytest
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.from_client import Generate
-from mlxpool.common.protocol.images import MAX_IMAGE, MAX_IMAGE_TOTAL
+from mlxpool.common.protocol.images import MAX_IMAGE, MAX_IMAGE_TOTAL, images_of_text
 
 
 def parsed(blobs: list[bytes], **body: Any) -> Generate:
@@ -38,6 +38,13 @@ def test_an_image_may_be_named_twice() -> None:
 
 def test_without_images_a_text_may_have_tags() -> None:
     assert parsed([], prompt="[img-7]").prompt.images == ()
+
+
+def test_names_are_of_ascii_digits_and_of_any_number_of_them() -> None:
+    assert images_of_text("[img-0][img-007][img-\u0660][img-\uff10][img--1][img-]") == [0, 7]
+    for digits in ("1", "9" * 10, "9" * 10_000):
+        with pytest.raises(PoolError, match="invalid image index"):
+            parsed([b"a"], prompt=f"[img-0][img-{digits}]", images=1)
 
 
 @pytest.mark.parametrize(

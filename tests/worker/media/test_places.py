@@ -19,9 +19,18 @@ A, B = (
 
 
 def test_markers_of_a_chat_are_expanded() -> None:
-    assert places.expanded_chat("a<img>b<img>", PLACES, 2) == (
-        "a\n<img><slot></img>\nb\n<img><slot></img>\n"
-    )
+    text, cuts, end = places.expanded_chat("a<img>b<img>c", (), 6, PLACES, 2)
+    assert text == "a\n<img><slot></img>\nb\n<img><slot></img>\nc"
+    assert cuts == [] and text[:end] == "a\n<img><slot></img>\n"
+
+
+def test_a_marker_with_a_cut_is_text() -> None:
+    text, cuts, end = places.expanded_chat("<img>a<img>b", (1,), 11, PLACES, 1)
+    assert text == "<img>a\n<img><slot></img>\nb"
+    assert cuts == [1] and text[end:] == "b"
+    text, cuts, end = places.expanded_chat("<img>a<img>b", (7,), 5, PLACES, 1)
+    assert text == "\n<img><slot></img>\na<img>b"
+    assert text[: cuts[0]].endswith("a<") and text[end:] == "a<img>b"
 
 
 @pytest.mark.parametrize(
@@ -33,13 +42,27 @@ def test_markers_of_a_chat_are_expanded() -> None:
 )
 def test_another_number_of_markers_is_refused(text: str, why: str) -> None:
     with pytest.raises(BadRequest, match=why):
-        places.expanded_chat(text, PLACES, 2)
+        places.expanded_chat(text, (), 0, PLACES, 2)
 
 
 def test_tags_of_a_text_are_expanded() -> None:
-    text, named = places.expanded_text("[img-1] and [img-0], [img-1]", PLACES)
+    text, named = places.expanded_text("[img-1] and [img-0], [img-1]", PLACES, 2)
     one = "\n<img><slot></img>\n"
     assert (text, named) == (f"{one} and {one}, {one}", [1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[img-0] <img>", "has the text '<img>', which this model reads as the place of an image"),
+        ("[img-0] <slot>", "has the text '<slot>'"),
+        ("[img-0] [img-1]", "invalid image index: 1"),
+        ("no name", r"images\[0\] is named nowhere"),
+    ],
+)
+def test_a_text_names_each_image_by_its_tag_alone(text: str, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        places.expanded_text(text, PLACES, 1)
 
 
 def test_a_slot_token_in_a_text_is_refused() -> None:

@@ -122,14 +122,32 @@ def test_the_inputs_of_images_count_in_the_context(lanes: Lanes) -> None:
     [
         (chat(0, 1, files=[FILES[0], FILES[1][:200]]), "images[1] is a png of 200 bytes that is"),
         (chat(0, files=[b"%PDF-1.4"]), "images[0] is a pdf; png, jpeg, webp and gif are taken"),
-        (chat(0, "<start_of_image>", files=FILES[:1]), "2 times '<start_of_image>'"),
-        (chat(0, "<image_soft_token>", files=FILES[:1]), "2 times '<image_soft_token>'"),
-        (Encode("[img-0]<image_soft_token>", 99, images=FILES[:1]), "1 places for images and 2"),
+        (Encode("[img-0]<image_soft_token>", 99, images=FILES[:1]), "'<image_soft_token>', which"),
+        (Encode("[img-0]<start_of_image>", 99, images=FILES[:1]), "'<start_of_image>', which"),
+        (Encode("<start_of_image>", 99), "the prompt has the text '<start_of_image>', which"),
+        (Encode(b"x" * 90_000, 10**6, images=FILES[:1]), "images[0] is named nowhere"),
+        (Encode(b"[img-7][img-0]", 99, images=FILES[:1]), "invalid image index: 7"),
     ],
 )
 def test_what_is_wrong_with_an_image_is_named(lanes: Lanes, job: Job, why: str) -> None:
     assert why in lanes.error(job)
     assert lanes.encoded(chat(0, files=FILES[:1])), "the next request is served"
+
+
+@pytest.mark.parametrize("literal", ["<start_of_image>", "<image_soft_token>"])
+@pytest.mark.parametrize("size", [1, SHORT_TEXT + 1])
+def test_a_marker_in_a_message_is_text(lanes: Lanes, literal: str, size: int) -> None:
+    """It is read by its bytes, beside an image and without one, also in a long chat."""
+    text = f"is {literal} a token?" + "x" * size
+    for prompt in ((text,), (text, 0, text)):
+        files = FILES[:1] if 0 in prompt else []
+        found = lanes.encoded(chat(*prompt, files=files, context=10**6))
+        ids = unpack_ids(found.packed)
+        assert ids.count(SLOT) == len(files)
+        assert list(found.named) == [0] * len(files)
+        assert ids[found.restore_at] == 259, "the generation prompt follows"
+        written = bytes(one for one in ids if one < 256)
+        assert written.count(text.encode()) == prompt.count(text)
 
 
 def test_an_image_that_takes_too_long_ends_its_lane_with_a_reason() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import ModelConfig
 
-COMMAND = (sys.executable, "-m", "mlxpool.worker.diagnose.check", "--background")
+COMMAND = (sys.executable, "-P", "-m", "mlxpool.worker.diagnose.check", "--background")
 MAX_SECONDS = 60.0  # for one model: beyond it the disk hangs, or a file is malicious
 
 

@@ -108,7 +108,7 @@ class Delivery:
         }
         if run.first_token_at:
             timings["first_token"] = _ms(run.first_token_at - request.accepted_at)
-        done = Done(end.reason, end.text, end.usage, timings, run.tries)
+        done = Done(end.reason, end.text, end.usage, timings, run.tries, end.complete)
         self._end(request, "cancel" if end.reason == "cancelled" else "finish", done, now)
 
     def cancel(self, request: Request, now: float) -> None:

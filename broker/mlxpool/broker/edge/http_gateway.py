@@ -70,6 +70,7 @@ class HttpGateway:
         self._last_exit = ""
         self._hung = ""  # why it is being killed
         self._ending = False
+        self._reload_due = False  # a reload came while the process was starting
         self._then: Callable[[float], None] = _nothing
 
     @property
@@ -101,7 +102,7 @@ class HttpGateway:
             self._last_exit = f"not started: {error.strerror}"
             self._restart_later(now)
             return
-        self.state, self._hung = "starting", ""
+        self.state, self._hung, self._reload_due = "starting", "", False
         self._started_at = self._heard_at = now
         self._sources.add_source(self._descriptor, self._on_news)
 
@@ -113,6 +114,8 @@ class HttpGateway:
             self._heard_at = now
             if self.state == "starting":
                 self.state = "ready"
+                if self._reload_due:
+                    self.reload()
                 log.info(
                     "the gateway is ready",
                     extra={"url": self._process.url, "pid": self._process.pid},
@@ -166,8 +169,11 @@ class HttpGateway:
             self._process.signal(signal.SIGKILL)
 
     def reload(self) -> None:
-        """Have it read its keys again."""
-        self._process.signal(signal.SIGHUP)
+        """Have it read its keys again; one that starts does so when it is ready."""
+        if self.state == "starting":  # Python has not got to its handler: the signal would end it
+            self._reload_due = True
+        else:
+            self._process.signal(signal.SIGHUP)
 
     # ---- end -----------------------------------------------------------------------------------
 

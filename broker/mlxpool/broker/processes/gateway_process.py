@@ -64,7 +64,7 @@ class GatewayProcess(Closing):
         os.set_blocking(self._notified, False)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mlxpool.gateway"],
+                [sys.executable, "-P", "-m", "mlxpool.gateway"],
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno(),
                 env=self._environment(config, held_by_child),

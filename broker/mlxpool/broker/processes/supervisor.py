@@ -132,7 +132,7 @@ class Supervisor:
             settings = replace(settings, dials=True, token="", **asdict(self.dial))
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "mlxpool.worker"],
+                [sys.executable, "-P", "-m", "mlxpool.worker"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.conversation import HINT, Conversation, read_message
 from mlxpool.cli.figures import figures
+from mlxpool.cli.formatting import error_text
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
@@ -37,6 +38,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="an image in front of the first message; may be repeated",
+    )
     add_options(parser)
     add_connect_timeout(parser)
     parser.set_defaults(run=run)
@@ -45,6 +53,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Answer messages until the input ends. Exit code 1 if the last answer failed."""
     conversation = Conversation(options.system or "", options_of(options))
+    for file in options.image:
+        conversation.attach(file)
     read = typed_line if sys.stdin.isatty() else read_line
     code = 0
     with client_of(options) as client:
@@ -144,8 +154,9 @@ def answer(
         raise
     except PoolError as error:
         _end_line(options, parts)
-        message = escape_line(f"{error.code}: {error.message}")
-        print(f"{paint_of(sys.stderr)('mlxpool:', ERROR)} {message}", file=sys.stderr)
+        painted = paint_of(sys.stderr)("mlxpool:", ERROR)
+        print(f"{painted} {error_text(error)}", file=sys.stderr)
+        conversation.attached.clear()  # they may be what was wrong
         _print_json(options, {"error": error.body()})
         return 1
     now = time.monotonic()

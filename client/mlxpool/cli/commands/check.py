@@ -70,7 +70,7 @@ def diagnose(options: argparse.Namespace) -> dict[str, Any]:
         "memory_limit": settings.memory_limit,
     }
     done = subprocess.run(
-        [sys.executable, "-m", DIAGNOSE_MODULE],
+        [sys.executable, "-P", "-m", DIAGNOSE_MODULE],
         input=json.dumps(asked) + "\n",
         stdout=subprocess.PIPE,
         text=True,

@@ -143,4 +143,5 @@ def as_json(result: Result) -> dict[str, Any]:
         "timings_ms": result.timings_ms,
         "seed": result.seed,
         "attempts": result.attempts,
+        **({} if result.complete is None else {"complete": result.complete}),
     }

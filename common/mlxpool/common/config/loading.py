@@ -270,7 +270,8 @@ def check_run_dir(run_dir: Path) -> None:
     """Make the run directory, mode 0700. Raises ConfigError if it cannot be used."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_access(run_dir, run_dir.stat())
+        if fault := access_fault(run_dir, run_dir.stat()):
+            raise ConfigError(fault)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir / "logs"):
             pass
@@ -280,18 +281,19 @@ def check_run_dir(run_dir: Path) -> None:
         ) from None
 
 
-def _check_access(run_dir: Path, status: os.stat_result) -> None:
-    """Raises ConfigError if the directory is of another user, or open to others."""
+def access_fault(run_dir: Path, status: os.stat_result) -> str:
+    """Why no broker starts in a directory: it is of another user, or open to others; else ""."""
     if status.st_uid != os.getuid():
-        raise ConfigError(
+        return (
             f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
             f" process runs as {_user(os.getuid())}; give another with --run-dir"
         )
     if status.st_mode & 0o077:
-        raise ConfigError(
+        return (
             f"the run directory {run_dir} has the mode {status.st_mode & 0o7777:04o}, with which"
             f" other users reach the pool; it must be 0700: chmod 700 {shlex.quote(str(run_dir))}"
         )
+    return ""
 
 
 def _user(uid: int) -> str:

@@ -76,7 +76,7 @@ class Counting:
 class ModelConfig:
     """`[models.NAME]`."""
 
-    # A folder, a reference, or "builtin:demo", "builtin:demo-embed", "builtin:counting".
+    # A folder, a reference, or "builtin:" and demo, demo-chat, demo-embed or counting.
     path: str = ""
     # Tokens of prompt and completion; 0: the model's own bound.
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
@@ -292,6 +292,7 @@ BUILTIN_PREFIX = "builtin:"  # of a path
 
 BUILTIN = {
     "demo": ModelConfig(path=f"{BUILTIN_PREFIX}demo"),
+    "demo-chat": ModelConfig(path=f"{BUILTIN_PREFIX}demo-chat"),
     "demo-embed": ModelConfig(path=f"{BUILTIN_PREFIX}demo-embed"),
     "counting": ModelConfig(path=f"{BUILTIN_PREFIX}counting"),
 }

@@ -74,6 +74,11 @@ def _message(where: str, message: object) -> dict[str, Any]:
     for key in _TEXTS:
         if not isinstance(message.get(key), str | None):
             raise BadRequest(f"{where}.{key} must be text, got {shown(message[key])}")
+    if message.get("images"):
+        raise BadRequest(
+            f"{where}.images is not supported: name each image by a part"
+            " {type: 'image', blob: n} of the content"
+        )
     checked = dict(message)
     if checked.get("tool_calls"):
         checked["tool_calls"] = _tool_calls(f"{where}.tool_calls", role, checked["tool_calls"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from mlxpool.common.checks import mapping
+from mlxpool.common.checks import mapping, optional_flag
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import ID_BYTES, MAX_BODY, Content, Message
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -187,16 +187,19 @@ class Usage:
 class RunEnd:
     """How a run ended in its worker, as it travels in the last row of `deltas`.
 
-    `usage` and `timings_ms` are passed on as the worker made them.
+    `usage` and `timings_ms` are passed on as the worker made them. `complete`: whether the answer
+    is all that its `format` asks for; None: it has none.
     """
 
     reason: str
     text: str = ""  # what was held back; "" behind a stop string
     usage: Mapping[str, Any] = field(default_factory=dict)
     timings_ms: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"text": self.text, "reason": self.reason, "usage": self.usage}
+        body |= {} if self.complete is None else {"complete": self.complete}
         return {**body, "timings_ms": self.timings_ms} if self.timings_ms else body
 
     @classmethod
@@ -207,4 +210,5 @@ class RunEnd:
             body.get("text", ""),
             mapping(body.get("usage")),
             mapping(body.get("timings_ms")),
+            optional_flag(body.get("complete")),
         )

@@ -29,7 +29,6 @@ KEYS: Mapping[Task, frozenset[str]] = {
     "classify": _OF_ALL | {"inputs", "tokens"},
 }
 MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
-MAX_DIMENSIONS = 1 << 16
 MAX_FIRST = 1 << 53
 NUMBER_BYTES = 4  # of a number in `vectors`, a little-endian float32
 
@@ -84,7 +83,7 @@ class EncoderCall:
             truncate=flag(body, "truncate", False),
             prompt_name=_text(body, "prompt_name") or "",
             prompt=_text(body, "prompt"),
-            dimensions=integer(body, "dimensions", 1, MAX_DIMENSIONS) or 0,
+            dimensions=_dimensions(body),
             normalise=None if body.get("normalise") is None else flag(body, "normalise", False),
             first=integer(body, "first", 0, MAX_FIRST) or 0,
             alone=body.get("alone") is True,
@@ -103,8 +102,9 @@ def _check_keys(task: Task, body: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(str(unknown), KEYS[task] - _OF_BROKER, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadRequest(f"{task} has no key {unknown!r:.60}{hint}")
-    if body.get("tokens") is not None and body.get("inputs") is not None:
-        raise BadRequest(f"{task} takes one of inputs and tokens, got both")
+    for one, other in (("inputs", "tokens"), ("prompt", "prompt_name")):
+        if body.get(one) is not None and body.get(other) is not None:
+            raise BadRequest(f"{task} takes one of {one} and {other}, got both")
 
 
 def _with_inputs(call: EncoderCall, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
@@ -175,6 +175,16 @@ def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]
         found.append(tuple(view[begin : begin + length]))
         begin += length
     return tuple(found)
+
+
+def _dimensions(body: Mapping[str, Any]) -> int:
+    """How many numbers of a vector are kept; 0: all. The most are those of the model."""
+    value = body.get("dimensions")
+    if value is None:
+        return 0
+    if not is_integer(value) or value < 1:
+        raise BadRequest(f"dimensions must be an integer of at least 1, got {shown(value)}")
+    return value
 
 
 def _text(body: Mapping[str, Any], key: str) -> str | None:

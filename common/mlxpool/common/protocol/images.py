@@ -18,7 +18,8 @@ VISION = "vision"  # among the features of a model that takes images
 MAX_IMAGES = 16  # of a request
 MAX_IMAGE = 8 * 1024 * 1024  # bytes of one, as a file
 MAX_IMAGE_TOTAL = 32 * 1024 * 1024  # bytes of all images of a request
-TAG = re.compile(r"\[img-(\d{1,9})\]")
+TAG = re.compile(r"\[img-([0-9]+)\]")
+_INDEX_DIGITS = 18  # of a name; more digits count as the least index that has more
 TOKENS_PER_IMAGE = 1024  # about what one stands for, where nobody has looked at it yet
 
 
@@ -76,7 +77,13 @@ def check_sizes(images: Sequence[bytes]) -> None:
 
 def images_of_text(text: str) -> list[int]:
     """The images that a text prompt names, in order; one may be named several times."""
-    return [int(number) for number in TAG.findall(text)]
+    return [_index(digits) for digits in TAG.findall(text)]
+
+
+def _index(digits: str) -> int:
+    """The index of a name. A bound keeps clear of Python's limit of digits."""
+    significant = digits.lstrip("0")
+    return int(significant or "0") if len(significant) <= _INDEX_DIGITS else 10**_INDEX_DIGITS
 
 
 def images_of_messages(messages: Iterable[Mapping[str, Any]]) -> list[int]:

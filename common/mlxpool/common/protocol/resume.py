@@ -17,6 +17,7 @@ MAX_COUNT = 2**31
 # Seconds since 1970: the calendars of chat templates end with the year 9999.
 MAX_TIME = 253_402_300_799
 COUNTS = ("context", "max_tokens", "prompt_tokens", "truncated")  # facts that count tokens
+DIGESTS = ("digest", "grammar")  # facts that are digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ class Facts:
 
     `prompt_tokens` and `max_tokens` are counts of ids; `prompt_tokens` is what is left of the
     prompt without its `truncated` ones. `now` is what chat templates call the time, in seconds
-    since 1970. A field is None where the sender does not say. `raw` is the map as it was received:
-    it is stored and sent back unchanged, with keys of later versions.
+    since 1970. `grammar` is the digest of the answer's format. A field is None where the sender
+    does not say. `raw` is the map as it was received: it is stored and sent back unchanged, with
+    keys of later versions.
     """
 
     digest: str | None = None
@@ -36,6 +38,7 @@ class Facts:
     now: float | None = None
     thinks: bool = False
     truncated: int | None = None
+    grammar: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def body(self) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class Facts:
             "now": self.now,
         }
         body |= {"truncated": self.truncated} if self.truncated else {}
+        body |= {"grammar": self.grammar} if self.grammar else {}
         return {**body, "thinks": True} if self.thinks else body
 
     @classmethod
@@ -60,6 +64,7 @@ class Facts:
             **{key: value if is_integer(value) else None for key, value in counts.items()},
             now=float(now) if is_number(now) else None,
             thinks=raw.get("thinks") is True,
+            grammar=raw["grammar"] if isinstance(raw.get("grammar"), str) else None,
             raw=raw,
         )
 
@@ -71,8 +76,9 @@ class Facts:
         now = raw.get("now", 0)
         if not is_number(now):
             raise BadRequest(f"resume.facts.now must be a number, got {now!r:.60}")
-        if not isinstance(raw.get("digest", ""), str):
-            raise BadRequest(f"resume.facts.digest must be text, got {raw['digest']!r:.60}")
+        for key in DIGESTS:
+            if not isinstance(raw.get(key, ""), str):
+                raise BadRequest(f"resume.facts.{key} must be text, got {raw[key]!r:.60}")
         for key in COUNTS:
             value = raw.get(key, 0)
             if not is_integer(value) or not 0 <= value < MAX_COUNT:
@@ -86,12 +92,14 @@ class Facts:
             return cls()
         if not isinstance(raw, Mapping):
             raise BadRequest(f"resume.facts must be a map, got {raw!r:.60}")
-        digest = raw.get("digest")
-        if not isinstance(digest, str | None):
-            raise BadRequest(f"resume.facts.digest must be a string, got {digest!r:.60}")
+        for key in DIGESTS:
+            if not isinstance(raw.get(key), str | None):
+                raise BadRequest(f"resume.facts.{key} must be a string, got {raw[key]!r:.60}")
+        digest, grammar = raw.get("digest"), raw.get("grammar")
         counts = {key: optional_count(raw.get(key), f"resume.facts.{key}") for key in COUNTS}
         now = _time(raw.get("now"))
-        return cls(digest, **counts, now=now, thinks=raw.get("thinks") is True, raw=raw)
+        thinks = raw.get("thinks") is True
+        return cls(digest, **counts, now=now, thinks=thinks, grammar=grammar, raw=raw)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mlxpool.common.checks import mapping, natural
+from mlxpool.common.checks import mapping, natural, optional_flag
 from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -91,7 +91,7 @@ class Done(Content):
     """The terminal of a stream that ended without an error. Times are milliseconds.
 
     `text` is what was held back; `reason` is stop, length or cancelled; `attempts` counts how
-    often the broker gave the request to a worker.
+    often the broker gave the request to a worker. `complete`: see RunEnd.
     """
 
     kind: ClassVar[str] = "done"
@@ -100,15 +100,17 @@ class Done(Content):
     usage: Mapping[str, Any] = field(default_factory=dict)
     timings_ms: Mapping[str, Any] = field(default_factory=dict)
     attempts: int = 1
+    complete: bool | None = None
 
     def body(self) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "text": self.text,
             "reason": self.reason,
             "usage": self.usage,
             "timings_ms": self.timings_ms,
             "attempts": self.attempts,
         }
+        return body if self.complete is None else {**body, "complete": self.complete}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Done:
@@ -118,6 +120,7 @@ class Done(Content):
             mapping(body.get("usage")),
             mapping(body.get("timings_ms")),
             int(body.get("attempts", 1)),
+            optional_flag(body.get("complete")),
         )
 
 

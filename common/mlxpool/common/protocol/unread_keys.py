@@ -14,13 +14,12 @@ from mlxpool.common.options import ALIASES, CHECKS, REQUEST_KEYS
 from mlxpool.common.protocol import images, prompts
 
 KNOWN = frozenset({"model", *prompts.KEYS, images.KEY, "options", *REQUEST_KEYS, "resume"})
-_NO_FORMAT = "answers cannot be constrained to a format"
+_AS_FORMAT = "send `format` in `options`"
 _AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
 # What servers of other interfaces know, and what to do instead.
 REFUSED: Mapping[str, str] = {
-    "format": _NO_FORMAT,
-    "response_format": _NO_FORMAT,
-    "grammar": _NO_FORMAT,
+    "response_format": _AS_FORMAT,
+    "grammar": _AS_FORMAT,
     "audio": "models take text and images only",
     "system": _AS_PROMPT,
     "template": _AS_PROMPT,

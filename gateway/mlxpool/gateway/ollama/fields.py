@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
-from mlxpool.gateway.field_checks import NO_CONSTRAINTS, Body, RefusedFields
+from mlxpool.gateway import structured
+from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,
@@ -111,13 +111,13 @@ COMMON: Mapping[str, Schema] = {
     "stream": described("true if it is absent", FLAG),
     "options": GENERATION_OPTIONS.schema(),
     "think": THINK,
+    "format": structured.OF_OLLAMA,
     "logprobs": FLAG,
     "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
     "keep_alive": KEEP_ALIVE,
     **{name: option(target) for name, target in CONTEXT_POLICY.items()},
 }
 REFUSED: RefusedFields = {
-    "format": (("",), NO_CONSTRAINTS),
     "template": (("",), "the template is the model's own; with `raw` the prompt is taken as it is"),
 }
 GENERATE = Body(
@@ -148,7 +148,7 @@ EMBED = Body(
         "model": NAME,
         "input": one_of(TEXT, listed(TEXT)),
         "truncate": described("true if it is absent", FLAG),
-        "dimensions": integer(1, MAX_DIMENSIONS),
+        "dimensions": integer(1),
         "options": VECTOR_OPTIONS.schema(),
         "keep_alive": KEEP_ALIVE,
     },

@@ -8,9 +8,9 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.images import content_with_images, image_list
 from mlxpool.gateway.ollama.durations import keep_alive
 from mlxpool.gateway.ollama.fields import (
@@ -23,11 +23,11 @@ from mlxpool.gateway.ollama.fields import (
     GENERATION_OPTIONS,
     IN_OPTIONS,
     OPTIONS,
-    OPTIONS_IGNORED,
     PULL,
     SHOW,
     VECTOR_OPTIONS,
 )
+from mlxpool.gateway.structured import ollama_format, require_no_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
     given = body.get("messages")
     messages, images = ([], []) if given is None or given == [] else _messages(given)
     tools = fields.checked("tools", check_tools, body.get("tools"))
-    return OllamaRequest(**_common(body), messages=messages, tools=tools, images=images)
+    common = _common(body)
+    require_no_tools(tools, common["options"])
+    return OllamaRequest(**common, messages=messages, tools=tools, images=images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
         fields.text(body, "model"),
         [one for one in inputs if one] if inputs == [""] else inputs,
         fields.flag(body, "truncate", True),
-        fields.integer(body, "dimensions", 1, MAX_DIMENSIONS),
+        fields.integer(body, "dimensions", 1),
         keep_alive(body.get("keep_alive")),
         ignored,
     )
@@ -130,11 +132,11 @@ def _check_embed_options(body: Mapping[str, Any]) -> list[str]:
     """Check the options of a request for vectors; returns those that have no effect here."""
     given = fields.mapping(body, "options")
     VECTOR_OPTIONS.check(given, "options.")
-    return _ignored(given)
+    return _ignored(given, VECTOR_OPTIONS)
 
 
-def _ignored(options: Mapping[str, Any]) -> list[str]:
-    return [name for name in options if name in OPTIONS_IGNORED and options[name] is not None]
+def _ignored(options: Mapping[str, Any], known: Body) -> list[str]:
+    return [name for name in options if name in known.accepted and options[name] is not None]
 
 
 def show(body: Mapping[str, Any]) -> tuple[str, bool]:
@@ -173,46 +175,56 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     options = fields.options(given, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)
+    options |= ollama_format(body.get("format"))
     return {
         "model": fields.text(body, "model"),
         "stream": fields.flag(body, "stream", True),
         "options": options,
         "think": fields.checked("think", check_think, body.get("think")),
         "keep_alive": keep_alive(body.get("keep_alive")),
-        "ignored": _ignored(given),
+        "ignored": _ignored(given, GENERATION_OPTIONS),
     }
 
 
 def _messages(given: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
     """Checked messages, with the pool's names of their members, and the images of all."""
-    if isinstance(given, list):
-        given = [_with_content(message) for message in given]
-    checked = fields.checked("messages", check_messages, given)
     images: list[bytes] = []
-    found = [_message(f"messages[{number}]", one, images) for number, one in enumerate(checked)]
-    return found, images
+    if isinstance(given, list):
+        given = [_message(f"messages[{number}]", one, images) for number, one in enumerate(given)]
+    return fields.checked("messages", check_messages, given), images
 
 
-def _with_content(message: Any) -> Any:
-    """A message without a content gets an empty one: Ollama's own client leaves such out."""
-    if isinstance(message, Mapping) and message.get("content") is None:
-        return {**message, "content": ""}
-    return message
-
-
-def _message(path: str, message: Mapping[str, Any], images: list[bytes]) -> Mapping[str, Any]:
-    """One message; its images are appended to `images`."""
+def _message(path: str, message: Any, images: list[bytes]) -> Any:
+    """One message; its images are appended to `images`. What is no map is left to the check."""
+    if not isinstance(message, Mapping):
+        return message
+    content = _content(f"{path}.content", message.get("content"))
     own = image_list(f"{path}.images", message.get("images"), "messages")
     if own:
-        text = message.get("content")
-        if not isinstance(text, str | None):
+        if not isinstance(content, str):
             raise bad_request(f"{path} has images, so its content must be text", "messages")
-        parts = content_with_images(text or "", len(own), len(images))
-        message = {**message, "content": parts}
+        content = content_with_images(content, len(own), len(images))
         images += own
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
+    for key in renamed:
+        if not isinstance(message.get(key), str | None):
+            raise bad_request(f"{path}.{key} must be text, got {shown(message[key])}", "messages")
     kept = {renamed.get(key, key): value for key, value in message.items() if key != "images"}
-    for key in renamed.values():
-        if not isinstance(kept.get(key), str | None):
-            raise bad_request(f"{path}.{key} must be text, got {shown(kept[key])}", "messages")
-    return kept
+    return {**kept, "content": content}
+
+
+def _content(path: str, content: Any) -> Any:
+    """Text, or a list of parts with text; "" for null, for Ollama's own client leaves it out."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad_request(f"{path} must be text, got {shown(content)}", "messages")
+    for number, part in enumerate(content):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise bad_request(
+                f"{path}[{number}] must be {{type: 'text', text: TEXT}}, got {shown(part)}; images"
+                " go into `images` of the message, in base64",
+                "messages",
+            )
+    return content

@@ -26,6 +26,7 @@ from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.images import content_with_images
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
+from mlxpool.gateway.ollama.fields import OPTIONS
 from mlxpool.gateway.ollama.requests import OllamaEmbedRequest, OllamaRequest
 from mlxpool.gateway.ollama.responses import (
     NDJSON,
@@ -44,6 +45,9 @@ log = logging.getLogger("mlxpool.gateway")
 
 MAX_CONTEXT_TIME = 10.0  # seconds for the ids of a prompt that was answered
 LOAD, UNLOAD = "load", "unload"
+# Why an option has no effect.
+BY_SETTINGS = "the pool's settings say how models are loaded and computed"
+NO_GENERATION = "vectors are made without it: a longer text than the model reads is cut or refused"
 
 MakeBody = Callable[[OutputPart], dict[str, Any]]
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
@@ -116,7 +120,10 @@ class OllamaRoutes:
         model = await self._pool.models.get(name)
         response.exchange.model = model.name
         for option in ignored:
-            self._log_once(option, "the pool's settings say how models are loaded and computed")
+            if option in OPTIONS:
+                self._log_once(f"{option} of vectors", NO_GENERATION)
+            else:
+                self._log_once(option, BY_SETTINGS)
         return model
 
     def _log_once(self, option: str, why: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS
-from mlxpool.gateway.field_checks import NO_CONSTRAINTS, Body, RefusedFields
+from mlxpool.gateway import structured
+from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,
@@ -86,6 +86,14 @@ TOOL: Schema = {
     },
     "required": ["type", "function"],
 }
+TOOL_CHOICE: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
 PROMPT = one_of(
     NAME, TOKEN_IDS, listed(one_of(NAME, TOKEN_IDS), 1, MAX_CHOICES)
 )  # a text, token ids, or a list of either
@@ -105,9 +113,6 @@ REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
     "min_tokens": ((0,), "leave it out"),
     "stop_token_ids": (([],), "name texts in `stop`"),
-    "guided_json": ((), NO_CONSTRAINTS),
-    "guided_regex": ((), NO_CONSTRAINTS),
-    "guided_choice": ((), NO_CONSTRAINTS),
     "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
     "skip_special_tokens": ((), "special tokens are text like any other"),
     "use_beam_search": ((False,), "leave it out"),
@@ -117,9 +122,10 @@ REFUSED: RefusedFields = {
 CHAT = Body(
     {
         **COMMON,
+        **structured.OF_CHATS,
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
-        "tool_choice": choice("auto", "none"),
+        "tool_choice": one_of(choice("auto", "none", "required"), TOOL_CHOICE),
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
         "max_completion_tokens": integer(1, MAX_COUNT),
@@ -130,7 +136,6 @@ CHAT = Body(
     accepted=ACCEPTED,
     refused={
         **REFUSED,
-        "response_format": (({"type": "text"},), NO_CONSTRAINTS),
         "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
         "functions": (([],), "use `tools`"),
         "function_call": (("none",), "use `tools`"),
@@ -147,6 +152,7 @@ CHAT = Body(
 COMPLETION = Body(
     {
         **COMMON,
+        **structured.OF_COMPLETIONS,
         "prompt": PROMPT,
         "logprobs": described("the number of alternatives", integer(0, MAX_TOP_LOGPROBS)),
     },
@@ -186,7 +192,7 @@ EMBEDDINGS = _of_texts(
     {
         "input": one_of(NAME, TOKEN_IDS, INPUTS, listed(TOKEN_IDS, 1, MAX_INPUTS)),
         "encoding_format": choice(*FORMATS),
-        "dimensions": integer(1, MAX_DIMENSIONS),
+        "dimensions": integer(1),
         "normalize": FLAG,
         "prompt_name": TEXT,
     },

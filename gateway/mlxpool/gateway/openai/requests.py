@@ -21,6 +21,7 @@ from mlxpool.gateway.openai.fields import (
     SAMPLING,
     STREAM_OPTIONS,
 )
+from mlxpool.gateway.structured import openai_format, require_no_tools
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
@@ -31,9 +32,6 @@ DEFAULTS: Mapping[str, Any] = {
     "top_k": 0,
     "repeat_last_n": -1,
 }
-NO_FORCED_CALL = (
-    "a call cannot be forced, as constrained decoding is not built; use 'auto' or 'none'"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,7 @@ class CompletionRequest:
     usage: bool  # the stream ends with usage
     tools: Sequence[Mapping[str, Any]] = ()
     think_field: str = "reasoning_effort"  # that asked for thoughts
+    forced: Sequence[Mapping[str, Any]] = ()  # tools of which the answer has to call one
 
     @property
     def logprobs(self) -> bool:
@@ -81,6 +80,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     given, images = take_image_urls(body.get("messages"))
     messages = fields.checked("messages", check_messages, given)
     tools = _tools(body)
+    forced = _forced(body, tools)
     options = _options(body)
     max_tokens = fields.integer(body, "max_completion_tokens", 1, MAX_COUNT)
     if max_tokens is not None and options.setdefault("max_tokens", max_tokens) != max_tokens:
@@ -91,10 +91,12 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     think = _think(body)
     options |= {} if think is None else {"think": think}
     options |= {"tools": tools} if tools else {}
+    require_no_tools(tools, options)
     prompt = {"messages": messages, **({"images": images} if images else {})}
     given_effort = body.get("reasoning_effort") is not None
     field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
-    return replace(_request(body, [prompt], options, tools), think_field=field)
+    request = _request(body, [prompt], options, tools)
+    return replace(request, think_field=field, forced=forced)
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
@@ -135,7 +137,7 @@ def _request(
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
-    options = {**DEFAULTS, **fields.options(given, SAMPLING)}
+    options = {**DEFAULTS, **fields.options(given, SAMPLING), **openai_format(body)}
     if options.get("seed", 0) < 0:
         raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
     max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)
@@ -163,12 +165,36 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         if tool.get("type") != "function" or "function" not in tool:
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
-        if tool["function"].get("strict"):
-            raise unsupported_parameter(f"tools[{number}].function.strict", "leave it out")
+        if tool["function"].get("strict") and body.get("tool_choice") in (None, "auto"):
+            advice = "leave it out, or let 'tool_choice' be 'required' or a function"
+            raise unsupported_parameter(f"tools[{number}].function.strict", advice)
+    return [] if body.get("tool_choice") == "none" else tools
+
+
+def _forced(
+    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The tools of which `tool_choice` wants one to be called; none where it leaves the choice."""
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise unsupported_parameter("tool_choice", NO_FORCED_CALL)
-    return [] if choice == "none" else tools
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required":
+        found = tools
+    else:
+        inside = choice.get("function") if isinstance(choice, Mapping) else None
+        name = inside.get("name") if isinstance(inside, Mapping) else None
+        if not isinstance(name, str) or not name or choice.get("type") != "function":
+            message = (
+                f"'tool_choice' is {shown(choice)}, must be auto, none, required or"
+                " {type: 'function', function: {name: …}}"
+            )
+            raise bad_request(message, "tool_choice")
+        found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        raise bad_request(
+            "'tool_choice' wants a call of a tool that is not in 'tools'", "tool_choice"
+        )
+    return found
 
 
 def _think(body: Mapping[str, Any]) -> bool | str | None:

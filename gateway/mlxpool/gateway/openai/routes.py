@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
+from mlxpool.gateway.formats.forced_calls import forced_call
 from mlxpool.gateway.generation import (
     ChoiceRequest,
     Generation,
@@ -34,6 +37,9 @@ from mlxpool.gateway.openai.responses import (
     usage,
 )
 
+NO_FORCED_CALL = (
+    "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
+)
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
@@ -74,6 +80,8 @@ class OpenAIRoutes:
         if request.tools and chat.tools is None:
             message = f"the chat template of {request.model!r} knows no tools; leave `tools` out"
             raise bad_request(message, "tools", "unsupported_parameter")
+        if request.forced:
+            request = _with_forced_call(request, chat)
         if request.thinks and chat.thinking is None:
             message = f"the chat template of {request.model!r} knows no thinking; leave it out"
             raise bad_request(message, request.think_field, "unsupported_parameter")
@@ -154,3 +162,12 @@ def _with_usage(
 ) -> dict[str, Any]:
     results = [whole.final_result for whole in wholes]
     return {**answer, "usage": usage(results, request.choices)}
+
+
+def _with_forced_call(request: CompletionRequest, chat: ChatFormats) -> CompletionRequest:
+    """The request with the format of a call. Raises HttpError where a call cannot be forced."""
+    format = forced_call(chat.tools, request.forced)
+    if format is None:
+        raise unsupported_parameter("tool_choice", NO_FORCED_CALL)
+    checked = fields.option("tools", format, "format")
+    return replace(request, options={**request.options, "format": checked})

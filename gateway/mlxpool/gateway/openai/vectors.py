@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.client import Ranking, Vectors
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.encoder_calls import MAX_DIMENSIONS, NUMBER_BYTES
+from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.openai.fields import (
@@ -78,7 +78,7 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
         raise bad_request(message, "encoding_format")
     settings = {
         **_truncate(body),
-        "dimensions": fields.integer(body, "dimensions", 1, MAX_DIMENSIONS),
+        "dimensions": fields.integer(body, "dimensions", 1),
         "normalise": _normalise(body),
         "prompt_name": fields.text(body, "prompt_name", "") or None,
     }
@@ -112,7 +112,8 @@ def score(body: Mapping[str, Any]) -> ScoreRequest:
         for name in ("text_1", "text_2")
     )
     if len(queries) not in (1, len(documents)):
-        message = f"'text_1' has {len(queries)} texts, must have 1 or {len(documents)} as 'text_2'"
+        allowed = "1" if len(documents) == 1 else f"1, or {len(documents)} as 'text_2' has"
+        message = f"'text_1' has {len(queries)} texts, must have {allowed}"
         raise bad_request(message, "text_1")
     return ScoreRequest(fields.text(body, "model"), queries, documents, _truncate(body))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Self
@@ -14,9 +14,11 @@ from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.spans import Span
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -34,6 +36,7 @@ class Generation:
     prefill_at: float = 0.0  # its first chunk began
     decode_at: float = 0.0  # its prompt was read
     piece: Callable[[int], bytes] = field(default=lambda token: b"")
+    constraint: Constraint | None = None
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Self:
@@ -45,6 +48,7 @@ class Generation:
             admit.received,
             admit.deadline,
             piece=piece,
+            constraint=admit.constraint,
         )
 
     @property
@@ -52,20 +56,26 @@ class Generation:
         return self.sequence.id, self.sequence.run_number
 
     def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
-        """Append one drawn token. Returns its delta, with the end if it is the last one."""
+        """Append one drawn token. Returns its delta, with the end if it is the last one.
+
+        Raises BadRequest for a token that the constraint does not allow.
+        """
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
         if not self.decode_at:
             self.prefill_at, self.decode_at = self.prefill_at or now, now
         if token in eos and not sequence.options.ignore_eos:
             return self.last_delta(self.end("stop", now))
-        ids = sequence.ids
+        ids, constraint = sequence.ids, self.constraint
         position = len(ids)
+        if constraint is not None:
+            constraint.take(token)
         ids.append(token)
         text = detokenizer.push(token)
         packed = token.to_bytes(ID_WIDTH, "little")  # what pack_ids gives, without its checks
         id, number = sequence.id, sequence.run_number
         goes_on = position + 1 < sequence.max_tokens and not detokenizer.stopped
-        if goes_on and self.facts_sent and drawn.logprob is None:  # as most tokens
+        if goes_on and self.facts_sent and drawn.logprob is None and constraint is None:
+            # as most tokens
             return new_delta((id, number, position, text, packed, None, None, None))
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
@@ -79,6 +89,8 @@ class Generation:
     def finish_reason(self) -> str | None:
         """Why the ids complete the completion; None when they do not."""
         if self.detokenizer.stopped:
+            return "stop"
+        if self.constraint is not None and self.constraint.finished:
             return "stop"
         if len(self.sequence.ids) >= self.sequence.max_tokens:
             return "length"
@@ -95,7 +107,8 @@ class Generation:
             "prefill": _milliseconds(self.prefill_at, self.decode_at),
             "decode": _milliseconds(self.decode_at, now),
         }
-        return RunEnd(reason, text, usage.body(), timings_ms)
+        complete = None if self.constraint is None else self.constraint.accepts
+        return RunEnd(reason, text, usage.body(), timings_ms, complete)
 
     def deadline_error(self) -> DeadlineExceeded:
         """The error of a generation whose deadline has passed."""
@@ -135,6 +148,7 @@ class Generations:
         self._by_sequence: dict[Sequence, Generation] = {}
         self.of = self._by_sequence.__getitem__  # the generation of a live sequence
         self._next_deadline = math.inf  # none is earlier; that of one that has left may be it
+        self._constrained = 0  # generations with a constraint
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -142,6 +156,7 @@ class Generations:
     def add(self, generation: Generation) -> None:
         self._by_key[generation.key] = self._by_sequence[generation.sequence] = generation
         self._next_deadline = min(self._next_deadline, generation.deadline)
+        self._constrained += generation.constraint is not None
 
     def get(self, key: RunKey) -> Generation | None:
         return self._by_key.get(key)
@@ -149,6 +164,13 @@ class Generations:
     def sequences(self) -> list[Sequence]:
         """All live sequences in order of arrival."""
         return [*self._by_sequence]
+
+    def constrained(self, spans: Iterable[Span]) -> list[Generation]:
+        """The generations that draw a token in these spans and have a constraint."""
+        if not self._constrained:
+            return []
+        drawing = [self.of(span.sequence) for span in spans if span.draws]
+        return [one for one in drawing if one.constraint is not None]
 
     def finish(self, generation: Generation, reason: str) -> Delta:
         """End it without a further token. Returns its last delta."""
@@ -177,6 +199,7 @@ class Generations:
         """Remove it without a delta."""
         generation.sequence.phase = Phase.FINISHED
         del self._by_key[generation.key], self._by_sequence[generation.sequence]
+        self._constrained -= generation.constraint is not None
         self.release(generation.sequence)
 
     def forget_all(self) -> None:

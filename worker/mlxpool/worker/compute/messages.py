@@ -13,6 +13,7 @@ from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.prompt.detokenizer import Detokenizer
@@ -39,7 +40,8 @@ class Admit:
     """Run a prepared sequence; `facts` are sent with its first delta.
 
     `detokenizer` has replayed the ids of a resume: the client has their text already.
-    `received` and `deadline` are monotonic seconds.
+    `received` and `deadline` are monotonic seconds. `constraint` has taken the ids, too; None: any
+    token may follow.
     """
 
     sequence: Sequence
@@ -47,6 +49,7 @@ class Admit:
     detokenizer: Detokenizer
     received: float
     deadline: float = math.inf
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ NO_BACK_END = (
     " mlxpool[cuda12], mlxpool[cuda13]"
 )
 
+COUNTS = "the counting model answers with numbers"
+WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
+
 MIN_MODEL_CONTEXT = 4  # tokens that the warm-up of a model needs
 
 OnProgress = Callable[[int, int], None]
@@ -114,7 +117,13 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
         engine.load(on_progress)
         return engine
 
-    opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
+    opened = Opened(
+        engine.digest,
+        engine.context,
+        engine.vocab_size,
+        CountingText(),
+        no_format=COUNTS,
+    )
     return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
@@ -163,7 +172,13 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         return ModelEngine(loaded, text, **settings)
 
     opened = Opened(
-        versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, source
+        versions.digest_of(folder.digest),
+        context,
+        folder.plan.vocab_size,
+        text,
+        source,
+        folder.eos_ids,
+        WITH_MLX_LM if folder.uses_mlx_lm else "",
     )
     return ModelSource(opened, load, config.sequences, folder.weight_bytes)
 

@@ -13,10 +13,10 @@ from typing import Self
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.generations import Generations
+from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.engine.engine import Engine, Mask
 from mlxpool.worker.scheduling.scheduler import schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Step
@@ -172,15 +172,42 @@ class Steps:
         flight = StepInFlight.of(step)
         if not self._flights:
             self._progress.awaits(flight.request, flight.tokens, flight.rows)
+        constrained = self._generations.constrained(step.spans)
         self._flights.append(flight)
         try:
-            fresh = self._engine.submit(step.spans)
+            fresh = (self._engine.forward if constrained else self._engine.submit)(step.spans)
         except Exception as error:
             return self._failed(error)
         self._flights[-1] = replace(flight, fresh=fresh)
         if len(self._flights) == 1:
             self._progress.compiles(fresh=fresh)
-        return []
+        return self._draw(constrained) if constrained else []
+
+    def _draw(self, constrained: list[Generation]) -> list[Delta]:
+        """Have the newest step draw its tokens, with masks that are made while it computes.
+
+        What a mask allows depends on the token before, so the step before is collected first.
+        """
+        deltas: list[Delta] = []
+        while len(self._flights) > 1:
+            deltas += self.collect()
+        if not self._flights:
+            return deltas  # the step before failed, and this one with it
+        masks: dict[Sequence, Mask] = {}
+        for generation in constrained:
+            sequence, constraint = generation.sequence, generation.constraint
+            if constraint is None or not self._is_live(sequence):
+                continue
+            try:
+                masks[sequence] = constraint.mask()
+            except Exception as error:
+                log.warning("the mask of an answer could not be made", exc_info=error)
+                deltas.append(self._generations.fail(sequence, as_pool_error(error)))
+        try:
+            self._engine.draw(masks)
+        except Exception as error:
+            return deltas + self._failed(error)
+        return deltas
 
     def collect(self) -> list[Delta]:
         """Wait for the oldest step in flight and commit its tokens."""

@@ -126,7 +126,7 @@ def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, 
     includes = [*map(str, compiler.includes)]
     given = library_path(), compiler.architecture, includes, compiler.headers, kernel, code
     done = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-P", "-m", __name__],
         input=json.dumps(given).encode(),
         capture_output=True,
         check=False,

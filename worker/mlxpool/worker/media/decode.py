@@ -49,6 +49,15 @@ SIGNATURES = (
     (b"8BPS", "psd"),
     (b"PK\x03\x04", "zip archive"),
 )
+AN = (
+    "avif",
+    "ico",
+    "iso",
+    "m4",
+    "mp",
+    "svg",
+    "xml",
+)  # begins of names that are spoken with a vowel
 _SHOWN = 8  # bytes of an unknown file
 
 
@@ -90,10 +99,8 @@ def decode(data: bytes) -> Image.Image:
         raise
     except MemoryError:
         raise BadRequest(f"is a {kind} that needs too much memory to be decoded") from None
-    except Exception as error:  # each of Pillow's readers raises exceptions of its own
-        raise BadRequest(
-            f"is a {kind} of {len(data)} bytes that is cut off or damaged: {error}"
-        ) from None
+    except Exception:  # each of Pillow's readers raises exceptions of its own
+        raise BadRequest(f"is a {kind} of {len(data)} bytes that is cut off or damaged") from None
 
 
 def format_of(data: bytes) -> str:
@@ -105,7 +112,9 @@ def format_of(data: bytes) -> str:
         found = f"{data[8:12].decode('ascii', 'replace').strip()} file (heif, avif or a video)"
     if found in READERS:
         return found
-    what = f"a {found}" if found else f"no image that is known: it begins with {data[:_SHOWN]!r}"
+    what = f"no image that is known: it begins with {data[:_SHOWN]!r}"
+    if found:
+        what = f"{'an' if found.startswith(AN) else 'a'} {found}"
     raise BadRequest(f"is {what}; {TAKEN}")
 
 

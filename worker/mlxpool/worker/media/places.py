@@ -1,8 +1,9 @@
 """Puts the places of images into texts, and the inputs of images into token ids. Pure.
 
 A text has one slot token for each place, which the tokenizer keeps as one id; `with_images` puts
-the inputs of the image there. So a user who writes the slot token or the marker of a chat template
-into a text gets an error, and no image can stand where the request does not name it.
+the inputs of the image there. A slot token or a marker of a chat template that a user has written
+is text in the content of a message, see `literals`, and an error elsewhere: no image can stand
+where the request does not name it.
 """
 
 from __future__ import annotations
@@ -11,30 +12,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.images import TAG, images_of_text
+from mlxpool.common.protocol.images import TAG, check_named, images_of_text
 from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.literals import check_literals, ends_of, parts_of
 from mlxpool.worker.media.settings import ImagePlaces
 from mlxpool.worker.media.spans import ImageKey, MediaSpan, slot_items
 
 
-def expanded_chat(text: str, places: ImagePlaces, count: int) -> str:
-    """Returns a rendered chat as the model reads it.
+def expanded_chat(
+    text: str, cuts: Sequence[int], end: int, places: ImagePlaces, count: int
+) -> tuple[str, list[int], int]:
+    """Returns a rendered chat as the model reads it, its cuts, and where its first `end` end there.
 
-    Raises BadRequest unless the text has a marker for each of `count` images.
+    A marker that a cut divides is text. Raises BadRequest unless there is another one for each of
+    `count` images.
     """
-    found = text.count(places.marker)
+    parts = parts_of(text, cuts)
+    found = _markers(parts, places)
     if found != count:
         why = "leave it out of texts" if found > count else "the chat template leaves some out"
         raise BadRequest(
             f"the chat has {count} images, but its text has {found} times {places.marker!r}, which"
             f" stands for one: {why}"
         )
-    return text.replace(places.marker, places.expansion)
+    front = parts_of(text[:end], [cut for cut in cuts if cut < end])
+    end += (len(places.expansion) - len(places.marker)) * _markers(front, places)
+    parts = [part.replace(places.marker, places.expansion) for part in parts]
+    return "".join(parts), ends_of(parts), end
 
 
-def expanded_text(text: str, places: ImagePlaces) -> tuple[str, list[int]]:
-    """Returns a text with places for its [img-n], and the numbers of these images in order."""
-    return TAG.sub(lambda found: places.whole, text), images_of_text(text)
+def _markers(parts: Sequence[str], places: ImagePlaces) -> int:
+    return sum(part.count(places.marker) for part in parts)
+
+
+def expanded_text(text: str, places: ImagePlaces, count: int) -> tuple[str, list[int]]:
+    """Returns a text with places for its [img-n], and the numbers of these images in order.
+
+    Raises BadRequest unless it names each of `count` images and no other, and for a text that
+    stands for an image itself.
+    """
+    named = images_of_text(text)
+    check_named(named, count)
+    check_literals([text], places)
+    return TAG.sub(lambda found: places.whole, text), named
 
 
 def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:

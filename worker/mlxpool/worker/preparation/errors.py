@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlxpool.common.errors import BadRequest, DeadlineExceeded, Internal, OutOfMemory, PoolError
-from mlxpool.worker.preparation.limits import ENCODE_MEMORY, IMAGE_SECONDS, Limits
+from mlxpool.worker.preparation.limits import (
+    ENCODE_MEMORY,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
+    IMAGE_SECONDS,
+    Limits,
+)
 
 RETRY_AFTER_MS = 1000  # when memory is short because of what other requests take
 CANCELLED = Internal("the request was cancelled")
@@ -64,8 +70,15 @@ def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
     )
 
 
-def error_of_exit(code: int, size: int, limits: Limits) -> PoolError | None:
+def error_of_exit(
+    code: int, size: int, limits: Limits, *, checks_format: bool = False
+) -> PoolError | None:
     """What the exit code of a lane means for its job; None: it was ended from outside."""
+    if checks_format and code in (-signal.SIGVTALRM, -signal.SIGABRT):
+        return BadRequest(
+            f"format: it was not compiled with {GRAMMAR_SECONDS:g} s of processor time and"
+            f" {GRAMMAR_MEMORY} bytes of memory: make it simpler"
+        )
     if code == -signal.SIGALRM:
         return BadRequest(
             f"the chat template was not done after {limits.render:g} s: it was stopped"

@@ -19,6 +19,7 @@ from mlxpool.common.protocol.images import images_of_messages
 from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.literals import check_literals, cuts_of, parts_of, seamed
 from mlxpool.worker.media.places import check_slots, expanded_chat, expanded_text
 from mlxpool.worker.preparation.limits import SHORT_TEXT
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
@@ -49,8 +50,9 @@ class Render:
 class Encode:
     """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: those of an answer.
 
-    `messages_end`, `thinks`: see RenderedChat. `images`: files that the text names, by [img-n] or,
-    with `named`, by the markers of a chat template, which stand for these images in this order.
+    `messages_end`, `thinks`, `cuts`: see RenderedChat. `images`: files that the text names, by
+    [img-n] or, with `named`, by the markers of a chat template, which stand for these images in
+    this order.
     """
 
     text: str | bytes
@@ -59,6 +61,7 @@ class Encode:
     thinks: bool = False
     images: Sequence[bytes] = ()
     named: Sequence[int] = ()
+    cuts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,18 @@ class Decode:
 
     packed: bytes
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFormat:
+    """Check that a format can be followed."""
+
+    format: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The format can be followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +118,8 @@ class Decoded:
 
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
-Job = Render | Encode | Decode | EncodeInputs
-Result = Encoded | RenderedChat | Decoded | EncodedInputs | PoolError
+Job = Render | Encode | Decode | EncodeInputs | CheckFormat
+Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | PoolError
 
 
 def reads_images(job: Job) -> bool:
@@ -112,7 +127,18 @@ def reads_images(job: Job) -> bool:
     return isinstance(job, Render | Encode) and bool(job.images)
 
 
-_KINDS = (Render, Encode, Decode, EncodeInputs, Encoded, RenderedChat, Decoded, EncodedInputs)
+_KINDS = (
+    Render,
+    Encode,
+    Decode,
+    EncodeInputs,
+    CheckFormat,
+    Encoded,
+    RenderedChat,
+    Decoded,
+    EncodedInputs,
+    Checked,
+)
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -145,6 +171,8 @@ def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
             return _for_encoder(text, job)
         if isinstance(job, EncodeInputs):
             raise BadRequest(GENERATES)
+        if isinstance(job, CheckFormat):
+            return _check_format(job)
         return _render(text, job) if isinstance(job, Render) else _encode(text, job)
     except PoolError as error:
         return error
@@ -153,7 +181,7 @@ def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
 
 
 def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
-    chat = text.render(job.messages, job.tools, job.now, job.think)
+    chat = _rendered(text, job)
     if len(chat.text) > MAX_BLOB:
         raise BadRequest(f"the chat has {len(chat.text)} characters, at most {MAX_BLOB} are taken")
     if len(chat.text) > SHORT_TEXT:
@@ -161,10 +189,22 @@ def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
     return _encode(text, encode_of(job, chat))
 
 
+def _rendered(text: TextModel, job: Render) -> RenderedChat:
+    """The chat, in which markers of images that its messages have are cut in two."""
+    if text.images is None:
+        return text.render(job.messages, job.tools, job.now, job.think)
+    messages, seam = seamed(job.messages, text.images.places)
+    chat = text.render(messages, job.tools, job.now, job.think)
+    whole, cuts = cuts_of(chat.text, seam)
+    end = chat.messages_end - (chat.text.count(seam, 0, chat.messages_end) if seam else 0)
+    return RenderedChat(whole, end, chat.thinks, cuts)
+
+
 def encode_of(job: Render, chat: RenderedChat) -> Encode:
     """The job that encodes a chat which `job` has rendered."""
     named = images_of_messages(job.messages) if job.images else ()
-    return Encode(chat.text, job.context, chat.messages_end, chat.thinks, job.images, named)
+    end, cuts = chat.messages_end, chat.cuts
+    return Encode(chat.text, job.context, end, chat.thinks, job.images, named, cuts)
 
 
 def _encode(text: TextModel, job: Encode) -> Encoded:
@@ -173,7 +213,9 @@ def _encode(text: TextModel, job: Encode) -> Encoded:
         check_bytes(len(words), text.max_bytes_per_token, job.context)
     if job.images:
         return _encode_with_images(text, job, words)
-    ids = text.encode(words)
+    if text.images is not None and job.context:
+        check_literals(parts_of(words, job.cuts), text.images.places)
+    ids = text.encode(words, job.cuts)
     if job.context:
         check_tokens(len(ids), job.context)
     else:
@@ -185,16 +227,12 @@ def _encode(text: TextModel, job: Encode) -> Encoded:
 def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
     if text.images is None:
         raise BadRequest(NO_IMAGES)
-    places, named, end = text.images.places, job.named, job.messages_end
+    places, named, cuts, end = text.images.places, job.named, job.cuts, job.messages_end
     if named:
-        words, front = (
-            expanded_chat(words, places, len(named)),
-            words[:end].replace(places.marker, places.expansion),
-        )
-        end = len(front)
+        words, cuts, end = expanded_chat(words, cuts, end, places, len(named))
     else:
-        words, named = expanded_text(words, places)
-    ids = text.encode(words)
+        words, named = expanded_text(words, places, len(job.images))
+    ids = text.encode(words, cuts)
     check_slots(ids, places, len(named))
     images = {}  # by file: equal ones are read once
     for index, data in enumerate(job.images):
@@ -219,6 +257,13 @@ def image_of(fields: ImageFields) -> PreparedImage:
     key, data, high, wide, (times, rows, columns), count = fields
     pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
     return PreparedImage(key, pixels, (times, rows, columns), count)
+
+
+def _check_format(job: CheckFormat) -> Checked:
+    from mlxpool.worker.constraints.grammar import check  # few requests have a format
+
+    check(job.format)
+    return Checked()
 
 
 def _decoded(blob: bytes) -> str:

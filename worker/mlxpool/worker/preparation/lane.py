@@ -2,8 +2,8 @@
 
 The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
 also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
-tokenizer, SIGVTALRM (processor time) for the images of a request. A template or an image that takes
-too much memory gets an exception, a tokenizer ends by SIGABRT.
+tokenizer, SIGVTALRM (processor time) for the images of a request or its format. A template or an
+image that takes too much memory gets an exception, a tokenizer or a format ends by SIGABRT.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.preparation.jobs import (
+    CheckFormat,
     EncoderFunctions,
     pack,
     perform,
@@ -29,6 +30,8 @@ from mlxpool.worker.preparation.jobs import (
 )
 from mlxpool.worker.preparation.limits import (
     ENCODE_MEMORY,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
     IMAGE_MEMORY,
     IMAGE_SECONDS,
     SHORT_TEXT,
@@ -59,7 +62,10 @@ def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Lim
     with contextlib.suppress(ConnectionError):
         for fields in receive(worker):
             bounds.begin_job()
-            worker.sendall(pack(perform(bounded, unpack(fields))))
+            job = unpack(fields)
+            with bounds.grammar() if isinstance(job, CheckFormat) else contextlib.nullcontext():
+                result = perform(bounded, job)
+            worker.sendall(pack(result))
             if bounds.worn:
                 return
 
@@ -107,6 +113,16 @@ class Bounds:
                 self._image_seconds = max(left, MIN_TIMER)
 
     @contextmanager
+    def grammar(self) -> Iterator[None]:
+        """Those of the check of a format."""
+        with (
+            _memory_limit(self._base + GRAMMAR_MEMORY),
+            _timer(signal.ITIMER_VIRTUAL, GRAMMAR_SECONDS),
+            _timer(signal.ITIMER_PROF, SHORT_TIME),
+        ):
+            yield
+
+    @contextmanager
     def tokenizer(self, size: int) -> Iterator[None]:
         """Those of the tokenizer for a text of `size` characters."""
         if size > SHORT_TEXT and not self.worn:
@@ -146,10 +162,10 @@ class BoundedText:
         """See TextModel."""
         return self._text.piece(token)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
         """See TextModel."""
         with self._bounds.tokenizer(len(text)):
-            return self._text.encode(text)
+            return self._text.encode(text, cuts)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         """See TextModel. The time of all images of a job is bounded together."""

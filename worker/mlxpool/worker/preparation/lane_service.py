@@ -28,7 +28,7 @@ from mlxpool.worker.preparation.errors import (
     late,
     too_much_memory,
 )
-from mlxpool.worker.preparation.jobs import Result, pack, reads_images
+from mlxpool.worker.preparation.jobs import CheckFormat, Result, pack, reads_images
 from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
 from mlxpool.worker.preparation.limits import (
     MAX_IMAGE_LANES,
@@ -359,7 +359,9 @@ class LaneService(threading.Thread):
 
     def _on_end(self, one: Running, code: int) -> None:
         """A lane has ended instead of answering."""
-        error = error_of_exit(code, one.waiting.size, self._server.limits)
+        checks = isinstance(one.waiting.job, CheckFormat)
+        limits = self._server.limits
+        error = error_of_exit(code, one.waiting.size, limits, checks_format=checks)
         if error is not None:
             self._deliver(one.waiting.key, error)
         elif one.tries < MAX_TRIES:

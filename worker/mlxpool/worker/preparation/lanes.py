@@ -86,7 +86,7 @@ class _ServerProcess:
         try:
             with child_end:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", fork_server.__name__],
+                    [sys.executable, "-P", "-m", fork_server.__name__],
                     stdin=child_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     env=environment,

@@ -13,6 +13,8 @@ MAX_IMAGE_LANES = 2  # with a job that reads images, each of another owner: text
 ENCODE_MEMORY = 3 * 2**29  # bytes of address space that the tokenizer may take
 IMAGE_MEMORY = 2**30  # bytes of address space that decoding an image may take
 IMAGE_SECONDS = 20.0  # of processor time for all images of a request: the largest takes two
+GRAMMAR_MEMORY = 2**29  # bytes of address space that compiling a format may take
+GRAMMAR_SECONDS = 1.0  # of processor time for a format: one of 50 properties takes 10 ms
 BYTES_PER_SECOND = 100_000  # of text; every tokenizer is faster
 
 

@@ -57,7 +57,7 @@ class PreparedInputs:
 
 
 Product = Prepared | PreparedInputs | Answer
-Finish = Callable[[Result], Product]
+Finish = Callable[[Result], Product | None]  # None: the product follows later
 MakeService = Callable[[Opened | OpenedEncoder, Deliver], Service]
 
 
@@ -136,7 +136,12 @@ class Preparations:
     def _deliver(self, key: Hashable, result: Result) -> None:
         finish = self._finish.pop(key, None)
         if finish is not None:
-            self._post(finish(result))
+            self.post(finish(result))
+
+    def post(self, product: Product | None) -> None:
+        """Post a product, if there is one. Any thread may call it."""
+        if product is not None:
+            self._post(product)
 
 
 def encode_of_call(call: Tokenize) -> Job:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic
 
+from mlxpool.common.answer_format import text_of
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
@@ -20,11 +21,14 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, CallKey, RunKey
+from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.media.literals import check_ids_of_text
 from mlxpool.worker.media.places import Inputs, with_images
 from mlxpool.worker.media.spans import without
 from mlxpool.worker.preparation.jobs import (
     GENERATES,
     NO_IMAGES,
+    CheckFormat,
     Encode,
     Encoded,
     Render,
@@ -32,13 +36,23 @@ from mlxpool.worker.preparation.jobs import (
     image_of,
 )
 from mlxpool.worker.preparation.queue import Waiting
-from mlxpool.worker.process.preparations import MakeService, Preparations, Prepared, Product
+from mlxpool.worker.process.formats import Formats
+from mlxpool.worker.process.preparations import (
+    Finish,
+    MakeService,
+    Preparations,
+    Prepared,
+    Product,
+)
+from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling import context_policy
 from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
+
+NO_FILE = "the model has no tokenizer file"
 
 
 class Preparer(Preparations):
@@ -49,36 +63,76 @@ class Preparer(Preparations):
     ) -> None:
         super().__init__(opened, post, make_service)
         self.opened = opened
+        self._formats = None if opened.no_format or opened.source is None else Formats(opened)
 
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
         """Begin a preparation. Raises BadRequest, and ContextExceeded if it cannot fit."""
         received = monotonic()
         left = math.inf if work.deadline_ms is None else work.deadline_ms / 1000
         now = began_at(work, time.time())
+        deadline = received + left
         job = job_of(self.opened, work, now)
-        admit = partial(admit_of, self.opened, key, work, received, received + left, now)
+        admit = partial(admit_of, self.opened, key, work, received, deadline, now)
+        product = partial(product_of, key, fence, admit)
+        begin = partial(self._begin, key, work, job, deadline)
+        format = work.options.format
+        if format is None:
+            begin(product)
+            return
+        if self._formats is None:
+            raise BadRequest(f"format is not supported: {self.opened.no_format or NO_FILE}")
+        constrain = self._formats.constraining(format, product, self.post)
+        if self._formats.knows(format):
+            begin(constrain)
+            return
 
-        def finish(result: Result) -> Prepared:
-            try:
-                if isinstance(result, PoolError):
-                    return Prepared(key, None, result, fence)
-                assert isinstance(result, Encoded)
-                return Prepared(key, admit(result), fence=fence)
-            except PoolError as error:
-                return Prepared(key, None, error, fence)
-            except Exception as error:
-                failed = Internal(f"the prompt could not be read: {error!r}")
-                return Prepared(key, None, failed, fence)
+        def checked(result: Result) -> Prepared | None:
+            if isinstance(result, PoolError):
+                return product(result)
+            begin(constrain)
+            return None
 
+        size = len(text_of(format))
+        self._submit(Waiting(key, work.owner, size, CheckFormat(format), deadline), checked)
+
+    def _begin(
+        self,
+        key: RunKey,
+        work: Work,
+        job: Render | Encode | Encoded,
+        deadline: float,
+        finish: Finish,
+    ) -> None:
+        """Begin to prepare the prompt."""
         if isinstance(job, Encoded):
             self._submit_result(key, job, finish)
         else:
             size = work.prompt.size + image_bytes(work.prompt)
-            self._submit(Waiting(key, work.owner, size, job, received + left), finish)
+            self._submit(Waiting(key, work.owner, size, job, deadline), finish)
 
     def encode(self, key: CallKey, id: bytes, call: EncoderCall, fence: int = 0) -> None:
         """Refuse a call for an encoder model: raises BadRequest."""
         raise BadRequest(GENERATES)
+
+
+def product_of(
+    key: RunKey,
+    fence: int,
+    admit: Callable[[Encoded, Constraint | None], Admit],
+    result: Result,
+    constraint: Constraint | None = None,
+) -> Prepared:
+    """The run of a prompt that was prepared, or the error that it ends with."""
+    try:
+        if isinstance(result, PoolError):
+            return Prepared(key, None, result, fence)
+        assert isinstance(result, Encoded)
+        return Prepared(key, admit(result, constraint), fence=fence)
+    except PoolError as error:
+        return Prepared(key, None, error, fence)
+    except Exception as error:
+        failed = Internal(f"the prompt could not be read: {error!r}")
+        return Prepared(key, None, failed, fence)
 
 
 def began_at(work: Work, now: float) -> float:
@@ -118,12 +172,18 @@ def admit_of(
     deadline: float,
     now: float,
     prompt: Encoded,
+    constraint: Constraint | None = None,
 ) -> Admit:
     """The run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
 
     `received` and `deadline` are monotonic seconds, `now` is that of `job_of`. The ids of a resume
-    are replayed here, to keep that work away from the compute thread.
+    are replayed here, to keep that work away from the compute thread; also in the `constraint` of
+    the request's format.
     """
+    if constraint is not None:
+        _require_known_thoughts(opened, work, prompt)
+        if prompt.thinks:
+            constraint.begin_in_thoughts(opened.text.piece)
     known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
     options, context = work.options, _context(opened, known, work.options)
     whole = _inputs(opened, prompt)
@@ -136,7 +196,11 @@ def admit_of(
     media = without(media, keep, removed)
     check_tokens(len(prompt_ids), context)
     check_ids(ids, opened.vocab_size, "resume")
-    _compare(known, Facts(opened.digest, prompt_tokens=len(prompt_ids), truncated=removed))
+    grammar = None if constraint is None else constraint.digest
+    _compare(
+        known,
+        Facts(opened.digest, prompt_tokens=len(prompt_ids), truncated=removed, grammar=grammar),
+    )
     max_tokens = _max_tokens(known, len(prompt_ids), context, options)
     shift = ContextShift(context, keep, media) if options.shift else None
     if len(ids) > max_tokens:
@@ -145,6 +209,8 @@ def admit_of(
     inside = without(media, keep, discarded)
     detokenizer = Detokenizer(opened.text.piece, work.options.stop)
     detokenizer.replay(ids)
+    if constraint is not None:
+        constraint.replay(ids)
     sequence = Sequence(
         id=key[0],
         run_number=key[1],
@@ -160,14 +226,39 @@ def admit_of(
         media=inside,
         images={span.image: whole.images[span.image] for span in inside},
     )
-    facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks, removed)
-    return Admit(sequence, facts, detokenizer, received, deadline)
+    facts = Facts(
+        opened.digest,
+        context,
+        max_tokens,
+        len(prompt_ids),
+        now,
+        prompt.thinks,
+        removed,
+        grammar,
+    )
+    return Admit(sequence, facts, detokenizer, received, deadline, constraint)
+
+
+def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
+    """Raises BadRequest where an answer with a format might begin with thoughts, unknown here."""
+    if not isinstance(work.prompt, ChatPrompt):
+        return
+    templates = {} if opened.source is None else opened.source.templates
+    if (chat_format(templates.values()) or {}).get("thinking") == "harmony":
+        raise BadRequest("format is not supported in chats with models that answer in channels")
+    if work.prompt.think and not prompt.thinks:
+        raise BadRequest(
+            "format beside think is supported where the chat template opens the thoughts, which"
+            " that of this model does not: leave `think` out"
+        )
 
 
 def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
     """The inputs of a prompt, with its images. Raises BadRequest for an id without a row."""
     ids = unpack_ids(prompt.packed)
     if not prompt.named:
+        if opened.images is not None:
+            check_ids_of_text(ids, opened.images.places)
         check_ids(ids, opened.vocab_size, "prompt")
         return Inputs(tuple(ids), (), {}, ())
     assert opened.images is not None
@@ -240,6 +331,7 @@ def _compare(known: Facts, found: Facts) -> None:
         ("digest", known.digest, found.digest),
         ("prompt_tokens", known.prompt_tokens, found.prompt_tokens),
         ("truncated", known.truncated, found.truncated),
+        ("grammar", known.grammar, found.grammar),
     ):
         if began is not None and began != here:
             raise BadRequest(

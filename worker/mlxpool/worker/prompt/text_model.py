@@ -14,12 +14,14 @@ from mlxpool.worker.media.settings import ImageInput
 class RenderedChat:
     """A chat as text; `messages_end` characters of it precede the generation prompt, 0: unknown.
 
-    `thinks`: the text ends inside the model's thoughts.
+    `thinks`: the text ends inside the model's thoughts. `cuts`: places in the text at which it is
+    divided before it is tokenized, see media.literals.
     """
 
     text: str
     messages_end: int = 0
     thinks: bool = False
+    cuts: Sequence[int] = ()
 
 
 class TextModel(Protocol):
@@ -48,7 +50,8 @@ class TextModel(Protocol):
         think: bool | str | None,
     ) -> RenderedChat: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
+        """Tokenizes a text; no token spans a place of `cuts`."""
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...
 
@@ -104,6 +107,8 @@ class Opened:
     """The model's folder was checked; its weights are not loaded yet.
 
     `source`: what other processes need to prepare requests; None: `text` is our own code, and does.
+    `eos`: the tokens that end an answer. `no_format`: why answers cannot be constrained to a
+    format; "": they can.
     """
 
     digest: str
@@ -111,6 +116,8 @@ class Opened:
     vocab_size: int
     text: TextModel | TokenTable
     source: TextSource | None = None
+    eos: frozenset[int] = frozenset()
+    no_format: str = ""
 
     @property
     def images(self) -> ImageInput | None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.literals import parts_of
 from mlxpool.worker.media.settings import ImageInput
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
@@ -72,13 +73,16 @@ class ChatTokenizer:
         templates = {name: Template(text) for name, text in source.templates.items()}
         return cls(tokenizer, ChatTemplates(templates, source.tokens), source)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
         """The ids of a prompt, which begin with `prefix`: it is added unless the text has it.
 
-        Special tokens written out in the text become special ids. Raises BadRequest for text that
-        is not Unicode.
+        Special tokens written out in the text become special ids, unless one of `cuts` divides
+        them. Raises BadRequest for text that is not Unicode.
         """
-        return [*self._missing(text), *self._ids(text)]
+        ids = [*self._missing(text)]
+        for part in parts_of(text, cuts):
+            ids += self._ids(part)
+        return ids
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token appends to a text that has begun; b"" for an unknown id."""

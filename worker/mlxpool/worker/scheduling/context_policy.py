@@ -22,9 +22,11 @@ OPEN_ENDED_CONTEXTS = 10  # contexts of ids of a completion with shifts that nam
 def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> int:
     """Returns how many first tokens of a stream stay; a negative `num_keep`: the whole prompt.
 
-    An image that would be kept in part is not kept.
+    An image that would be kept in part is not kept, unless all that fits is to be kept: then a
+    prompt that is too long cannot be cut, see `truncated_tokens`.
     """
-    return kept_end(media, min(prompt if num_keep < 0 else num_keep, context - 1))
+    wanted = prompt if num_keep < 0 else num_keep
+    return context - 1 if wanted >= context - 1 else kept_end(media, wanted)
 
 
 def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) -> int:

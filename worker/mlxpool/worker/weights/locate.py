@@ -12,9 +12,14 @@ from mlxpool.worker.weights.files import ModelFiles, folder_files
 
 COUNTING = f"{BUILTIN_PREFIX}counting"
 DEMO = f"{BUILTIN_PREFIX}demo"
+DEMO_CHAT = f"{BUILTIN_PREFIX}demo-chat"
 DEMO_EMBED = f"{BUILTIN_PREFIX}demo-embed"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-FOLDERS = {DEMO: DEMO_FOLDER, DEMO_EMBED: DEMO_FOLDER.with_name("demo_embed")}
+FOLDERS = {
+    DEMO: DEMO_FOLDER,
+    DEMO_CHAT: DEMO_FOLDER.with_name("demo_chat"),
+    DEMO_EMBED: DEMO_FOLDER.with_name("demo_embed"),
+}
 
 
 def locate(config: ModelConfig) -> Path | ModelFiles:

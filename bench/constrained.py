@@ -1,0 +1,222 @@
+"""Measures what a format costs: tokens/s of batches with all rows constrained, beside none.
+
+    python bench/constrained.py [--model FOLDER] [--rows 8 32] [--tokens 96] [--rounds 7]
+                                [--processor]
+
+Both kinds run in turn, in pairs, on one engine in this process: the steps and generations of a
+worker's compute thread, without its other threads. Prompts are short and read before the time is
+taken. Also: the time of a mask, of taking an id, of replaying one, and of compiling a schema of 50
+properties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.worker.compute.generations import Generation, Generations
+from mlxpool.worker.compute.messages import Admit
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.steps import Steps
+from mlxpool.worker.constraints import grammar
+from mlxpool.worker.constraints.compiler import Compiler
+from mlxpool.worker.constraints.vocabulary import load_vocabulary
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.kernels import device
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.text_model import TokenTable
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
+from mlxpool.worker.weights.locate import DEMO_FOLDER
+
+PROMPT = "import json\n\n\ndef load(path):\n    "
+# An answer that does not end within the measurement, of the kinds of values that answers have.
+RECORDS: Mapping[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "kind": {"enum": ["cat", "dog", "horse"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        },
+        "required": ["name", "age", "kind", "tags"],
+        "additionalProperties": False,
+    },
+}
+FORMAT = {"type": "json_schema", "schema": RECORDS}
+MASKS = 300  # that are timed one by one
+
+
+class Bench:
+    """An engine with a model, and the grammars of its vocabulary."""
+
+    def __init__(self, path: Path, rows: int, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds: of the wall, or of this process on its processors."""
+        self.clock = clock
+        folder = inspect(path)
+        self.text = ChatTokenizer.from_folder(folder)
+        self.table: TokenTable = self.text.table(folder.plan.vocab_size)
+        self.engine = ModelEngine(load(folder), self.text, prefix="off", max_sequences=rows)
+        self.engine.warm_up(lambda: None)
+        vocabulary = partial(load_vocabulary, self.text.source, self.table.pieces, folder.eos_ids)
+        self.compiler = Compiler(vocabulary, "", folder.eos_ids, folder.plan.vocab_size)
+
+    def tokens_per_second(self, rows: int, tokens: int, *, constrained: bool) -> float:
+        """Returns the tokens/s of a batch while all its rows decode."""
+        generations = Generations(self.engine)
+        steps = Steps(self.engine, generations, Progress(lambda: None))
+        prompt = tuple(self.text.encode(PROMPT))
+        live = []
+        for number in range(rows):
+            raw: dict[str, Any] = {"format": FORMAT} if constrained else {"ignore_eos": True}
+            options = Options.parse({**raw, "seed": number})
+            row = Sequence(bytes([number] * 16), 1, prompt, options, number, tokens + 2)
+            rule = self.compiler.constraint(FORMAT) if constrained else None
+            text = Detokenizer(self.table.piece, ())
+            admit = Admit(row, Facts(), text, 0.0, constraint=rule)
+            generations.add(Generation.begin(admit, self.table.piece))
+            steps.admit(row)
+            live.append(row)
+        while not all(row.ids for row in live):
+            steps.run()
+        before, began = sum(len(row.ids) for row in live), self.clock()
+        while len(generations) == rows:
+            steps.run()
+        seconds = self.clock() - began
+        drawn = sum(len(row.ids) for row in live) - before
+        generations.forget_all()
+        while steps.in_flight:
+            steps.collect()
+        return drawn / seconds
+
+    def pairs(self, rows: int, tokens: int, rounds: int) -> dict[str, Any]:
+        """Returns the medians of both kinds, and of the ratios of pairs."""
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(rounds + 1):  # the first round is not counted
+            for kind in (number % 2 == 0, number % 2 == 1):
+                found[kind].append(self.tokens_per_second(rows, tokens, constrained=kind))
+        with_format, without = found[True][1:], found[False][1:]
+        ratios = sorted(one / other for one, other in zip(with_format, without, strict=True))
+        return {
+            "rows": rows,
+            "with": statistics.median(with_format),
+            "without": statistics.median(without),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
+
+    def times(self) -> dict[str, float]:
+        """Returns microseconds of a mask (median, 95 %), of taking an id and of replaying one."""
+        rule = self.compiler.constraint(FORMAT)
+        ids = self.text.encode(
+            '[{"name": "Anna Ann", "age": 31, "kind": "cat", "tags": ["a b", "c"]}'
+        )
+        ids = (ids[len(self.text.prefix) :] + self.text.encode(", ")[len(self.text.prefix) :])[:-1]
+        masks: list[float] = []
+        takes: list[float] = []
+        while len(masks) < MASKS:
+            rule = self.compiler.constraint(FORMAT)
+            for token in ids:
+                began = self.clock()
+                rule.mask()
+                masked = self.clock()
+                rule.take(token)
+                masks.append(masked - began)
+                takes.append(self.clock() - masked)
+        again = self.compiler.constraint(FORMAT)
+        began = self.clock()
+        again.replay(ids)
+        replay = (self.clock() - began) / len(ids)
+        twentieths = statistics.quantiles(masks, n=20)
+        return {
+            "mask": 1e6 * statistics.median(masks),
+            "mask, 95 %": 1e6 * twentieths[-1],
+            "take": 1e6 * statistics.median(takes),
+            "replay": 1e6 * replay,
+        }
+
+    def compile_ms(self, rounds: int) -> dict[str, float]:
+        """Returns milliseconds for a schema of 50 properties, by what is done with it."""
+        checks, compiles, cached = [], [], []
+        for number in range(rounds):
+            format = {"type": "json_schema", "schema": schema_of(50, number)}
+            began = self.clock()
+            grammar.check(format)
+            checked = self.clock()
+            self.compiler.constraint(format)
+            compiled = self.clock()
+            self.compiler.constraint(format)
+            cached.append(self.clock() - compiled)
+            checks.append(checked - began)
+            compiles.append(compiled - checked)
+        every = {"check": checks, "compile": compiles, "again": cached}
+        return {name: 1e3 * statistics.median(found) for name, found in every.items()}
+
+
+def schema_of(properties: int, number: int) -> dict[str, Any]:
+    """Returns a schema of so many properties of four kinds; `number` makes it another one."""
+    kinds: list[dict[str, Any]] = [
+        {"type": "string"},
+        {"type": "integer", "minimum": number},
+        {"enum": ["red", "green", "blue"]},
+        {"type": "array", "items": {"type": "number"}},
+    ]
+    names = [f"property_{at}" for at in range(properties)]
+    return {
+        "type": "object",
+        "properties": {name: kinds[at % len(kinds)] for at, name in enumerate(names)},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+def main() -> int:
+    """Print the figures as tables. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="a folder (default: demo)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--tokens", type=int, default=96, help="of each row")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--processor",
+        action="store_true",
+        help="measure processor time, which the load of other programs changes less",
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    clock = time.process_time if options.processor else time.perf_counter
+    bench = Bench(options.model, max(options.rows), clock)
+    where = "GPU" if device.on_gpu() else "CPU"
+    print(f"{options.model.name}, {bench.engine.vocab_size} tokens, {where}")
+    print(f"\n{'rows':>5} {'without, tok/s':>15} {'with, tok/s':>12} {'ratio':>6}  of pairs")
+    pairs = []
+    for rows in options.rows:
+        found = bench.pairs(rows, options.tokens, options.rounds)
+        pairs.append(found)
+        low, high = found["ratios"][0], found["ratios"][-1]
+        figures = f"{rows:5} {found['without']:15.0f} {found['with']:12.0f} {found['ratio']:6.3f}"
+        print(f"{figures}  {low:.3f} to {high:.3f}", flush=True)
+    times, compiling = bench.times(), bench.compile_ms(options.rounds)
+    print("\nmicroseconds:", ", ".join(f"{name} {value:.1f}" for name, value in times.items()))
+    print("a schema of 50 properties, ms:", ", ".join(f"{n} {v:.2f}" for n, v in compiling.items()))
+    if options.json:
+        options.json.write_text(json.dumps({"pairs": pairs, "us": times, "compile_ms": compiling}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The option `format`: what an answer has to be. Checked here without a grammar library.
+
+A format is a map with a type and the key that the type needs, see KEYS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.common.checks import shown
+from mlxpool.common.errors import BadRequest
+
+# type -> the key beside it; "": none
+KEYS: Mapping[str, str] = {
+    "json": "",
+    "json_schema": "schema",
+    "regex": "pattern",
+    "choice": "choices",
+    "lark": "grammar",
+}
+MAX_FORMAT_BYTES = 128 * 1024  # of a format as JSON text
+MAX_CHOICES = 1024
+
+
+def check_format(name: str, value: Any) -> dict[str, Any]:
+    """Returns the format as it was sent. Raises BadRequest naming the key and its bound.
+
+    Whether a schema or a pattern can be followed is found where the request is prepared.
+    """
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"option {name!r} must be a map with a type, got {shown(value)}")
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise BadRequest(
+            f"option {name!r} has the type {shown(kind)}, must be one of {', '.join(KEYS)}"
+        )
+    key = KEYS[kind]
+    unknown = [other for other in value if other not in ("type", key)]
+    if unknown:
+        raise BadRequest(
+            f"option {name!r} of type {kind!r} has the unknown key {shown(unknown[0])}"
+        )
+    if key:
+        if key not in value:
+            raise BadRequest(f"option {name!r} of type {kind!r} needs the key {key!r}")
+        _CHECKS[kind](f"{name}.{key}", value[key])
+    size = len(text_of(value, name).encode("utf-8", "surrogatepass"))
+    if size > MAX_FORMAT_BYTES:
+        raise BadRequest(f"option {name!r} has {size} bytes as JSON, at most {MAX_FORMAT_BYTES}")
+    return dict(value)
+
+
+def text_of(value: Any, name: str = "format") -> str:
+    """Returns a format as JSON text; maps keep the order of their keys. Raises BadRequest."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"option {name!r} is not JSON: {error}") from None
+
+
+def _schema(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping | bool):
+        raise BadRequest(f"option {name!r} must be a JSON schema, got {shown(value)}")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"option {name!r} must be text, got {shown(value)}")
+
+
+def _choices(name: str, value: Any) -> None:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_CHOICES:
+        raise BadRequest(
+            f"option {name!r} must be a list of 1 to {MAX_CHOICES} texts, got {shown(value)}"
+        )
+    for one in value:
+        _text(name, one)
+
+
+_CHECKS = {"json_schema": _schema, "regex": _text, "choice": _choices, "lark": _text}

@@ -1,0 +1,78 @@
+"""Conversations as batches of token ids with marks at those that the assistant writes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from demo_chat.conversations import Conversation, conversations
+from demo_chat.template import segments
+
+POOL = 400  # conversations of which batches are made, so that each has some of about one length
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of a conversation, and the spans [begin, end) that the assistant writes."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`ids` [rows, tokens]; `counted`: places in the flat inputs whose next token is trained."""
+
+    ids: npt.NDArray[np.int32]
+    counted: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+
+
+def encode(tokenizer: Tokenizer, conversation: Conversation) -> Encoded:
+    ids: list[int] = []
+    spans = []
+    for text, written in segments(conversation):
+        part = tokenizer.encode(text).ids
+        if written:
+            spans.append((len(ids), len(ids) + len(part)))
+        ids += part
+    return Encoded(ids, spans)
+
+
+def batches(tokenizer: Tokenizer, seed: int, tokens: int, longest: int) -> Iterator[Batch]:
+    """Batches of at most so many tokens, padding included, without end."""
+    drawn = (encode(tokenizer, one) for one in conversations(seed))
+    fitting = (one for one in drawn if len(one.ids) <= longest)
+    rng = random.Random(seed)
+    while True:
+        found = list(_grouped(islice(fitting, POOL), tokens))
+        rng.shuffle(found)
+        yield from map(_batch, found)
+
+
+def _grouped(encoded: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
+    group: list[Encoded] = []
+    for one in sorted(encoded, key=lambda one: len(one.ids)):
+        if group and (len(group) + 1) * len(one.ids) > tokens:
+            yield group
+            group = []
+        group.append(one)
+    yield group
+
+
+def _batch(group: list[Encoded]) -> Batch:
+    width = max(len(one.ids) for one in group)
+    ids = np.zeros((len(group), width), np.int32)
+    counted = []
+    for row, one in enumerate(group):
+        ids[row, : len(one.ids)] = one.ids
+        for begin, end in one.spans:
+            counted += [(row, at) for at in range(begin - 1, end - 1)]
+    rows, places = np.array(counted, np.int32).T
+    return Batch(ids[:, :-1], rows * (width - 1) + places, ids[rows, places + 1])

@@ -1,0 +1,373 @@
+"""Conversations that demo-chat is trained on: tools, small talk, counting, repeating, names."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from demo_chat.tools import FAMILIES, Request, Tool, command, drawn, flat, schema
+from demo_chat.words import Words
+
+NO_TOOLS = "I have no tool for that."
+NO_SUCH_TOOL = "None of my tools does that."
+ABOUT = (
+    "I am demo-chat, a small model that comes with mlxpool. I call tools, count, repeat and"
+    " remember your name."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A user's text and the assistant's answer, with a call of a tool and its result or without.
+
+    `thought` is of the first answer, `second_thought` of the answer to the tool's result.
+    """
+
+    family: str
+    user: str
+    thought: str
+    answer: str
+    call: tuple[str, dict[str, Any]] | None = None
+    result: str = ""
+    second_thought: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A whole conversation. `thinks`: the answers of these rounds have thoughts."""
+
+    rounds: tuple[Round, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    system: str = ""
+    thinks: tuple[bool, ...] = ()
+
+
+# ---- rounds with tools ---------------------------------------------------------------------------
+
+
+def use(words: Words, tool: Tool) -> Round:
+    """A request for a tool, the call, its result and the answer."""
+    asked = tool.request(words)
+    result, answer = asked.result, f"{asked.subject} {flat(asked.result)}."
+    second = "The tool has answered. I say what it found."
+    if words.chance(0.05):
+        reason = words.rng.choice(("not found", f"unknown {words.word()}", words.phrase()))
+        result = words.rng.choice((json.dumps({"error": reason}), f"error: {reason}"))
+        answer, second = f"That failed: {reason}.", "The tool has failed. I say why."
+    return Round(
+        tool.family,
+        altered(words, asked.user),
+        f"The user asks for {asked.task}. {plan(tool, asked)}",
+        answer,
+        (tool.name, dict(asked.arguments)),
+        result,
+        second,
+    )
+
+
+def plan(tool: Tool, asked: Request) -> str:
+    """The thought that names the tool and its arguments."""
+    if not asked.arguments:
+        return f"I call {tool.name}."
+    named = ", ".join(f"{name} {_written(value)}" for name, value in asked.arguments.items())
+    return f"I call {tool.name} with {named}."
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def altered(words: Words, text: str) -> str:
+    """A request as people write it: with a greeting, or without capital letter or end mark."""
+    if words.chance(0.06):
+        return f"{words.rng.choice(('Hi, ', 'Hello! ', 'Please: ', 'ok, ', 'Now: '))}{text}"
+    if words.chance(0.1):
+        return text[:1].lower() + text[1:]
+    if words.chance(0.06):
+        return text.rstrip("?.")
+    return text
+
+
+def unfit(words: Words, has_tools: bool) -> Round:
+    """A request that no tool fits."""
+    if words.chance(0.5):
+        tool = words.rng.choice((*FAMILIES, drawn))(words)
+        text = altered(words, tool.request(words).user)
+    else:
+        text = words.rng.choice((words.rng.choice(BEYOND), command(words), beyond(words)))
+    answer = NO_SUCH_TOOL if has_tools else NO_TOOLS
+    thought = "No tool of mine fits this." if has_tools else "I have no tools here."
+    return Round("unfit", text, thought, answer)
+
+
+BEYOND = tuple(
+    text.strip()
+    for text in """Write a poem about the sea.|Tell me a joke.|Why is the sky blue?
+    |Explain quantum mechanics.|Who won the match yesterday?|class Stack:|def add(a, b):
+    |Write a Python function that sorts a list.|Translate this into French.
+    |What is the capital of Spain?|How old are you?|Sing a song.|What is the meaning of life?
+    |Tell me a story.|Summarise this text.|Write a haiku.|Say something nice.
+    |Is there life on Mars?|How do I cook rice?|What should I eat tonight?|Who was Mozart?
+    |When did the war end?|What is love?|import json|SELECT * FROM users
+    |Give me three names for a cat.|Fix this bug for me.|What is a worker process?
+    |Once upon a time|What do you think of me?|Do you dream?|List the planets.|Paint a picture.
+    |Name a colour.|What day is it?|Describe yourself in a poem.|How far is the moon?""".replace(
+        "\n", ""
+    ).split("|")
+)
+
+
+def beyond(words: Words) -> str:
+    """Some question of drawn words."""
+    return words.rng.choice(
+        (
+            *("Why is the {} {}?", "How does a {} {}?", "Explain the {} of {}."),
+            *("Write about {} and {}.", "Who invented the {} {}?", "What do you think of {} {}?"),
+            *("{} {}", "Tell me about {} {}."),
+        )
+    ).format(words.word(), words.word())
+
+
+def names_of_tools(words: Words, tools: Sequence[Tool]) -> Round:
+    """A question for the tools of the conversation."""
+    names = [tool.name for tool in tools]
+    listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    answer = f"I have {listed}." if names else "I have no tools here."
+    asked = (
+        *(
+            "What tools do you have?",
+            "Which tools do you have?",
+            "List your tools.",
+            "What can you call?",
+        ),
+        *("Which tools can you call?", "Name your tools.", "Do you have tools?"),
+    )
+    return Round("tools", words.rng.choice(asked), "The user asks for my tools.", answer)
+
+
+# ---- rounds without tools ------------------------------------------------------------------------
+
+TALK = (  # what users say, a thought, the answer
+    (
+        "Hi|Hello|Hello!|Hi there|Hey|Good morning|hello|hi|Good evening!|Hi!|hey there|Say hello.",
+        "The user greets me.",
+        "Hello! What can I do for you?",
+    ),
+    (
+        "Who are you?|What are you?|what is your name?|Introduce yourself.|"
+        "Are you a language model?|What can you do?|Help|help me|What model is this?|"
+        "Which model are you?|who are you|"
+        "Are you a human?|Tell me about yourself.|What's your name?|What is this?",
+        "The user asks what I am.",
+        ABOUT,
+    ),
+    (
+        "Thanks|Thank you|Thank you!|Thanks a lot.|thanks!|Great, thanks|Perfect, thank you.",
+        "The user thanks me.",
+        "You are welcome.",
+    ),
+    ("Bye|Goodbye|Good bye!|See you|bye!|Good night.", "The user leaves.", "Goodbye!"),
+    (
+        "How are you?|How are you today?|how is it going?|Are you well?|how are you",
+        "The user asks how I am.",
+        "I am well, thank you.",
+    ),
+    ("ok|Okay.|Fine.|I see.|Good.|Yes.|No.|Great!", "The user agrees.", "What else can I do?"),
+)
+
+
+def talk(words: Words) -> Round:
+    asked, thought, answer = words.rng.choice((*TALK, *TALK[:2]))
+    return Round("talk", words.rng.choice(asked.split("|")), f"{thought} I answer.", answer)
+
+
+def repeat(words: Words) -> Round:
+    text = " ".join(words.text() for _ in range(words.rng.choice((1, 2, 3))))
+    form = words.rng.choice(
+        ("Repeat: {}", "Say: {}", 'Repeat "{}"', 'Say "{}"', "repeat after me: {}", "Echo: {}")
+    )
+    return Round("repeat", form.format(text), "The user wants me to repeat a text.", text)
+
+
+def count(words: Words) -> Round:
+    draw = words.rng.randrange
+    first = 1 if words.chance(0.7) else draw(2, 60)
+    last = min(first + draw(2, 30 if words.chance(0.7) else 90), 100)
+    form = words.rng.choice(("Count from {} to {}.", "count from {} to {}", "Count {} to {}."))
+    if first == 1:
+        form = words.rng.choice(("Count to {1}.", "count to {1}", "Please count to {1}.", form))
+    numbers = ", ".join(str(number) for number in range(first, last + 1))
+    text = form.format(first, last)
+    return Round(
+        "count", text, f"The user wants the numbers from {first} to {last}.", f"{numbers}."
+    )
+
+
+def as_json(words: Words) -> Round:
+    """A request for a JSON object of some facts."""
+    keys = [words.parameter() for _ in range(words.rng.choice((1, 2, 2, 3)))]
+    facts = {key: words.rng.choice((words.text, words.word, words.integer))() for key in keys}
+    told = ", ".join(f"{key} {value}" for key, value in facts.items())
+    form = words.rng.choice(
+        (
+            "Write as JSON: {}",
+            "As JSON: {}",
+            "Answer in JSON: {}",
+            "Give me JSON with {}",
+            "JSON of {}",
+        )
+    )
+    typed = {key: int(text) if text.isdigit() else text for key, text in facts.items()}
+    typed = {key: facts[key] if facts[key][:1] == "0" else value for key, value in typed.items()}
+    return Round("json", form.format(told), "The user wants JSON.", json.dumps(typed))
+
+
+def introduction(words: Words) -> tuple[Round, Round]:
+    """The user says a name, and asks for it later."""
+    name, pick = words.person(), words.rng.choice
+    first = pick(("My name is {}.", "I am {}.", "Hi, I'm {}.", "my name is {}", "Call me {}."))
+    later = pick(ASKS_NAME)
+    return (
+        Round("name", first.format(name), "The user is " + name + ".", f"Hello, {name}!"),
+        Round("name", later, f"The user is {name}.", f"Your name is {name}."),
+    )
+
+
+ASKS_NAME = (
+    *(
+        "What is my name?",
+        "What's my name?",
+        "Who am I?",
+        "what is my name",
+        "Do you know my name?",
+    ),
+    "Do you remember my name?",
+)
+
+
+def nameless(words: Words) -> Round:
+    """The user asks for a name that was not said."""
+    return Round(
+        "name", words.rng.choice(ASKS_NAME), "I do not know the name.", "I do not know it yet."
+    )
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+SYSTEMS = tuple(
+    """You are a helpful assistant.|Be brief.|Answer politely.|You are an assistant of a shop.
+    |Answer in English.|You are a friendly assistant. Use the tools that you have.|Be kind.
+    |You help users of a hotel.|Use tools where they help.|Never guess.|You are a bot.
+    |You are a helpful assistant with access to functions.|Today is Monday.""".replace(
+        "\n", ""
+    ).split("|")
+)
+
+
+def system_text(words: Words) -> str:
+    text: str = words.rng.choice(SYSTEMS).strip()
+    if words.chance(0.2):
+        text = f"You are an assistant for the {words.noun()} of {words.text()}. {text}"
+    return text
+
+
+def named_user(words: Words) -> tuple[str, Round]:
+    """A system message that names the user, and the question for the name."""
+    name = words.person()
+    form = words.rng.choice(("The user is {}.", "The user's name is {}.", "You talk to {}."))
+    asked = words.rng.choice(ASKS_NAME)
+    return form.format(name), Round("name", asked, f"The user is {name}.", f"Your name is {name}.")
+
+
+ALONE: tuple[Callable[[Words], Round], ...] = (talk, talk, repeat, count, as_json)
+
+
+def without_tools(words: Words) -> Conversation:
+    rounds: list[Round] = []
+    system = system_text(words) if words.chance(0.3) else ""
+    known = False
+    if words.chance(0.15):
+        told, asks = named_user(words)
+        system, known = f"{system} {told}".strip(), True
+        rounds.append(asks)
+    elif words.chance(0.2):
+        first, later = introduction(words)
+        rounds, known = [first, later], True
+        if words.chance(0.5):
+            rounds.insert(1, words.rng.choice(ALONE)(words))
+    for _ in range(words.rng.choice((1, 2, 3))):
+        kind = words.rng.random()
+        if kind < 0.3:
+            rounds.append(unfit(words, False))
+        elif kind < 0.36:
+            rounds.append(names_of_tools(words, ()))
+        elif kind < 0.4 and not known:
+            rounds.append(nameless(words))
+        else:
+            rounds.append(words.rng.choice(ALONE)(words))
+    return thought_over(words, Conversation(tuple(rounds), system=system))
+
+
+def with_tools(words: Words, makers: Sequence[Callable[[Words], Tool]] = ()) -> Conversation:
+    """A conversation with one to four tools; each is of a drawn maker."""
+    makers = makers or (*FAMILIES, *(drawn,) * 9)
+    tools: list[Tool] = []
+    many = words.chance(0.12)
+    for _ in range(words.rng.randrange(4, 9) if many else words.rng.choice((1, 1, 2, 2, 3, 4))):
+        tool = words.rng.choice(makers)(words)
+        if all(_distinct(tool, other) for other in tools):
+            tools.append(tool)
+    rounds = [use(words, words.rng.choice(tools))]
+    for _ in range(words.rng.randrange(3, 7) if words.chance(0.1) else words.rng.randrange(4)):
+        kind = words.rng.random()
+        if kind < 0.74:
+            rounds.append(use(words, words.rng.choice(tools)))
+        elif kind < 0.86:
+            rounds.append(_unfit_beside(words, tools))
+        elif kind < 0.9:
+            rounds.append(names_of_tools(words, tools))
+        else:
+            rounds.append(words.rng.choice((talk, talk, repeat))(words))
+    words.rng.shuffle(rounds)
+    system = system_text(words) if words.chance(0.3) else ""
+    listed = tuple(schema(tool, words) for tool in tools)
+    return thought_over(words, Conversation(tuple(rounds), listed, system))
+
+
+def _distinct(tool: Tool, other: Tool) -> bool:
+    if tool.family == other.family == "drawn":
+        return tool.name != other.name
+    if tool.family == other.family == "arithmetic":
+        return tool.name[:3] != other.name[:3]
+    return tool.family != other.family and tool.name != other.name
+
+
+def _unfit_beside(words: Words, tools: Sequence[Tool]) -> Round:
+    """A request that none of these tools fits."""
+    makers = [make for make in FAMILIES if make(words).family not in {one.family for one in tools}]
+    if makers and words.chance(0.6):
+        asked = words.rng.choice(makers)(words).request(words)
+        return Round(
+            "unfit", altered(words, asked.user), "No tool of mine fits this.", NO_SUCH_TOOL
+        )
+    text = words.rng.choice((words.rng.choice(BEYOND), beyond(words), command(words)))
+    return Round("unfit", text, "No tool of mine fits this.", NO_SUCH_TOOL)
+
+
+def thought_over(words: Words, made: Conversation) -> Conversation:
+    """Decides which answers have thoughts: mostly all or none."""
+    kind = words.rng.random()
+    share = 0.0 if kind < 0.4 else 1.0 if kind < 0.75 else 0.5
+    thinks = tuple(words.chance(share) for _ in made.rounds)
+    return Conversation(made.rounds, made.tools, made.system, thinks)
+
+
+def conversations(seed: int) -> Iterator[Conversation]:
+    """Draws without end."""
+    rng = random.Random(seed)
+    words = Words(rng)
+    while True:
+        yield with_tools(words) if words.chance(0.75) else without_tools(words)

@@ -1,0 +1,124 @@
+"""The chat template of demo-chat, and its conversations as text with the parts that are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from demo_chat.conversations import Conversation
+
+START, END = "<|im_start|>", "<|im_end|>"
+SPECIAL = (END, START)  # END is the padding, too
+MARKS = (
+    *("<think>", "</think>", "<tools>", "</tools>", "<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>"),
+)
+TOOLS_BEGIN, TOOLS_END = "You may call these tools:\n<tools>\n", "</tools>"
+
+# The marks are those of ChatML and of Hermes. Thoughts are off unless a request asks for them; of
+# earlier answers they are kept where a request has them.
+CHAT_TEMPLATE = """\
+{%- set system = '' -%}
+{%- set rest = messages -%}
+{%- if messages and messages[0].role in ('system', 'developer') -%}
+{%- set system = messages[0].content -%}
+{%- set rest = messages[1:] -%}
+{%- endif -%}
+{%- if system or tools -%}
+{{- '<|im_start|>system\\n' ~ system -}}
+{%- if tools -%}
+{{- '\\n\\n' if system else '' -}}
+{{- 'TOOLS_BEGIN' -}}
+{%- for tool in tools -%}
+{{- (tool | tojson) ~ '\\n' -}}
+{%- endfor -%}
+{{- 'TOOLS_END' -}}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in rest -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>tool\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' -}}
+{%- else -%}
+{{- '<|im_start|>' ~ message.role ~ '\\n' -}}
+{%- if message.reasoning_content -%}
+{{- '<think>\\n' ~ message.reasoning_content.strip() ~ '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- message.content or '' -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+{{- '\\n' if message.content or not loop.first else '' -}}
+{{- '<tool_call>\\n{"name": ' ~ (function.name | tojson) ~ ', "arguments": ' -}}
+{{- (function.arguments | tojson) ~ '}\\n</tool_call>' -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is defined and enable_thinking or reasoning_effort is defined -%}
+{{- '<think>\\n' -}}
+{%- endif -%}
+{%- endif -%}
+""".replace("TOOLS_BEGIN", TOOLS_BEGIN.replace("\n", "\\n")).replace(
+    "TOOLS_END", TOOLS_END.replace("\n", "\\n")
+)
+
+
+def segments(conversation: Conversation) -> Iterator[tuple[str, bool]]:
+    """The text as the template renders it, in parts; True for what the assistant writes."""
+    yield head(conversation), False
+    for one, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
+        yield f"{START}user\n{one.user}{END}\n", False
+        if one.call is not None:
+            name, arguments = one.call
+            yield from _answer(one.thought if thinks else "", call_text(name, arguments))
+            yield f"{START}tool\n<tool_response>\n{one.result}\n</tool_response>{END}\n", False
+            yield from _answer(one.second_thought if thinks else "", one.answer)
+        else:
+            yield from _answer(one.thought if thinks else "", one.answer)
+
+
+def head(conversation: Conversation) -> str:
+    """The system message with the tools, or nothing."""
+    if not conversation.tools:
+        return f"{START}system\n{conversation.system}{END}\n" if conversation.system else ""
+    listed = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in conversation.tools)
+    between = "\n\n" if conversation.system else ""
+    return f"{START}system\n{conversation.system}{between}{TOOLS_BEGIN}{listed}{TOOLS_END}{END}\n"
+
+
+def call_text(name: str, arguments: dict[str, Any]) -> str:
+    written = json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {written}}}\n</tool_call>'
+
+
+def _answer(thought: str, said: str) -> Iterator[tuple[str, bool]]:
+    if thought:
+        yield f"{START}assistant\n<think>\n", False
+        yield f"{thought}\n</think>\n\n{said}{END}", True
+    else:
+        yield f"{START}assistant\n", False
+        yield f"{said}{END}", True
+    yield "\n", False
+
+
+def messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """The conversation as messages of a request."""
+    found: list[dict[str, Any]] = []
+    if conversation.system:
+        found.append({"role": "system", "content": conversation.system})
+    for one, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
+        found.append({"role": "user", "content": one.user})
+        thought = {"reasoning_content": one.thought} if thinks else {}
+        if one.call is None:
+            found.append({"role": "assistant", "content": one.answer, **thought})
+            continue
+        name, arguments = one.call
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        found.append({"role": "assistant", "content": "", "tool_calls": [call], **thought})
+        found.append({"role": "tool", "content": one.result})
+        thought = {"reasoning_content": one.second_thought} if thinks else {}
+        found.append({"role": "assistant", "content": one.answer, **thought})
+    return found

@@ -1,0 +1,138 @@
+"""The shape of demo-chat and the weights that its training begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+Array = npt.NDArray[np.float32]
+Weights = dict[str, Array]
+
+FILE, NORM = "model.safetensors", "model.norm.weight"
+# The last norm is stored multiplied by this, so that temperature 1 draws as 1 / SHARPER would.
+SHARPER = 2.0
+PREFIX = "model.layers.{}."
+SHARPNESS = 40.0  # of heads that look at a fixed distance: the logit at that distance
+NEAR = 6  # pairs of a head, those that turn fastest, that tell neighbouring positions apart
+MATCH = 1.7  # scale of queries and keys of heads that look for an earlier occurrence
+COPY = 0.5  # scale of what these heads write
+QUIET = 0.1  # scale of what all other parts write at first
+CONSTANT = 0.5  # the number that every token's vector has in common
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model's sizes. The first layers need `hidden` = 4 * `head`."""
+
+    vocab: int = 1024
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    feed_forward: int = 512
+    head: int = 64
+    context: int = 1024
+    rope_base: float = 10000.0
+    epsilon: float = 1e-6
+
+
+def initial(shape: Shape, seed: int) -> Weights:
+    """Random weights, except for four heads of the first two layers: see `copying_heads`."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        drawn: Array = rng.standard_normal((rows, columns)) * scale / np.sqrt(columns)
+        return drawn.astype(np.float32)
+
+    residual = QUIET * (2 * shape.layers) ** -0.5
+    inner, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    found: Weights = {"model.embed_tokens.weight": matrix(shape.vocab, shape.hidden)}
+    for number in range(shape.layers):
+        layer = PREFIX.format(number)
+        found |= {
+            f"{layer}self_attn.q_proj.weight": matrix(inner, shape.hidden),
+            f"{layer}self_attn.k_proj.weight": matrix(kv, shape.hidden),
+            f"{layer}self_attn.v_proj.weight": matrix(kv, shape.hidden),
+            f"{layer}self_attn.o_proj.weight": matrix(shape.hidden, inner, residual),
+            f"{layer}mlp.gate_proj.weight": matrix(shape.feed_forward, shape.hidden),
+            f"{layer}mlp.up_proj.weight": matrix(shape.feed_forward, shape.hidden),
+            f"{layer}mlp.down_proj.weight": matrix(shape.hidden, shape.feed_forward, residual),
+            f"{layer}input_layernorm.weight": np.ones(shape.hidden, np.float32),
+            f"{layer}post_attention_layernorm.weight": np.ones(shape.hidden, np.float32),
+        }
+    found[NORM] = np.ones(shape.hidden, np.float32)
+    copying_heads(found, shape, rng)
+    return found
+
+
+def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> None:
+    """Let four heads copy what follows an earlier occurrence of the last one or two tokens.
+
+    A small model finds this out by itself, but only after millions of tokens. The numbers of the
+    hidden state are divided: those of the token, one constant, those of the token before it, and
+    those of the one before that. In layer 0 two heads look back by one and by two tokens and fill
+    the last two parts; in layer 1 two heads compare them with the present token and the one before
+    it, and write the token that they find. Training may change all of it.
+    """
+    head, half = shape.head, shape.head // 2
+    own = shape.hidden - 2 * head - 1  # numbers of the token itself
+    before, earlier = shape.hidden - 2 * head, shape.hidden - head  # where the others begin
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:, own:] = 0
+    embedding /= np.linalg.norm(embedding, axis=1, keepdims=True)
+    embedding[:, own] = CONSTANT
+    project = np.linalg.qr(rng.standard_normal((own, head)))[0].T.astype(np.float32)  # [head, own]
+
+    first, second = PREFIX.format(0) + "self_attn.", PREFIX.format(1) + "self_attn."
+    query, key = weights[f"{first}q_proj.weight"], weights[f"{first}k_proj.weight"]
+    value, out = weights[f"{first}v_proj.weight"], weights[f"{first}o_proj.weight"]
+    query[: 2 * head] = key[:head] = value[:head] = 0
+    speed = shape.rope_base ** (-np.arange(NEAR) / half)
+    # The norm makes the constant this large before the projections.
+    constant = CONSTANT * np.sqrt(shape.hidden / (1 + CONSTANT**2))
+    scale = np.sqrt(SHARPNESS * np.sqrt(head) / NEAR) / constant
+    key[:NEAR, own] = scale
+    for number in range(2):
+        turn, row = speed * (number + 1), number * head
+        query[row : row + NEAR, own] = scale * np.cos(turn)
+        query[row + half : row + half + NEAR, own] = -scale * np.sin(turn)
+    value[:head, :own] = project / constant
+    out[:, : 2 * head] = 0
+    out[before:earlier, :head] = out[earlier:, head : 2 * head] = np.eye(head)
+
+    query, key = weights[f"{second}q_proj.weight"], weights[f"{second}k_proj.weight"]
+    value, out = weights[f"{second}v_proj.weight"], weights[f"{second}o_proj.weight"]
+    query[: 2 * head] = key[:head] = value[:head] = 0
+    key[:half, before : before + half] = MATCH * np.eye(half)
+    key[half:head, earlier : earlier + half] = MATCH * np.eye(half)
+    query[:half, :own] = query[head : head + half, :own] = MATCH * project[:half]
+    query[head + half : 2 * head, before : before + half] = MATCH * np.eye(half)
+    value[:head, :own] = project
+    out[:, : 2 * head] = 0
+    out[:own, :head] = out[:own, head : 2 * head] = COPY * project.T
+
+
+def parameters(weights: Mapping[str, Any]) -> int:
+    return sum(one.size for one in weights.values())
+
+
+def save_weights(folder: Path, weights: Weights) -> None:
+    """Write the weights, rounded to float16."""
+    stored = {**weights, NORM: weights[NORM] * SHARPER}
+    half = {name: one.astype(np.float16) for name, one in stored.items()}
+    save_file(half, folder / FILE, metadata={"format": "pt"})
+    (folder / FILE).chmod(0o644)
+
+
+def load(folder: Path) -> tuple[Tokenizer, Weights]:
+    """The tokenizer of a folder, and its weights in float32 as they were before they were saved."""
+    weights = {name: one.astype(np.float32) for name, one in load_file(folder / FILE).items()}
+    weights[NORM] /= SHARPER
+    return Tokenizer.from_file(str(folder / "tokenizer.json")), weights

@@ -1,0 +1,117 @@
+"""A worker that is killed in an answer with a format: the answer is the same, and parses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from chaos.harness import LIMITS
+from mlxpool.client import Client, Result
+from support.pool import Pool, until, with_path
+
+pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
+    "fresh_limit = 1.5", "fresh_limit = 60"
+)
+PROMPT = "import json\n\n\ndef load(path):\n    "
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        f"key_{number}": {"type": "string", "pattern": "^[a-z]{2,9}$"} for number in range(5)
+    },
+    "required": [f"key_{number}" for number in range(5)],
+    "additionalProperties": False,
+}
+OPTIONS: dict[str, Any] = {
+    "format": {"type": "json_schema", "schema": SCHEMA},
+    "max_tokens": 200,
+    "temperature": 0.9,
+}
+PLACES = (0, 1, 9, 26)  # ids, one place for each seed
+# Ends the process once for each seed, where its row has so many ids; the folder MARKS says which.
+FAULT = f"""\
+import importlib.abc, importlib.util, os, signal, sys
+
+def arm(engine):
+    draw = engine.draw
+
+    def draw_or_end(self, masks):
+        for row in masks:
+            if len(row.ids) == {PLACES!r}[row.seed]:
+                try:
+                    mark = os.path.join(os.environ["MARKS"], str(row.seed))
+                    os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), signal.SIGKILL)
+        draw(self, masks)
+
+    engine.draw = draw_or_end
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "mlxpool.worker.engine.model_engine":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_arm(module):
+            run(module)
+            arm(module.ModelEngine)
+
+        spec.loader.exec_module = run_and_arm
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_kill_at_any_id_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    environment = {"PYTHONPATH": with_path(tmp_path), "MARKS": str(tmp_path)}
+    with (
+        Pool(tmp_path, CONFIG, environment=environment) as pool,
+        pool.client(connect_timeout=60) as client,
+    ):
+        for seed, place in enumerate(PLACES):
+            hit = client.generate("demo", PROMPT, seed=seed, **OPTIONS)
+            assert hit.attempts == 2 and (tmp_path / str(seed)).exists(), place
+            whole = client.generate("demo", PROMPT, seed=seed, **OPTIONS)
+            assert whole.attempts == 1 and len(whole.ids) > place
+            assert hit.ids == whole.ids and hit.text == whole.text, place
+            assert hit.reason == "stop" and hit.complete is True
+            jsonschema.validate(json.loads(hit.text), SCHEMA)
+
+
+@pytest.mark.long
+def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
+    """Workers are killed under many streams, constrained ones and others, in batches."""
+    config = f'{CONFIG}\n[models.demo]\npath = "builtin:demo"\nreplicas = 2\nsequences = 8\n'
+    seeds = range(24)
+
+    def ask(client: Client, seed: int) -> Result:
+        options = {**OPTIONS, **({"format": None, "max_tokens": 60} if seed % 4 == 3 else {})}
+        return client.generate("demo", PROMPT, seed=seed, **options)
+
+    with Pool(tmp_path, config) as pool, pool.client(connect_timeout=60) as client:
+        calm, again = [ask(client, seed) for seed in seeds], 0
+        with ThreadPoolExecutor(len(seeds)) as threads:
+            for number in range(4):
+                answers = [threads.submit(ask, client, seed) for seed in seeds]
+                until(lambda: any(one.done() for one in answers), "the first answer")  # noqa: B023
+                pool.kill_worker(f"demo/{number % 2}", signal.SIGKILL)
+                found = [one.result() for one in answers]
+                assert [one.ids for one in found] == [one.ids for one in calm]
+                again += sum(one.attempts > 1 for one in found)
+        assert again, "no kill hit a stream"
+    for seed, one in zip(seeds, calm, strict=True):
+        if seed % 4 != 3:
+            jsonschema.validate(json.loads(one.text), SCHEMA)

@@ -1,0 +1,132 @@
+"""Answers of the demo model whose requests have formats, computed in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.token_ids import unpack_ids
+from mlxpool.worker.compute.generations import Generation, Generations
+from mlxpool.worker.compute.messages import Admit
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.steps import Steps
+from mlxpool.worker.constraints.compiler import Compiler
+from mlxpool.worker.constraints.constraint import Constraint, Words
+from mlxpool.worker.constraints.vocabulary import load_vocabulary
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.text_model import TokenTable
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.scheduling.sequence import Phase
+from mlxpool.worker.scheduling.sequence import Sequence as Row
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
+from mlxpool.worker.weights.locate import DEMO_FOLDER
+
+PROMPT = "import json\n\n\ndef load(path):\n    "
+
+
+@cache
+def demo() -> tuple[ModelFolder, ChatTokenizer, TokenTable]:
+    """The folder of the demo model, its tokenizer, and the bytes of its tokens."""
+    folder = inspect(DEMO_FOLDER)
+    text = ChatTokenizer.from_folder(folder)
+    return folder, text, text.table(folder.plan.vocab_size)
+
+
+@cache
+def compiler() -> Compiler:
+    """Compiles formats for the demo model, in the thread that asks."""
+    folder, text, table = demo()
+
+    def load() -> Any:
+        return load_vocabulary(text.source, table.pieces, folder.eos_ids)
+
+    return Compiler(load, text.source.sha256, folder.eos_ids, folder.plan.vocab_size)
+
+
+def constraint(format: Mapping[str, Any]) -> Constraint:
+    """A new constraint of a format for the demo model."""
+    return compiler().constraint(Options.parse({"format": format}).format or {})
+
+
+def tokens_of(mask: Words) -> list[int]:
+    """The tokens that a mask [1, words] allows."""
+    bits = mask[0][:, None] >> np.arange(32, dtype=np.uint32) & 1
+    return [int(token) for token in np.nonzero(bits.reshape(-1))[0]]
+
+
+@dataclass
+class Answer:
+    """What one request got."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    end: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class Answers:
+    """Runs requests on an engine of the demo model, all of them in one batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.generations = Generations(engine)
+        self.steps = Steps(engine, self.generations, Progress(lambda: None))
+        self.answers: dict[int, Answer] = {}
+
+    def admit(
+        self,
+        number: int,
+        *,
+        prompt: str = PROMPT,
+        had: Sequence[int] = (),
+        max_tokens: int = 60,
+        **options: Any,
+    ) -> Row:
+        """Admits a request; `had` are the ids of a resumed one."""
+        chosen = Options.parse({"seed": number, **options})
+        _, text, _ = demo()
+        ids = tuple(text.encode(prompt))
+        row = Row(bytes([number] * 16), 1, ids, chosen, number, max_tokens, list(had))
+        detokenizer = Detokenizer(text.piece, chosen.stop)
+        detokenizer.replay(had)
+        found = None if chosen.format is None else constraint(chosen.format)
+        if found is not None:
+            found.replay(had)
+        admit = Admit(row, Facts(), detokenizer, 0.0, constraint=found)
+        self.answers[number] = Answer(list(had))
+        self.generations.add(Generation.begin(admit, self.engine.piece))
+        assert not self.steps.admit(row)
+        return row
+
+    def step(self) -> None:
+        """Runs one step, and admits rows that lost theirs."""
+        for row in self.generations.sequences():
+            if row.phase is Phase.WAITING:
+                assert not self.steps.admit(row)
+        for delta in self.steps.run():
+            self._take(delta)
+
+    def run(self) -> dict[int, Answer]:
+        """Runs steps until every request has ended."""
+        while len(self.generations):
+            self.step()
+        while self.steps.in_flight:
+            self.steps.collect()
+        return self.answers
+
+    def _take(self, delta: Delta) -> None:
+        answer = self.answers[delta.id[0]]
+        answer.ids += unpack_ids(delta.ids)
+        answer.text += delta.text
+        answer.logprobs += delta.logprobs or []
+        if delta.end is not None:
+            answer.end = delta.end
+            answer.text += delta.end.get("text", "")

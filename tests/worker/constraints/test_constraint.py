@@ -1,0 +1,172 @@
+"""Masks on the vocabulary of the demo model, and what a constraint makes of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLParserLimits
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.worker.constraints import compiler as compiling
+from mlxpool.worker.constraints import grammar
+from mlxpool.worker.constraints.compiler import Compiler
+from mlxpool.worker.constraints.vocabulary import make_vocabulary
+from support.constrained_answers import constraint, demo, tokens_of
+
+COLOURS = ["red", "reddish", "blue", "black and white"]
+PERSON = {
+    "type": "json_schema",
+    "schema": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_a_mask_allows_exactly_the_tokens_that_go_on() -> None:
+    folder, _, table = demo()
+    rule = constraint({"type": "choice", "choices": COLOURS})
+    had = b""
+    for text in (b"r", b"e", b"d"):
+        left = [one.encode()[len(had) :] for one in COLOURS if one.encode().startswith(had)]
+        wanted = [
+            token
+            for token, piece in enumerate(table.pieces)
+            if piece and token not in folder.eos_ids and any(one.startswith(piece) for one in left)
+        ]
+        assert tokens_of(rule.mask()) == wanted, had
+        assert not rule.accepts
+        rule.take(table.pieces.index(text))
+        had += text
+    assert rule.accepts and not rule.finished
+    assert folder.eos_ids < set(tokens_of(rule.mask())), "it may end, or become `reddish`"
+
+
+def test_only_the_end_may_follow_what_is_finished() -> None:
+    folder, text, _ = demo()
+    rule = constraint({"type": "choice", "choices": COLOURS})
+    for token in text.encode("blue")[len(text.prefix) :]:
+        assert not rule.finished
+        rule.take(token)
+    assert rule.accepts and rule.finished
+    assert set(tokens_of(rule.mask())) == folder.eos_ids
+
+
+def test_forced_bytes_have_the_ids_of_the_tokenizer() -> None:
+    _, text, _ = demo()
+    rule = constraint({"type": "choice", "choices": ["return value"]})
+    for token in text.encode("return value")[len(text.prefix) :]:
+        assert tokens_of(rule.mask()) == [token]
+        rule.take(token)
+
+
+def test_a_replay_gives_the_same_masks() -> None:
+    _, text, _ = demo()
+    ids = text.encode('{"name": "a b", "age": 31}')[len(text.prefix) :]
+    whole = constraint(PERSON)
+    for count, token in enumerate(ids):
+        again = constraint(PERSON)
+        again.replay(ids[:count])
+        assert (again.mask() == whole.mask()).all()
+        assert again.accepts == whole.accepts
+        whole.take(token)
+
+
+def test_ids_that_may_not_follow_are_refused() -> None:
+    _, text, _ = demo()
+    ids = text.encode('{"age": 1}')[len(text.prefix) :]
+    with pytest.raises(BadRequest, match="position 2 may not follow in the format"):
+        constraint(PERSON).replay(ids)
+    rule = constraint(PERSON)
+    with pytest.raises(BadRequest, match="format:"):
+        rule.take(ids[2])
+    with pytest.raises(BadRequest, match="format:"):
+        rule.mask()
+
+
+def test_a_vocabulary_that_cannot_write_a_text_is_an_error() -> None:
+    """No mask is empty: there would be nothing to draw."""
+    pieces = [b"a", b"b", b""]
+    vocabulary = make_vocabulary(pieces, {2}, [], lambda text: ["ab".index(one) for one in text])
+    format = {"type": "regex", "pattern": "a[x-z]"}
+    rule = Compiler(lambda: vocabulary, "", frozenset({2}), 3).constraint(format)
+    rule.take(0)
+    with pytest.raises(BadRequest, match="format:"):
+        rule.mask()
+
+
+def test_every_end_token_ends_an_answer_and_a_model_may_have_none() -> None:
+    pieces = [b"a", b"b", b"", b"<end>", b"<stop>"]
+    format = {"type": "regex", "pattern": "a?"}
+    for eos in ({3, 4}, {4}, set[int]()):
+        vocabulary = make_vocabulary(pieces, eos, [3], lambda text: [0] * len(text))
+        compiler = Compiler(lambda made=vocabulary: made, "", frozenset(eos), len(pieces))  # type: ignore[misc]
+        rule = compiler.constraint(format)
+        assert set(tokens_of(rule.mask())) == {0} | eos
+
+
+def test_the_tokenizer_of_forced_bytes_may_be_of_another_text() -> None:
+    """A tokenizer that begins each text with a space: the longest tokens are taken."""
+    pieces = [b"a", b"b", b"ab", b" ab", b"c"]
+    vocabulary = make_vocabulary(pieces, {}, [], lambda text: [3])
+    format = {"type": "choice", "choices": ["abc"]}
+    rule = Compiler(lambda: vocabulary, "", frozenset(), len(pieces)).constraint(format)
+    assert tokens_of(rule.mask()) == [2]
+
+
+def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
+    """No grammar that a client sends makes the model draw a special token."""
+    pieces = [b"<", b"e", b">", b"<e>", b'"', b"<e", b"<>"]
+    texts = {"<e>": [3], '"<e>"': [4, 3, 4]}
+    vocabulary = make_vocabulary(pieces, {3}, [6], lambda text: texts.get(text, [6]))
+    compiler = Compiler(lambda: vocabulary, "", frozenset({3}), len(pieces))
+    rule = compiler.constraint({"type": "choice", "choices": ["<e>"]})
+    assert tokens_of(rule.mask()) == [5]
+    rule.take(5)
+    assert tokens_of(rule.mask()) == [2]
+    assert tokens_of(compiler.constraint({"type": "regex", "pattern": "<.*"}).mask()) == [0, 5]
+
+
+def test_answers_share_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends at the bound of the states leaves those of others alone."""
+    _, _, table = demo()
+    limits = LLParserLimits(step_lexer_fuel=400_000, max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr(grammar, "LIMITS", limits)
+    format = {"type": "regex", "pattern": "[ab]*a[ab]{12}c"}
+    letters = [table.pieces.index(b"a"), table.pieces.index(b"b")]
+    drawn = np.random.default_rng(0)
+    before = constraint(format)
+    greedy = constraint(format)
+    with pytest.raises(BadRequest, match="too many states"):
+        for _ in range(500):
+            allowed = [one for one in tokens_of(greedy.mask()) if b"c" not in table.pieces[one]]
+            greedy.take(int(drawn.choice(allowed)))
+    for rule in (before, constraint(format)):
+        rule.mask()
+        rule.take(letters[0])
+        assert letters[1] in tokens_of(rule.mask())
+
+
+def test_the_newest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MAX_GRAMMARS", 2)
+    loads: list[Any] = []
+    pieces = [b"a", b"b", b"c"]
+
+    def load() -> Any:
+        loads.append(1)
+        return make_vocabulary(pieces, {}, [], lambda text: ["abc".index(one) for one in text])
+
+    compiler = Compiler(load, "", frozenset(), 3)
+    formats = [{"type": "choice", "choices": [one]} for one in "abc"]
+    first = compiler.constraint(formats[0])
+    first.take(0)
+    assert tokens_of(compiler.constraint(formats[0]).mask()) == [0], "each answer has its own state"
+    compiler.constraint(formats[1])
+    compiler.constraint(formats[0])
+    compiler.constraint(formats[2])
+    assert [compiler.knows(one) for one in formats] == [True, False, True]
+    assert loads == [1]

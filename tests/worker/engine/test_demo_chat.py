@@ -1,0 +1,115 @@
+"""The embedded chat model is complete and small, and calls tools as its page says."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo_chat.conversations import conversations
+from demo_chat.forward import expected
+from demo_chat.judging import judge
+from demo_chat.template import head, messages, segments
+from demo_chat.weights import Shape, load
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.weights.locate import DEMO_CHAT, FOLDERS, locate
+
+FOLDER = FOLDERS[DEMO_CHAT]
+FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+}
+PAGE = Path(__file__).parents[3] / "docs" / "demo-model.md"
+GENERATION = "<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def templates() -> ChatTemplates:
+    return ChatTemplates.from_folder(FOLDER)
+
+
+def test_the_folder_is_complete_and_at_most_6_mb() -> None:
+    assert locate(ModelConfig(path="builtin:demo-chat")) == FOLDER
+    assert {one.name for one in FOLDER.iterdir()} == FILES
+    assert sum(one.stat().st_size for one in FOLDER.iterdir()) <= 6_000_000
+
+
+def test_its_template_shows_calls_and_thoughts(templates: ChatTemplates) -> None:
+    (template,) = templates.templates.values()
+    assert chat_format([template.source]) == {"tools": "hermes", "thinking": "tags"}
+    said = [{"role": "user", "content": "Hi"}]
+    for think, thinks in ((None, False), (False, False), (True, True), ("low", True)):
+        text = templates.render(said, now=0.0, think=think)
+        assert text.endswith(GENERATION + ("<think>\n" if thinks else ""))
+        assert opens_thinking(text) is thinks
+
+
+def test_its_template_renders_what_it_was_trained_on(templates: ChatTemplates) -> None:
+    for one in islice(conversations(5), 60):
+        said = messages(one)
+        whole = "".join(text for text, _ in segments(one))
+        rendered = templates.render(said, one.tools, now=0.0, add_generation_prompt=False)
+        assert rendered == whole
+        (first, *_) = [message for message in said if message["role"] == "user"]
+        begun = said[: said.index(first) + 1]
+        assert templates.render(begun, one.tools, now=0.0) == (
+            f"{head(one)}<|im_start|>user\n{first['content']}<|im_end|>\n{GENERATION}"
+        )
+
+
+def test_a_call_that_a_client_sends_back_is_rendered_as_it_was_written(
+    templates: ChatTemplates,
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "ü", "b": 1.5}}}
+    said: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "f"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "ok"},
+    ]
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": "ü", "b": 1.5}}\n</tool_call>'
+    assert templates.render(said, now=0.0) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nf<|im_end|>\n"
+        f"<|im_start|>assistant\n{written}\n{written}<|im_end|>\n"
+        f"<|im_start|>tool\n<tool_response>\nok\n</tool_response><|im_end|>\n{GENERATION}"
+    )
+
+
+LEAST = {  # share of right answers; docs/demo-model.md has those of more conversations
+    "known tools": 0.8,
+    "known tools, thinking": 0.8,
+    "unseen tools": 0.55,
+    "unseen tools, thinking": 0.55,
+    "no tools": 0.85,
+    "no tools, thinking": 0.85,
+}
+
+
+def test_it_calls_tools_that_it_has_not_seen() -> None:
+    shape, (tokenizer, weights) = Shape(), load(FOLDER)
+    results, misses = judge(partial(expected, weights, shape), tokenizer, 12, 512)
+    for name, least in LEAST.items():
+        right, tried = np.sum(list(results[name].values()), axis=0)
+        assert right / tried >= least, (name, results[name], misses)
+
+
+def test_its_card_and_its_page_have_the_figures_of_its_training() -> None:
+    training: dict[str, Any] = json.loads((FOLDER / "training.json").read_text("utf-8"))
+    texts = [PAGE.read_text("utf-8"), (FOLDER / "README.md").read_text("utf-8")]
+    for name, kinds in training["right_of"].items():
+        for kind in ("call", "answer"):
+            if kind in kinds:
+                right, tried = kinds[kind]
+                assert all(f"{right / tried:.3f}" in text for text in texts), (name, kind)

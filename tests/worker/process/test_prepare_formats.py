@@ -1,0 +1,94 @@
+"""Requests with a format: their facts, and what a resume of one must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.to_worker import Work
+from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.worker.compute.messages import Admit
+from mlxpool.worker.preparation.jobs import Encoded
+from mlxpool.worker.process.prepare import admit_of
+from mlxpool.worker.prompt.text_model import Opened
+from support.constrained_answers import constraint, demo, tokens_of
+
+COLOURS = {"type": "choice", "choices": ["red", "reddish", "blue"]}
+OTHERS = {"type": "choice", "choices": ["red", "reddish", "green"]}
+
+
+def admit(
+    format: dict[str, Any] | None, had: list[int], *, thinks: bool = False, **facts: Any
+) -> Admit:
+    """The run of a `work` with a format and the ids of a resume."""
+    folder, text, table = demo()
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
+    body = {
+        "prompt": "a",
+        "options": {"format": format},
+        "resume": {"count": len(had), "facts": facts},
+    }
+    work = Work.parse(body, [pack_ids(had)])
+    rule = None if format is None else constraint(format)
+    prompt = Encoded(pack_ids(text.encode("a")), thinks=thinks)
+    return admit_of(opened, (bytes(16), 1), work, 0.0, 1.0, 0.0, prompt, rule)
+
+
+def ids_of(words: str) -> list[int]:
+    _, text, _ = demo()
+    return text.encode(words)[len(text.prefix) :]
+
+
+def test_the_facts_name_the_grammar() -> None:
+    first = admit(COLOURS, [])
+    grammar = first.facts.body()["grammar"]
+    assert grammar == constraint(COLOURS).digest != constraint(OTHERS).digest
+    assert "grammar" not in admit(None, []).facts.body()
+    again = admit(COLOURS, ids_of("red"), grammar=grammar)
+    assert again.facts.body()["grammar"] == grammar
+    assert again.constraint is not None and again.constraint.accepts
+
+
+@pytest.mark.parametrize("format", [COLOURS, None])
+def test_another_grammar_is_refused(format: dict[str, Any] | None) -> None:
+    with pytest.raises(BadRequest, match="resume: the stream began with grammar"):
+        admit(format, ids_of("red"), grammar=constraint(OTHERS).digest)
+
+
+def test_ids_that_the_format_does_not_allow_are_refused() -> None:
+    with pytest.raises(BadRequest, match=r"resume: id .* may not follow in the format"):
+        admit(COLOURS, ids_of("green"))
+
+
+def test_the_format_holds_behind_thoughts() -> None:
+    """Where it begins is told by the ids alone, also in a resume in the middle of the mark."""
+    ids = ids_of("Is it red? No:</think>")
+    for count in range(len(ids) + 1):
+        rule = admit(COLOURS, ids[:count], thinks=True).constraint
+        assert rule is not None
+        for token in ids[count:]:
+            assert demo()[0].eos_ids.isdisjoint(tokens_of(rule.mask()))
+            assert not rule.accepts and not rule.finished
+            rule.take(token)
+        assert (rule.mask() == constraint(COLOURS).mask()).all()
+        for token in ids_of("blue"):
+            rule.take(token)
+        assert rule.accepts and rule.finished
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("<|channel|>", "models that answer in channels"), ("{{ enable_thinking }}", "beside think")],
+)
+def test_thoughts_that_cannot_be_told_are_refused(template: str, words: str) -> None:
+    folder, text, table = demo()
+    source = replace(text.source, templates={"default": template})
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, source, folder.eos_ids)
+    body = {"messages": [{"role": "user", "content": "a"}], "think": True}
+    work = Work.parse({**body, "options": {"format": COLOURS}}, [])
+    prompt = Encoded(pack_ids(text.encode("a")))
+    with pytest.raises(BadRequest, match=words):
+        admit_of(opened, (bytes(16), 1), work, 0.0, 1.0, 0.0, prompt, constraint(COLOURS))

@@ -1,0 +1,88 @@
+"""Compiles formats into constraints, in a thread of its own, and knows those that can be compiled.
+
+Every answer has a grammar of its own: copies of one share the states of their lexer, and so one
+answer would use up the states of another.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.worker.constraints import grammar
+from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.vocabulary import words_of
+
+MAX_GRAMMARS = 64  # texts that are kept
+
+log = logging.getLogger("mlxpool.worker")
+
+
+class Compiler:
+    """Makes constraints for one model. `load` gives its vocabulary when a format first asks.
+
+    `vocabulary` names it in digests. A format has passed `grammar.check` before it comes here.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LLTokenizer],
+        vocabulary: str,
+        eos: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        self._load = load
+        self._vocabulary = vocabulary
+        self._ends = words_of(eos, vocab_size)
+        self._others = words_of(range(vocab_size), vocab_size) & ~self._ends
+        self._tokenizer: LLTokenizer | None = None
+        self._grammars: OrderedDict[str, str] = OrderedDict()  # by digest
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def digest(self, format: Mapping[str, Any]) -> str:
+        """Returns the digest that a resume compares."""
+        return grammar.digest_of(format, self._vocabulary)
+
+    def knows(self, format: Mapping[str, Any]) -> bool:
+        """Whether the format was compiled before. Any thread may ask."""
+        return self.digest(format) in self._grammars
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Has the thread call a function, which may use `constraint`; it must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._jobs.get()()
+            except Exception:
+                log.exception("a format could not be prepared")
+
+    def constraint(self, format: Mapping[str, Any]) -> Constraint:
+        """Returns a new constraint of a format. Raises BadRequest for one that cannot be followed.
+
+        Called by the thread alone.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        digest = self.digest(format)
+        text = self._grammars.get(digest) or grammar.grammar_of(format)
+        matcher = LLMatcher(self._tokenizer, text, limits=grammar.LIMITS, log_level=0)
+        if matcher.is_error():
+            raise BadRequest(grammar.refused(format, matcher.get_error()))
+        self._grammars[digest] = text
+        self._grammars.move_to_end(digest)
+        if len(self._grammars) > MAX_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return Constraint(matcher, self._ends, self._others, digest)

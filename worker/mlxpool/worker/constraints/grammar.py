@@ -1,0 +1,103 @@
+"""Grammars of formats: their text for llguidance, their digest, and whether they can be compiled.
+
+A compilation may take any time and memory: `check` is called in a process that has bounds, see
+worker/preparation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from mlxpool.common.answer_format import text_of
+from mlxpool.common.errors import BadRequest
+
+# Of one mask. The library's default is five times that; at a third patterns with classes of Unicode
+# such as \p{L} fail in the middle of an answer.
+STEP_LEXER_FUEL = 40_000
+MAX_LEXER_STATES = 20_000  # of one answer, of 1 to 2 kB each
+MAX_GRAMMAR_SIZE = 500_000  # symbols
+# White space in JSON is at most one space behind a comma or a colon: it cannot go on for ever.
+JSON_OPTIONS: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+OWN_OPTIONS = "x-guidance"  # a key by which a schema could change JSON_OPTIONS
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+_NOT_VERBOSE = "<non-verbose/>"  # llguidance writes it behind its errors
+
+LIMITS = LLParserLimits(
+    step_lexer_fuel=STEP_LEXER_FUEL,
+    max_lexer_states=MAX_LEXER_STATES,
+    max_grammar_size=MAX_GRAMMAR_SIZE,
+    verbose_errors=False,
+)
+
+
+def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
+    """Returns what decides which ids a format allows: itself, llguidance, the vocabulary."""
+    parts = text_of(format), llguidance.get_version(), json.dumps(JSON_OPTIONS), vocabulary
+    data = "\0".join(parts).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(data).hexdigest()
+
+
+def grammar_of(format: Mapping[str, Any]) -> str:
+    """Returns llguidance's text of a format. Raises BadRequest."""
+    kind = format["type"]
+    try:
+        if kind == "json":
+            return _json_grammar({"type": "object"})
+        if kind == "json_schema":
+            return _json_grammar(format["schema"])
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(format["pattern"])
+        if kind == "choice":
+            pattern = "|".join(map(_literal, format["choices"]))
+            return LLMatcher.grammar_from_regex(pattern)
+        return LLMatcher.grammar_from_lark(format["grammar"])
+    except (UnicodeError, ValueError) as error:
+        raise BadRequest(refused(format, str(error))) from None
+
+
+def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
+    if isinstance(schema, bool):  # true: any value, false: none
+        schema = {} if schema else {"not": {}}
+    if OWN_OPTIONS in schema:
+        raise BadRequest(f"format: the schema has the key {OWN_OPTIONS!r}, which is not supported")
+    return LLMatcher.grammar_from_json_schema(text_of(schema), overrides=JSON_OPTIONS)
+
+
+def _literal(text: str) -> str:
+    """Returns the regular expression of a text."""
+    return _META.sub(lambda found: "\\" + found[0], text)
+
+
+def check(format: Mapping[str, Any]) -> None:
+    """Compiles a format with a vocabulary of bytes. Raises BadRequest with llguidance's reason."""
+    text = grammar_of(format)
+    matcher = LLMatcher(LLTokenizer("byte"), text, limits=LIMITS, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadRequest(refused(format, matcher.get_error()))
+
+
+def refused(format: Mapping[str, Any], why: str) -> str:
+    """Returns the message of a format that cannot be followed."""
+    kind = format["type"]
+    return f"format: the {_NAMES.get(kind, kind)} cannot be followed: {reason(why)}"
+
+
+def reason(error: str) -> str:
+    """Returns the error of a matcher without llguidance's mark."""
+    return error.replace(_NOT_VERBOSE, "").strip()
+
+
+_NAMES = {"json_schema": "schema", "regex": "pattern", "choice": "choices", "lark": "grammar"}

@@ -1,0 +1,85 @@
+"""The vocabulary of a model for llguidance: the bytes of its tokens, and its own tokenizer.
+
+Where a grammar leaves no choice of bytes, llguidance allows only the ids that the tokenizer gives
+those bytes, as a model has learnt to write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from mlxpool.worker.constraints.constraint import Words
+from mlxpool.worker.prompt.text_model import TextSource
+from mlxpool.worker.prompt.tokenizer import read_tokenizer
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def load_vocabulary(
+    source: TextSource, pieces: Sequence[bytes], eos: Collection[int]
+) -> LLTokenizer:
+    """Reads the tokenizer of a model once more: the worker keeps only the bytes of its tokens."""
+    tokenizer, _ = read_tokenizer(Path(source.tokenizer))
+    added = tokenizer.get_added_tokens_decoder()
+    special = [token for token, one in added.items() if one.special and token < len(pieces)]
+
+    def encode(text: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return make_vocabulary(pieces, eos, special, encode)
+
+
+def make_vocabulary(
+    pieces: Sequence[bytes], eos: Collection[int], special: Collection[int], encode: Encode
+) -> LLTokenizer:
+    """Makes llguidance's tokenizer of the bytes of tokens. `special` tokens are no text."""
+    ends = sorted(token for token in eos if token < len(pieces))
+    marked = sorted({*special, *ends})
+    wrapper = _Wrapper(list(pieces), ends[0] if ends else None, marked, encode)
+    found = LLTokenizer(wrapper, eos_token=ends or None)  # type: ignore[arg-type]
+    wrapper.greedy = found.greedy_tokenize
+    return found
+
+
+def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
+    """Returns [ceil(vocabulary / 32)] with the bits of these tokens, as far as there are rows."""
+    words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+    for token in tokens:
+        if token < vocab_size:
+            words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+class _Wrapper:
+    """What LLTokenizer reads of a tokenizer; it calls it for the ids of a text."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: list[bytes], eos: int | None, special: Sequence[int], encode: Encode
+    ) -> None:
+        self.eos_token_id = eos
+        self.tokens = tokens
+        self.special_token_ids = list(special)
+        self._special = frozenset(special)
+        self.greedy: Encode = lambda text: ()
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokenizer's ids where they are exactly this text, else the longest tokens.
+
+        Some tokenizers begin each text with a space. A text that names a special token is no such
+        token: only text is allowed.
+        """
+        ids = list(self._encode(text))
+        if all(one < len(self.tokens) and one not in self._special for one in ids):
+            found = b"".join([self.tokens[one] for one in ids])
+            if found == text.encode("utf-8", "replace"):
+                return ids
+        return list(self.greedy(text))

@@ -1,0 +1,57 @@
+"""Makes the constraints of requests with a format, in a thread of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from mlxpool.common.errors import Internal, PoolError
+from mlxpool.worker.constraints.compiler import Compiler
+from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.vocabulary import load_vocabulary
+from mlxpool.worker.preparation.jobs import Result
+from mlxpool.worker.process.preparations import Finish, Prepared, Product
+from mlxpool.worker.prompt.text_model import Opened, TokenTable
+
+
+class MakeProduct(Protocol):
+    """Makes the product of a prompt, with the constraint of its answer."""
+
+    def __call__(self, result: Result, constraint: Constraint | None = None) -> Prepared: ...
+
+
+class Formats:
+    """The formats of one model's requests."""
+
+    def __init__(self, opened: Opened) -> None:
+        """`opened` is a model whose tokenizer is in a file."""
+        text, source = opened.text, opened.source
+        assert source is not None and isinstance(text, TokenTable)
+        load = partial(load_vocabulary, source, text.pieces, opened.eos)
+        vocabulary = f"{source.sha256} {opened.vocab_size} {sorted(opened.eos)}"
+        self._compiler = Compiler(load, vocabulary, opened.eos, opened.vocab_size)
+
+    def knows(self, format: Mapping[str, Any]) -> bool:
+        """Whether the format is compiled already."""
+        return self._compiler.knows(format)
+
+    def constraining(
+        self, format: Mapping[str, Any], make: MakeProduct, post: Callable[[Product], None]
+    ) -> Finish:
+        """Returns what finishes a prompt whose answer has a format: `post` gets the product."""
+
+        def perform(result: Result) -> None:
+            try:
+                constraint = self._compiler.constraint(format)
+            except PoolError as error:
+                post(make(error))
+            except Exception as error:
+                post(make(Internal(f"the format could not be prepared: {error!r}")))
+            else:
+                post(make(result, constraint))
+
+        def finish(result: Result) -> None:
+            self._compiler.submit(partial(perform, result))
+
+        return finish
