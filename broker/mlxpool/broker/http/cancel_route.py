@@ -22,6 +22,7 @@ log = logging.getLogger("mlxpool.broker")
 
 PATH = "/cancel"
 MAX_BODY = 256  # bytes
+MAX_LENGTH_DIGITS = len(str(MAX_BODY))  # `int` refuses texts of thousands of digits
 PREFIX = re.compile(r"[0-9a-f]{8,32}")  # of a request's id
 LOG_INTERVAL = 1.0  # seconds between two log lines about refusals
 
@@ -79,7 +80,7 @@ class CancelRoute:
 def read_body(headers: Message, stream: BufferedIOBase) -> bytes | None:
     """The body of a request; None: it is too large, or its length is not told."""
     length = str(headers.get("Content-Length", ""))
-    if not length.isdecimal() or int(length) > MAX_BODY:
+    if not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY:
         return None
     return stream.read(int(length))
 
