@@ -6,6 +6,8 @@ import hashlib
 import re
 from pathlib import Path
 
+from mlxpool.common.regular_files import open_regular
+
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # of a key, in logs
 SHOWN_DIGITS = 8  # of the digest of a key without a name, in its place
@@ -22,7 +24,8 @@ def read_keys(file: Path) -> dict[bytes, str]:
     Raises ValueError naming the file and the line.
     """
     try:
-        lines = file.read_text("utf-8").splitlines()
+        with open_regular(file) as opened:
+            lines = opened.read().decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the keys in {file} cannot be read: {error}") from error
     names: dict[bytes, str] = {}

@@ -90,6 +90,15 @@ def test_an_operator_cancels(server: HttpServer, cancelled: list[str]) -> None:
     assert "Access-Control-Allow-Origin" not in headers
 
 
+def test_a_cancel_is_logged_with_the_id_and_the_address(
+    server: HttpServer, cancelled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mlxpool.broker"):
+        post(server)
+    lines = [vars(one) for one in caplog.records if one.message.startswith("cancel asked")]
+    assert [(line["id"], line["address"]) for line in lines] == [(ID, "127.0.0.1")]
+
+
 def test_the_reason_of_the_loop_is_told(server: HttpServer, cancelled: list[str]) -> None:
     assert post(server, b'{"id": "00000000"}')[:2] == (409, {"error": "it has ended"})
 
@@ -125,8 +134,11 @@ def test_a_body_that_names_no_request_is_refused(
     assert cancelled == []
 
 
-def test_a_body_without_a_bound_is_not_read(server: HttpServer, cancelled: list[str]) -> None:
-    status, told, _ = post(server, changed={"Content-Length": "1000000"})
+@pytest.mark.parametrize("length", ["257", "1000000", "9" * 5000, "-1", "x"])
+def test_a_body_without_a_bound_is_not_read(
+    server: HttpServer, cancelled: list[str], length: str
+) -> None:
+    status, told, _ = post(server, changed={"Content-Length": length})
     assert status == 413 and "at most 256 bytes" in told["error"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from email.message import Message
 from http import HTTPStatus
 from pathlib import Path
@@ -115,3 +116,10 @@ def test_a_text_that_is_no_token_is_refused_and_not_shown(file: Path, text: str)
 def test_a_token_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool\.metrics_admin_token: cannot read .*: No such"):
         read_token(tmp_path / "none")
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    fifo = tmp_path / "status.token"
+    os.mkfifo(fifo, 0o600)
+    with pytest.raises(ConfigError, match=f"cannot read {fifo}: it is not a regular file"):
+        read_token(fifo)

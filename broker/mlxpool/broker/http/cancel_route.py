@@ -22,6 +22,7 @@ log = logging.getLogger("mlxpool.broker")
 
 PATH = "/cancel"
 MAX_BODY = 256  # bytes
+MAX_LENGTH_DIGITS = len(str(MAX_BODY))  # `int` refuses texts of thousands of digits
 PREFIX = re.compile(r"[0-9a-f]{8,32}")  # of a request's id
 LOG_INTERVAL = 1.0  # seconds between two log lines about refusals
 
@@ -54,9 +55,10 @@ class CancelRoute:
         if prefix is None:
             why = 'the body must be {"id": "…"} with 8 to 32 hexadecimal digits of a request\'s id'
             return _error(HTTPStatus.BAD_REQUEST, why)
-        return self._cancel(prefix)
+        return self._cancel(prefix, peer)
 
-    def _cancel(self, prefix: str) -> Answer:
+    def _cancel(self, prefix: str, peer: str) -> Answer:
+        log.info("cancel asked on the status page", extra={"id": prefix, "address": peer})
         try:
             return _json(HTTPStatus.OK, self.queue.ask(prefix))
         except PoolError as error:
@@ -79,7 +81,7 @@ class CancelRoute:
 def read_body(headers: Message, stream: BufferedIOBase) -> bytes | None:
     """The body of a request; None: it is too large, or its length is not told."""
     length = str(headers.get("Content-Length", ""))
-    if not length.isdecimal() or int(length) > MAX_BODY:
+    if not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY:
         return None
     return stream.read(int(length))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlxpool.common.config.bounds import ConfigError
+from mlxpool.common.regular_files import open_regular
 
 MIN_TOKEN, MAX_TOKEN = 32, 256  # characters
 TOKEN = re.compile(r"[!-~]+")  # visible ASCII: what a header can carry
@@ -39,7 +40,7 @@ class Refusal:
 def read_token(file: Path) -> bytes:
     """The digest of the token in a file. Raises ConfigError naming the file, never the token."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
             text = opened.read(MAX_TOKEN + 2).decode("ascii", "replace").strip()
     except OSError as error:
