@@ -1,4 +1,4 @@
-"""Connections without a request: they end, and they keep no place from a connection that has one."""
+"""Connections without a request end, and keep no place from those that have one."""
 
 from __future__ import annotations
 
