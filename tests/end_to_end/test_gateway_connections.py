@@ -76,6 +76,20 @@ def test_the_time_for_headers_does_not_concern_the_body(tmp_path: Path) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(tmp_path: Path) -> None:
+    with GatewayThread(tmp_path) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        lines = b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        start = head(gateway.url).replace(b"GET / ", b"POST /v1/completions ")
+        connection.sendall(start + lines + head(gateway.url) + b"\r\n")
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(4096):
+                said += piece
+    assert said.startswith(b"HTTP/1.1 400 ") and b"Transfer-Encoding and Content-Length" in said
+    assert b"connection: close" in said and said.count(b"HTTP/1.1 ") == 1
+
+
 def test_the_oldest_connection_without_a_request_is_closed_for_a_new_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
