@@ -339,6 +339,12 @@ def test_pull_of_another_model_says_how_to_get_it(client: ollama.Client, stream:
     assert caught.value.status_code == 404
 
 
+def test_pull_of_a_long_name_shortens_it(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match=r"--model 'x{56}\.\.\.=FOLDER") as caught:
+        client.pull("x" * 5000)
+    assert len(caught.value.error) < 1000
+
+
 def test_tags_and_show_are_complete(client: ollama.Client) -> None:
     until(lambda: info(client, "thinker"), "the model was looked at")
     tag = next(one for one in client.list().models if one.model == "thinker")
