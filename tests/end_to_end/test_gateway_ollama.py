@@ -158,7 +158,7 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
         ({"context": [1], "images": ["aGk="]}, "beside which no images are taken"),
         ({"options": {"mirostat": 2}}, "'options.mirostat' is not supported"),
         ({"options": {"temperature": -1}}, "option 'options.temperature' is -1"),
-        ({"options": {"bogus": 1}}, "unknown field 'options.bogus'"),
+        ({"options": {"think": True}}, "unknown field 'options.think'; did you mean 'think'"),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(
@@ -298,14 +298,16 @@ def test_options_of_ollamas_own_loader_are_logged_once(
 ) -> None:
     caplog.set_level("INFO", "mlxpool.gateway")
     options = {"num_predict": 1, "num_thread": 3, "num_gpu": 99, "use_mmap": False, "seed": 7}
+    options["bogus"] = 1
     for _ in range(2):
         answer = client.generate("counting", "x", options=options)
         assert answer.response == text_of(expected_ids("user: x\n", 7, 1))
     for _ in range(2):
-        client.embed("demo-embed", "x", options={"num_thread": 3, "num_batch": 8, "num_ctx": 20})
+        more = {"num_thread": 3, "num_batch": 8, "num_ctx": 20, "x" * 99: 1}
+        client.embed("demo-embed", "x", options=more)
     logged = [vars(one)["option"] for one in caplog.records if "no effect" in one.message]
     loader = ["num_batch", "num_ctx of vectors", "num_gpu", "num_thread", "use_mmap"]
-    assert sorted(logged) == loader
+    assert sorted(logged) == ["'bogus'", "'" + "x" * 56 + "...", *loader]
 
 
 def test_a_context_above_the_models_own_is_the_models_own(
@@ -335,6 +337,12 @@ def test_pull_of_another_model_says_how_to_get_it(client: ollama.Client, stream:
     with pytest.raises(ollama.ResponseError, match=r"no model .llama3\.2.*mlxpool serve") as caught:
         list(client.pull("llama3.2", stream=stream))  # type: ignore[call-overload]
     assert caught.value.status_code == 404
+
+
+def test_pull_of_a_long_name_shortens_it(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match=r"--model 'x{56}\.\.\.=FOLDER") as caught:
+        client.pull("x" * 5000)
+    assert len(caught.value.error) < 1000
 
 
 def test_tags_and_show_are_complete(client: ollama.Client) -> None:

@@ -397,3 +397,20 @@ def test_ctrl_c_drains_too(pool: Pool, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_health_is_503_while_the_pool_takes_no_requests(tmp_path: Path) -> None:
+    config = '[models.slow]\npath = "builtin:counting"\ncounting.step_us = 20000\n'
+    with Pool(tmp_path, config) as own, GatewayThread(own.run_dir) as running:
+        body = {**ENDLESS, "model": "slow"}
+        url = f"{running.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            health = httpx.get(f"{running.url}/health", timeout=PATIENCE)
+            assert (health.status_code, health.json()) == (200, {"status": "ok"})
+            assert own.cli("drain", "--timeout", "600").returncode == 0
+            until(lambda: is_draining(running.url), "health says that the pool drains")
+            refused = httpx.post(url, json=body, timeout=PATIENCE)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+            assert next(lines) is not None, "the stream goes on"

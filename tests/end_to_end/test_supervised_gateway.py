@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from mlxpool.cli.main import FAILED, USAGE
+from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, gone, until
@@ -269,3 +270,20 @@ def test_wrong_settings_are_errors_at_once(flags: list[str], words: str) -> None
 def test_the_gateways_module_is_for_brokers() -> None:
     done = subprocess.run([sys.executable, "-m", "mlxpool.gateway"], capture_output=True, text=True)
     assert done.returncode == USAGE and "use `mlxpool serve --http" in done.stderr
+
+
+@pytest.mark.parametrize("text", [None, "short\n"])
+def test_a_file_of_keys_that_is_unusable_at_a_restart_is_one_line(
+    tmp_path: Path, text: str | None
+) -> None:
+    keys = tmp_path / "keys"
+    if text is not None:
+        keys.write_text(text)
+    config = GatewayConfig(str(tmp_path), -1, -1, "0.0.0.0", 0, keys=str(keys))
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxpool.gateway"],
+        capture_output=True, text=True, timeout=PATIENCE,
+        env={**os.environ, GATEWAY_VARIABLE: config.to_environment()},
+    )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == USAGE and f"{keys}" in line and "cannot start" in line

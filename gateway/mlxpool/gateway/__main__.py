@@ -24,8 +24,7 @@ def main() -> int:
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
     from mlxpool.gateway import supervised
 
-    supervised.run(config)
-    return 0
+    return supervised.run(config)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,9 @@ class Endpoint:
             path, methods = request.url.path, " and ".join(self._methods)
             message = f"{path} takes {methods}, not {request.method}"
             raise HttpError(405, message, "method_not_allowed", retry=False)
+        if "transfer-encoding" in request.headers and "content-length" in request.headers:
+            message = "Transfer-Encoding and Content-Length are both there; send one of them"
+            raise HttpError(400, message, "bad_request", retry=False, close=True)
         if self._in_drain:
             return await self._admitted(request, response)
         around.drain.check_open()

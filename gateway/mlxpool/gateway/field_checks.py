@@ -23,13 +23,14 @@ class Body:
     """The fields of a map in a request: what its check takes, and its schema in openapi.json.
 
     Names of fields lead to schemas. `accepted` fields have no effect, `refused` ones have to have
-    a value that requests nothing.
+    a value that requests nothing. `open`: unknown fields have no effect either.
     """
 
     honoured: Mapping[str, Schema]
     required: tuple[str, ...] = ()
     accepted: Mapping[str, Schema] = field(default_factory=dict)
     refused: RefusedFields = field(default_factory=dict)
+    open: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -40,7 +41,10 @@ class Body:
         self, body: Mapping[str, Any], prefix: str = "", elsewhere: Mapping[str, str] = NOWHERE
     ) -> None:
         """See `check_names`; whether the required fields are there is checked by their readers."""
-        check_names(body, self.honoured, self.accepted, self.refused, prefix, elsewhere)
+        accepted: Collection[str] = self.accepted
+        if self.open:
+            accepted = {*accepted, *body} - {*self.refused, *elsewhere}
+        check_names(body, self.honoured, accepted, self.refused, prefix, elsewhere)
 
     def schema(self) -> Schema:
         """The JSON schema. null counts as absent, so every optional field may be null."""
@@ -56,7 +60,7 @@ class Body:
             "type": "object",
             "properties": properties,
             **({"required": list(self.required)} if self.required else {}),
-            "additionalProperties": False,
+            "additionalProperties": self.open,
         }
 
 

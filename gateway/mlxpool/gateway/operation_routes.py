@@ -11,6 +11,8 @@ from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.metrics import Metrics
 
+CLOSED = frozenset({"draining", "drained"})  # states of a model; of all while the broker drains
+
 
 class OperationRoutes:
     """One method a path."""
@@ -25,10 +27,12 @@ class OperationRoutes:
         self._document = document
 
     async def health(self, response: ResponseWriter) -> None:
-        """GET /health: 200 when the pool answers, else the status of its error."""
+        """GET /health: 200 when the pool takes requests, else 503 or the status of its error."""
         if self._drain.begun:
             return await response.json({"status": "draining"}, 503, {"connection": "close"})
-        await self._pool.models.all()
+        states = {model.state for model in await self._pool.models.all()}
+        if states and states <= CLOSED:
+            return await response.json({"status": "draining"}, 503)
         await response.json({"status": "ok"})
 
     async def metrics(self, accept: str, response: ResponseWriter) -> None:

@@ -203,7 +203,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         lambda to, call: to.ollama_models.version(call.response), "OllamaVersion",
     ),
     _get(
-        "/health", OPERATIONS, "Whether the pool answers; 503 while the gateway drains.",
+        "/health", OPERATIONS, "Whether requests are taken; 503 during a drain.",
         lambda to, call: to.operations.health(call.response), "Health",
         public=True, in_drain=True,
     ),

@@ -14,6 +14,13 @@ import uvicorn
 
 from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
+from mlxpool.gateway.operations.connections import (
+    ACCEPTED_AT_ONCE,
+    AcceptErrors,
+    Connections,
+    own_connection_limit,
+    protocol_of,
+)
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
@@ -45,7 +52,10 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(AcceptErrors())
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(listening.BACKLOG)  # asyncio made it ACCEPTED_AT_ONCE
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The handler of signals; the loop does the work."""
@@ -70,9 +80,16 @@ class DrainingServer(uvicorn.Server):
 
 def server_config(gateway: Gateway) -> uvicorn.Config:
     """How uvicorn serves this application: without access log or log configuration."""
+    settings = gateway.settings
+    connections = Connections(
+        settings.max_connections or own_connection_limit(), settings.header_time
+    )
     return uvicorn.Config(
         gateway.app,
+        http=protocol_of(connections),
+        ws="none",
         lifespan="on",
+        backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,

@@ -22,6 +22,8 @@ class Settings:
     port: int = 8080  # 0: any free port
     keys: Path | None = None  # a file of bearer keys; None: requests need no key
     max_body: int = 8 * 2**20  # bytes of a request body
+    max_connections: int | None = None  # open at once; None: what RLIMIT_NOFILE leaves room for
+    header_time: float = 10.0  # seconds until the headers of a request must have arrived
     body_time: float = 30.0  # seconds until the whole request body must have arrived
     keep_alive: float = 10.0  # seconds without output until a stream sends a keep-alive comment
     deadline: float | None = None  # seconds for a request; None: the pool's own
@@ -43,7 +45,10 @@ class Settings:
             raise ValueError(
                 f"host {self.host!r} is open to others: name the keys that may ask with --keys FILE"
             )
-        for name in ("max_body", "body_time", "keep_alive", "deadline", "per_key", "broker_grace"):
+        for name in (
+            "max_body", "max_connections", "header_time", "body_time", "keep_alive", "deadline",
+            "per_key", "broker_grace",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
                 raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")

@@ -27,6 +27,7 @@ from mlxpool.gateway.settings import Settings
 log = logging.getLogger("mlxpool.gateway")
 
 STDIN = 0
+UNUSABLE = 2  # exit code
 
 
 class SupervisedServer(DrainingServer):
@@ -88,12 +89,16 @@ def settings_of(config: GatewayConfig) -> Settings:
     )
 
 
-def run(config: GatewayConfig) -> None:
-    """Serve until the broker ends it, or has ended.
+def run(config: GatewayConfig) -> int:
+    """Serve until the broker ends it, or has ended. Returns the exit code.
 
-    Raises ValueError for keys that cannot be used.
+    A setting or a file of keys that cannot be used is logged, and the code is UNUSABLE.
     """
-    gateway = Gateway(settings_of(config))
+    try:
+        gateway = Gateway(settings_of(config))
+    except ValueError as error:
+        log.error("the gateway cannot start: %s", error)
+        return UNUSABLE
     signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -102,3 +107,4 @@ def run(config: GatewayConfig) -> None:
             server_config(gateway), gateway, config.notify_fd, config.beat_interval
         )
         server.run([bound])
+    return 0

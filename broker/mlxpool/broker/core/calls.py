@@ -54,10 +54,13 @@ class Calls:
             if isinstance(message, PoolError):
                 raise message
             if message.model is None:
-                answer = ModelList(listing.brief(listing.rows(registry, now)))
+                rows = listing.brief(listing.rows(registry, now))
             else:
                 registry.model(message.model)  # raises UnknownModel
-                answer = ModelList([listing.detailed(registry, message.model, now)])
+                rows = [listing.detailed(registry, message.model, now)]
+            if not self._state.admits:
+                rows = [{**row, "state": "draining"} for row in rows]
+            answer = ModelList(rows)
         except PoolError as error:
             answer = Failed.of(error)
         self._outbox.send(event.link, answer, event.id, event.attempt)

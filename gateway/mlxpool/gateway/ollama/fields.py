@@ -77,10 +77,18 @@ OPTIONS_REFUSED: RefusedFields = {
     "penalize_newline": ((True,), "leave it out"),
 }
 GENERATION_OPTIONS = Body(
-    {name: option(target) for name, target in OPTIONS.items()}, (), OPTIONS_IGNORED, OPTIONS_REFUSED
+    {name: option(target) for name, target in OPTIONS.items()},
+    accepted=OPTIONS_IGNORED,
+    refused=OPTIONS_REFUSED,
+    open=True,
 )
 # Of a request for vectors: what concerns the generation of text has no effect.
-VECTOR_OPTIONS = Body({}, (), {**dict.fromkeys(OPTIONS, ANY), **OPTIONS_IGNORED}, OPTIONS_REFUSED)
+VECTOR_OPTIONS = Body(
+    {},
+    accepted={**dict.fromkeys(OPTIONS, ANY), **OPTIONS_IGNORED},
+    refused=OPTIONS_REFUSED,
+    open=True,
+)
 # field of the request -> option of the pool
 CONTEXT_POLICY: Mapping[str, str] = {"truncate": "truncate", "shift": "shift"}
 KEEP_ALIVE = described(

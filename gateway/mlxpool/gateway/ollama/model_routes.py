@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import UnknownModel
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import PoolAccess
@@ -57,7 +58,7 @@ class ModelRoutes:
         try:
             model = await self._pool.models.described(name)
         except UnknownModel as error:
-            message = f"{error.message}; {HOW_TO_GET.format(name=name)}"
+            message = f"{error.message}; {HOW_TO_GET.format(name=shown(name))}"
             raise HttpError(404, message, "model_not_found", "model", retry=False) from None
         response.exchange.model = model.name
         statuses = pull_statuses(model)

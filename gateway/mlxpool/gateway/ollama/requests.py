@@ -136,7 +136,9 @@ def _check_embed_options(body: Mapping[str, Any]) -> list[str]:
 
 
 def _ignored(options: Mapping[str, Any], known: Body) -> list[str]:
-    return [name for name in options if name in known.accepted and options[name] is not None]
+    """The options without effect: those that are neither honoured nor refused."""
+    heard = {*known.honoured, *known.refused}
+    return [name for name in options if name not in heard and options[name] is not None]
 
 
 def show(body: Mapping[str, Any]) -> tuple[str, bool]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from mlxpool.client import Result, Vectors
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
@@ -26,7 +27,7 @@ from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.images import content_with_images
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
-from mlxpool.gateway.ollama.fields import OPTIONS
+from mlxpool.gateway.ollama.fields import OPTIONS, OPTIONS_IGNORED
 from mlxpool.gateway.ollama.requests import OllamaEmbedRequest, OllamaRequest
 from mlxpool.gateway.ollama.responses import (
     NDJSON,
@@ -48,6 +49,8 @@ LOAD, UNLOAD = "load", "unload"
 # Why an option has no effect.
 BY_SETTINGS = "the pool's settings say how models are loaded and computed"
 NO_GENERATION = "vectors are made without it: a longer text than the model reads is cut or refused"
+UNKNOWN = "there is no such option"
+MAX_LOGGED = 200  # options without effect that the log names
 
 MakeBody = Callable[[OutputPart], dict[str, Any]]
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
@@ -122,12 +125,14 @@ class OllamaRoutes:
         for option in ignored:
             if option in OPTIONS:
                 self._log_once(f"{option} of vectors", NO_GENERATION)
-            else:
+            elif option in OPTIONS_IGNORED:
                 self._log_once(option, BY_SETTINGS)
+            else:
+                self._log_once(shown(option), UNKNOWN)
         return model
 
     def _log_once(self, option: str, why: str) -> None:
-        if option not in self._logged:
+        if option not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(option)
             log.info("an option of Ollama has no effect", extra={"option": option, "why": why})
 

@@ -1,0 +1,174 @@
+"""Bounds the connections of a gateway: how many are open, and how long one may have no request.
+
+A connection without a request costs its sender nothing and the gateway a descriptor. Without these
+bounds a few thousand of them leave no descriptor for anybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger("mlxpool.gateway")
+
+# Connections that asyncio accepts before it runs their protocols, which apply the bound.
+ACCEPTED_AT_ONCE = 16
+RESERVED = 128  # descriptors for the pool, files, and connections accepted beyond the bound
+FEWEST, MOST = 16, 65536  # connections
+LOG_INTERVAL = 1.0  # seconds between two lines about the same trouble
+ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's message
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
+
+
+def connection_limit(descriptors: int) -> int:
+    """How many connections may be open in a process with this RLIMIT_NOFILE."""
+    if descriptors == resource.RLIM_INFINITY:
+        return MOST
+    return min(max(descriptors - RESERVED, FEWEST), MOST)
+
+
+def own_connection_limit() -> int:
+    """How many connections may be open in this process."""
+    return connection_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+class LogInterval:
+    """Says when a line about a trouble that repeats is due: once in LOG_INTERVAL seconds."""
+
+    def __init__(self) -> None:
+        self._next = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """Whether to log now (monotonic seconds)."""
+        if now < self._next:
+            return False
+        self._next = now + LOG_INTERVAL
+        return True
+
+
+class Connections:
+    """The open connections of one server. Belongs to the event loop."""
+
+    def __init__(self, limit: int, header_time: float) -> None:
+        """`header_time`: seconds until the headers of a request must be complete."""
+        self.limit = limit
+        self.header_time = header_time
+        self._open: set[BoundedProtocol] = set()
+        self._waiting: dict[BoundedProtocol, None] = {}  # without a request, the oldest first
+        self._log = LogInterval()
+
+    def opened(self, connection: BoundedProtocol, now: float) -> bool:
+        """Add a connection; at the limit it takes the place of the oldest without a request.
+
+        Returns False if every connection has a request, and no place is free.
+        """
+        if len(self._open) >= self.limit:
+            oldest = next(iter(self._waiting), None)
+            if self._log.due(now):
+                what = "a new one is refused" if oldest is None else "the oldest idle one is closed"
+                message = f"{self.limit} connections are open, which is the most: {what}"
+                log.warning(message, extra={"connections": self.limit})
+            if oldest is None:
+                return False
+            self.closed(oldest)
+            oldest.transport.abort()
+        self._open.add(connection)
+        self._waiting[connection] = None
+        return True
+
+    def request_begins(self, connection: BoundedProtocol) -> None:
+        """The headers of a request are complete."""
+        self._waiting.pop(connection, None)
+
+    def request_ended(self, connection: BoundedProtocol) -> None:
+        """The connection has no request now."""
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def is_waiting(self, connection: BoundedProtocol) -> bool:
+        """Whether the connection has no request."""
+        return connection in self._waiting
+
+    def closed(self, connection: BoundedProtocol) -> None:
+        """Forget a connection."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection.
+
+    The time for headers runs from its start; of a later request, from the first byte.
+    """
+
+    book: ClassVar[Connections]
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.book.opened(self, self.loop.time()):
+            self._start_timer()
+        else:
+            transport.write(FULL)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.book.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._header_timer is None and self.book.is_waiting(self):
+            self._start_timer()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._stop_timer()
+            self.book.request_begins(self)
+
+    def on_response_complete(self) -> None:
+        self.book.request_ended(self)
+        super().on_response_complete()  # begins the next request if it has arrived
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.book.header_time, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def protocol_of(connections: Connections) -> type[BoundedProtocol]:
+    """The class that uvicorn makes an instance of for each connection."""
+
+    class GatewayProtocol(BoundedProtocol):
+        book = connections
+
+    return GatewayProtocol
+
+
+class AcceptErrors:
+    """An exception handler of a loop: logs failures to accept at intervals, without tracebacks."""
+
+    def __init__(self) -> None:
+        self._log = LogInterval()
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("message") != ACCEPT_FAILED:
+            return loop.default_exception_handler(context)
+        if self._log.due(loop.time()):
+            reason = context.get("exception")
+            log.error("connections cannot be accepted: %s; raise the limit of open files", reason)

@@ -1,0 +1,164 @@
+"""Connections without a request end, and keep no place from those that have one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mlxpool.gateway.operations.connections import ACCEPT_FAILED, AcceptErrors, connection_limit
+from support.gateway_thread import GatewayThread
+from support.pool import PATIENCE
+
+DESCRIPTORS = 192
+PROGRAM = "import resource as r, sys; n = int(sys.argv.pop(1))\n" \
+    "r.setrlimit(r.RLIMIT_NOFILE, (n, n))\n" \
+    "from mlxpool.cli.main import main; sys.exit(main())"  # fmt: skip
+
+
+def connect(url: str, stack: contextlib.ExitStack) -> socket.socket:
+    address = httpx.URL(url)
+    made = socket.create_connection((address.host, address.port or 80), PATIENCE)
+    return stack.enter_context(made)
+
+
+def ends(connection: socket.socket) -> bool:
+    """Wait until the peer has closed the connection."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def answer(url: str) -> int:
+    return httpx.get(f"{url}/", timeout=PATIENCE).status_code
+
+
+def head(url: str) -> bytes:
+    return f"GET / HTTP/1.1\r\nhost: {httpx.URL(url).netloc.decode()}\r\n".encode()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: localho"])
+def test_headers_that_do_not_arrive_end_the_connection(tmp_path: Path, sent: bytes) -> None:
+    with GatewayThread(tmp_path, header_time=0.2) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        connection.sendall(sent)
+        assert ends(connection)
+
+
+def test_the_headers_of_a_later_request_have_the_same_time(tmp_path: Path) -> None:
+    with GatewayThread(tmp_path, header_time=1) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        connection.sendall(head(gateway.url) + b"\r\n")
+        assert b"200 OK" in connection.recv(4096)
+        connection.sendall(head(gateway.url))
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(4096):
+                pass
+
+
+def test_the_time_for_headers_does_not_concern_the_body(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(GatewayThread(tmp_path, header_time=1, body_time=1.5))
+        connection = connect(gateway.url, stack)
+        lines = b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        path = head(gateway.url).replace(b"GET / ", b"POST /v1/completions ")
+        connection.sendall(path + lines)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(tmp_path: Path) -> None:
+    with GatewayThread(tmp_path) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        lines = b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        start = head(gateway.url).replace(b"GET / ", b"POST /v1/completions ")
+        connection.sendall(start + lines + head(gateway.url) + b"\r\n")
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(4096):
+                said += piece
+    assert said.startswith(b"HTTP/1.1 400 ") and b"Transfer-Encoding and Content-Length" in said
+    assert b"connection: close" in said and said.count(b"HTTP/1.1 ") == 1
+
+
+def test_the_oldest_connection_without_a_request_is_closed_for_a_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(GatewayThread(tmp_path, max_connections=3))
+        first, second, third = [connect(gateway.url, stack) for _ in range(3)]
+        assert answer(gateway.url) == 200
+        assert ends(first)
+        for each in (second, third):
+            each.sendall(head(gateway.url) + b"\r\n")
+            assert b"200 OK" in each.recv(4096)
+    assert len([one for one in caplog.records if "3 connections are open" in one.message]) == 1
+
+
+def test_a_connection_that_has_a_request_is_not_closed_for_a_new_one(tmp_path: Path) -> None:
+    with GatewayThread(tmp_path, max_connections=1) as gateway, contextlib.ExitStack() as stack:
+        busy = connect(gateway.url, stack)
+        lines = (
+            b"content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+        )
+        busy.sendall(head(gateway.url).replace(b"GET / ", b"POST /v1/completions ") + lines)
+        assert b"100 Continue" in busy.recv(4096)
+        refused = connect(gateway.url, stack)
+        assert refused.recv(4096).startswith(b"HTTP/1.1 503 ")
+        busy.sendall(b"[]")
+        assert busy.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_more_idle_connections_than_descriptors_leave_the_gateway_answering(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as stderr, contextlib.ExitStack() as stack:
+        command = [sys.executable, "-c", PROGRAM, str(DESCRIPTORS), "gateway"]
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(tmp_path), "--port", "0"],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(os.environ),
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+:\d+", process.stdout.readline())
+            assert found is not None
+            for _ in range(2 * DESCRIPTORS):
+                connect(found[0], stack)
+            assert answer(found[0]) == 200
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+            if process.stdout is not None:
+                process.stdout.close()
+    lines = log.read_text()
+    assert "Traceback" not in lines and "connections are open, which is the most" in lines
+
+
+def test_failures_to_accept_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        handler = AcceptErrors()
+        for _ in range(1000):
+            handler(loop, {"message": ACCEPT_FAILED, "exception": OSError(24, "too many")})
+        assert 1 <= len(caplog.records) <= 1000 // 2
+        assert all(one.exc_info is None for one in caplog.records)
+        with caplog.at_level(logging.ERROR):
+            handler(loop, {"message": "something else"})
+        assert "something else" in caplog.text
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "connections"), [(64, 16), (1024, 896), (10**9, 65536), (-1, 65536)]
+)
+def test_the_bound_leaves_descriptors_for_the_rest(descriptors: int, connections: int) -> None:
+    assert connection_limit(descriptors) == connections
