@@ -83,6 +83,7 @@ def _command(arguments: Sequence[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    _open_missing_streams()
     options = _parsed(arguments)
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = run_dir_of(options.run_dir_flag)
@@ -110,6 +111,19 @@ def main(arguments: list[str] | None = None) -> int:
         return _print_error(options, Internal(_message_of(error)), FAILED)
     except KeyboardInterrupt:
         return 130
+
+
+def _open_missing_streams() -> None:
+    """Replace standard streams that the shell closed (`>&-`) by the null device.
+
+    It gets their descriptors, so no file or socket that is opened later does.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8", errors="replace")  # noqa: SIM115
+            if stream.fileno() == descriptor:
+                os.set_inheritable(descriptor, True)
+            setattr(sys, name, stream)
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:

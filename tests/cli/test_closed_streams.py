@@ -1,0 +1,38 @@
+"""Commands whose standard streams the shell has closed: no traceback, the usual exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxpool.cli.main import OK, UNREACHABLE
+from support.pool import PATIENCE
+
+
+def run_in_shell(folder: Path, arguments: str, closed: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a run directory without a broker, with a redirection such as `>&-`."""
+    line = f'exec "$0" -m mlxpool.cli.main --run-dir "$1" {arguments} {closed}'
+    return subprocess.run(
+        ["sh", "-c", line, sys.executable, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["ps", "run counting x", "run counting", "chat m"])
+def test_without_a_broker(tmp_path: Path, arguments: str, closed: str) -> None:
+    done = run_in_shell(tmp_path, arguments, closed)
+    assert done.returncode == UNREACHABLE
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("mlxpool: ") or "2>&-" in closed
+
+
+def test_output_that_nobody_reads_is_no_error(tmp_path: Path) -> None:
+    done = run_in_shell(tmp_path, "version", ">&-")
+    assert (done.returncode, done.stderr) == (OK, "")
