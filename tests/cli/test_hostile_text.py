@@ -150,6 +150,7 @@ def test_settings_are_toml_that_reads_as_the_text() -> None:
 def test_the_progress_of_a_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     StatusLine().show(f"loading {HOSTILE}")
     assert capsys.readouterr().err == f"\r\x1b[Kloading {SHOWN}"

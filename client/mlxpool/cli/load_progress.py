@@ -14,7 +14,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration, size
-from mlxpool.cli.style import width_of
+from mlxpool.cli.style import takes_controls, width_of
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
@@ -93,10 +93,10 @@ def in_one_line(text: str, width: int) -> str:
 
 
 class StatusLine:
-    """One line of standard error that is written over; does nothing without a terminal."""
+    """One line of standard error that is written over, if its terminal can; else nothing."""
 
     def __init__(self) -> None:
-        self.live = sys.stderr.isatty()
+        self.live = takes_controls(sys.stderr)
         self._shown = False
 
     def show(self, text: str) -> None:
@@ -120,7 +120,7 @@ class LoadProgress(Closing):
     def __init__(self, target: Target | None, model: str) -> None:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        if target is not None and sys.stderr.isatty():
+        if target is not None and takes_controls(sys.stderr):
             self._thread = threading.Thread(
                 target=self._show, args=(target, model), name="loading", daemon=True
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -28,6 +29,7 @@ STATES = {  # of workers, models and requests
     "cold": "dim",
     "none": "dim",
 }
+DUMB = frozenset({"dumb", "unknown"})  # values of $TERM: a terminal without control sequences
 HEAD, ERROR, NOTE = "bold", "bold red", "dim"
 
 # Takes a text and a style of rich, such as `bold red`; returns the text as a terminal takes it.
@@ -37,6 +39,11 @@ Paint = Callable[[str, str], str]
 def plain(text: str, style: str) -> str:
     """The text as it is."""
     return text
+
+
+def takes_controls(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can move its cursor and clear what it shows."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in DUMB
 
 
 def paint_of(stream: TextIO) -> Paint:

@@ -9,24 +9,29 @@ import shutil
 import sys
 from collections.abc import Iterator
 
+from mlxpool.cli.style import takes_controls, width_of
+
 ENTER_SCREEN = "\x1b[?1049h\x1b[?25l"  # the alternate screen, without a cursor
 LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-UNBOUNDED = (10_000, 10_000)
+ALL_LINES = 10_000  # of what has no bound
 
 
 class Screen:
-    """Standard output, be it a terminal (`live`) or not, and the keys of a terminal's input."""
+    """Standard output, be it a terminal (`live`) or not, and the keys of a terminal's input.
+
+    A terminal that takes no control sequences (TERM=dumb) is not live: pages follow each other.
+    """
 
     def __init__(self) -> None:
-        self.live = sys.stdout.isatty()
+        self.live = takes_controls(sys.stdout)
         self.keys = self.live and sys.stdin.isatty()
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines; without a terminal so many that nothing is cut."""
+        """Columns and lines; so many that nothing is cut where pages are not drawn in place."""
         if not self.live:
-            return UNBOUNDED
+            return width_of(sys.stdout), ALL_LINES
         now = shutil.get_terminal_size()
         return now.columns, now.lines
 

@@ -20,7 +20,7 @@ from mlxpool.cli.request_flags import (
     options_of,
     shown_form,
 )
-from mlxpool.cli.style import ERROR, NOTE, paint_of
+from mlxpool.cli.style import ERROR, NOTE, paint_of, takes_controls
 from mlxpool.common.escapes import escape_line
 
 if TYPE_CHECKING:
@@ -99,10 +99,12 @@ def read_line(prompt: str) -> str | None:
 
 
 def _edit_lines() -> None:
-    """Give `input` arrow keys and a history, if this Python has readline.
+    """Give `input` arrow keys and a history, if the terminal and this Python can.
 
     A text of several lines that is pasted is then one message.
     """
+    if not takes_controls(sys.stdout):  # readline writes control sequences
+        return
     try:
         import readline
     except ImportError:
