@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -45,12 +46,22 @@ def test_the_request_whose_id_begins_so_is_cancelled(story: Story, queue: Cancel
     assert list(story.core.state.requests) == [ids[0], ids[2]]
 
 
+def test_the_log_of_operators_commands_has_the_whole_id(
+    story: Story, queue: CancelQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    id = bytes.fromhex(f"{'aa01':<032}")
+    story.generate(id)
+    with caplog.at_level(logging.INFO):
+        page_cancels(story, queue).cancel("aa", story.now)
+    assert [vars(one)["id"] for one in caplog.records if one.message == "operator"] == [id.hex()]
+
+
 def test_what_is_not_one_live_request_is_refused(story: Story, queue: CancelQueue) -> None:
     for digits in ("aa01", "aa02"):
         story.generate(bytes.fromhex(f"{digits:<032}"))
     cancels = page_cancels(story, queue)
     with pytest.raises(BadRequest, match="2 live requests have ids that begin with aa"):
         cancels.cancel("aa", story.now)
-    with pytest.raises(BadRequest, match="no live request has an id that begins with cc"):
+    with pytest.raises(BadRequest, match="begins with cc: it has ended or never was"):
         cancels.cancel("cc", story.now)
     assert len(story.core.state.requests) == 2

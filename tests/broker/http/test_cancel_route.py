@@ -90,6 +90,15 @@ def test_an_operator_cancels(server: HttpServer, cancelled: list[str]) -> None:
     assert "Access-Control-Allow-Origin" not in headers
 
 
+def test_a_cancel_is_logged_with_the_id_and_the_address(
+    server: HttpServer, cancelled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mlxpool.broker"):
+        post(server)
+    lines = [vars(one) for one in caplog.records if one.message.startswith("cancel asked")]
+    assert [(line["id"], line["address"]) for line in lines] == [(ID, "127.0.0.1")]
+
+
 def test_the_reason_of_the_loop_is_told(server: HttpServer, cancelled: list[str]) -> None:
     assert post(server, b'{"id": "00000000"}')[:2] == (409, {"error": "it has ended"})
 

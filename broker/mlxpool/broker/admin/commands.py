@@ -58,6 +58,8 @@ class Commands:
             )
         if message.kind in LOGGED:
             shown = {k: v for k, v in message.body.items() if k in ("model", "slot", "timeout_ms")}
+            if message.kind == "cancel" and message.header.id is not None:
+                shown["id"] = message.header.id.hex()
             log.info("operator", extra={"command": message.kind, **shown})
         return handler(self, message, now)
 

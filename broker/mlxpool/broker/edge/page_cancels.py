@@ -32,7 +32,9 @@ class PageCancels:
         """Cancel the live request whose id begins so. Raises BadRequest if there is not one."""
         found = [id for id in self._state.requests if id.hex().startswith(prefix)]
         if not found:
-            raise BadRequest(f"no live request has an id that begins with {prefix}: it has ended")
+            raise BadRequest(
+                f"no live request has an id that begins with {prefix}: it has ended or never was"
+            )
         if len(found) > 1:
             raise BadRequest(
                 f"{len(found)} live requests have ids that begin with {prefix}:"

@@ -55,9 +55,10 @@ class CancelRoute:
         if prefix is None:
             why = 'the body must be {"id": "…"} with 8 to 32 hexadecimal digits of a request\'s id'
             return _error(HTTPStatus.BAD_REQUEST, why)
-        return self._cancel(prefix)
+        return self._cancel(prefix, peer)
 
-    def _cancel(self, prefix: str) -> Answer:
+    def _cancel(self, prefix: str, peer: str) -> Answer:
+        log.info("cancel asked on the status page", extra={"id": prefix, "address": peer})
         try:
             return _json(HTTPStatus.OK, self.queue.ask(prefix))
         except PoolError as error:
