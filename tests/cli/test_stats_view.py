@@ -105,3 +105,26 @@ def test_keys() -> None:
     assert pages.press("bbbb") and pages.text(found, 10) and pages.number == 0
     assert pages.press(" " * 99) and "page 12 of 12" in pages.text(found, 10)
     assert not pages.press("q")
+
+
+@pytest.mark.parametrize("width", [38, 40, 43, 80])
+def test_lines_fit_a_narrow_terminal(width: int) -> None:
+    wide = answer(
+        generated=1_234_567_890,
+        conserved=False,
+        failures={"deadline_exceeded": 123_456_789},
+        auth_failures=5,
+        endpoints={"metrics": "http://127.0.0.1:19464", "longer_than_others": "yes"},
+    )
+    found = lines([wide], width, plain)
+    assert max(map(len, found)) <= width
+    text = " ".join(" ".join(found).split())
+    assert "generated 1,234,567,890 12,345,679" in text
+    assert "endpoints.metrics http://127.0.0.1:19464" in text
+    assert "conserved is false" in text
+
+
+def test_a_value_that_has_no_room_beside_its_key_is_below_it() -> None:
+    found = lines([answer(endpoints={"metrics": "http://127.0.0.1:19464"})], 30, plain)
+    place = found.index("  endpoints.metrics")
+    assert found[place + 1] == "    http://127.0.0.1:19464"

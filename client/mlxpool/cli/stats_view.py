@@ -5,6 +5,7 @@ Times are the broker's own (`uptime_s`), so rates are right also for a slow read
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ Answer = Mapping[str, Any]  # of `stats`
 RATE_SNAPSHOTS = 3  # a second apart; with --watch rates are an average over them
 FIGURE, RATE = 14, 11  # characters of the columns for figures and rates
 NAME = 15  # characters of the names, at least
+ROOMY = NAME + 3 + FIGURE + RATE  # columns of a terminal; the gaps of a narrower one are smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ SHOWN_ABOVE = ("pid", "state", "uptime_s", "run_dir")  # keys of `broker` in the
 
 
 def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
-    """The lines for the newest answer; rates are since the oldest, with one since the start."""
+    """The lines for the newest answer; rates are since the oldest, with one since the start.
+
+    They fit 40 columns unless a figure, a code or a value is very long.
+    """
     now, before = history[-1], history[0]
     if len(history) == 1 or before["broker"]["boot"] != now["broker"]["boot"]:
         before = {}
@@ -66,22 +71,26 @@ def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
     values, old = _flat(now), _flat(before)
     found = _head(now, width)
     for title, counters in GROUPS.items():
-        rows = [_counter_row(one, values, old, seconds) for one in counters if one.key in values]
+        rows = [
+            _counter_row(one, values, old, seconds, width) for one in counters if one.key in values
+        ]
         if rows:
-            found += ["", paint(_row(title, "total", "a second"), HEAD), *rows]
+            found += ["", paint(_row(title, width, "total", "a second"), HEAD), *rows]
         for counter in counters:
             values.pop(counter.key, None)
-    found += _means(now, values, paint)
+    found += _means(now, values, width, paint)
     for key, title in BY_CODE.items():
-        found += _codes(now.get(key), title, paint)
+        found += _codes(now.get(key), title, width, paint)
     known = (*(f"broker.{key}" for key in SHOWN_ABOVE), *BY_CODE)
     rest = {key: one for key, one in values.items() if key not in known}
     rest = {key: one for key, one in rest.items() if key.partition(".")[0] not in BY_CODE}
     if rest.get("conserved") is False:
-        found += ["", paint("a stream was lost or counted twice: conserved is false", ERROR)]
+        lost = "a stream was lost or counted twice: conserved is false"
+        found += ["", *(paint(line, ERROR) for line in textwrap.wrap(lost, width))]
     found += ["", paint("other", HEAD)]
     widest = max(NAME, *(len(escape_line(key)) for key in rest)) if rest else NAME
-    found += [f"  {escape_line(key):<{widest}} {_plain(one)}" for key, one in rest.items()]
+    for key, one in rest.items():
+        found += _value_lines(escape_line(key), _plain(one), widest, width)
     return found
 
 
@@ -95,20 +104,37 @@ def _head(now: Answer, width: int) -> list[str]:
     return joined([escape_line(part) for part in parts], width)
 
 
-def _row(name: str, figure: str, rate: str = "") -> str:
-    return f"{name:<{NAME + 2}} {figure:>{FIGURE}}{rate:>{RATE}}".rstrip()
+def _row(name: str, width: int, figure: str, rate: str = "") -> str:
+    missing = max(0, ROOMY - width)
+    from_rate = min(missing, RATE - len(" a second"))
+    from_figure = min(missing - from_rate, FIGURE - len("total"))
+    numbers = f" {figure:>{FIGURE - from_figure}} {rate:>{RATE - from_rate - 1}}"
+    return f"{name:<{min(NAME + 2, max(0, width - len(numbers)))}}{numbers}".rstrip()
+
+
+def _value_lines(key: str, value: str, widest: int, width: int) -> list[str]:
+    """A key and its value in one line, in two where they do not fit."""
+    aligned, close = f"  {key:<{widest}} {value}", f"  {key} {value}"
+    for line in (aligned, close):
+        if len(line) <= width:
+            return [line]
+    return [f"  {key}", f"    {value}"]
 
 
 def _counter_row(
-    counter: Counter, values: Mapping[str, Any], old: Mapping[str, Any], seconds: float
+    counter: Counter,
+    values: Mapping[str, Any],
+    old: Mapping[str, Any],
+    seconds: float,
+    width: int,
 ) -> str:
     value = values[counter.key]
     grown = value - old.get(counter.key, 0)
     rate = _rate(grown / seconds) if counter.rate and seconds > 0 else ""
-    return _row(f"  {counter.name}", f"{value:,}", rate)
+    return _row(f"  {counter.name}", width, f"{value:,}", rate)
 
 
-def _means(now: Answer, values: dict[str, Any], paint: Paint) -> Iterator[str]:
+def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Iterator[str]:
     """Mean times of the requests that have ended; takes their sums out of `values`."""
     counts, sums = now.get("requests", {}), now.get("seconds", {})
     ended = sum(counts.get(key, 0) for key in ("done", "failed", "cancelled"))
@@ -116,18 +142,18 @@ def _means(now: Answer, values: dict[str, Any], paint: Paint) -> Iterator[str]:
         values.pop(f"seconds.{key}", None)
     if ended and sums:
         yield ""
-        yield paint(_row("ended requests", "mean"), HEAD)
+        yield paint(_row("ended requests", width, "mean"), HEAD)
         for key, name in MEANS.items():
-            yield _row(f"  {name}", milliseconds(sums.get(key, 0.0) / ended))
+            yield _row(f"  {name}", width, milliseconds(sums.get(key, 0.0) / ended))
 
 
-def _codes(counts: Any, title: str, paint: Paint) -> Iterator[str]:
+def _codes(counts: Any, title: str, width: int, paint: Paint) -> Iterator[str]:
     """A line for each code; none where nothing failed."""
     if isinstance(counts, Mapping) and counts:
         yield ""
         yield paint(title, HEAD)
         for code, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-            yield _row(f"  {escape_line(code)}", f"{count:,}")
+            yield _row(f"  {escape_line(code)}", width, f"{count:,}")
 
 
 def _rate(value: float) -> str:
