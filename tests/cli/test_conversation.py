@@ -136,6 +136,14 @@ def test_set(words: str, name: str, value: Any) -> None:
     assert talk.command("/set") == "nothing is set: options have their defaults"
 
 
+def test_what_is_set_is_shown_as_it_is_typed() -> None:
+    given = {"stop": ("a", "b c"), "temperature": 0.2, "shift": False, "format": {"type": "json"}}
+    talk = Conversation(options={**given, "think": "low", "seed": None})
+    shown = str(talk.command("/set")).split("\n")
+    assert shown[:3] == ["stop a, b c", "temperature 0.2", "shift false"]
+    assert shown[3:] == ['format {"type": "json"}', "think low"]
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_option_with_a_flag_can_be_set(name: str) -> None:
     texts = {int: "1", float: "1", bool: "on"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.parser import nearest
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
@@ -170,10 +171,19 @@ class Conversation:
 
     def _settings(self) -> str:
         given = {name: value for name, value in self.options.items() if value is not None}
-        lines = [f"{name} {escape_line(str(value))}" for name, value in given.items()]
+        lines = [f"{name} {escape_line(_typed(value))}" for name, value in given.items()]
         lines += [f"system {escape_line(self.system)}"] * bool(self.system)
         lines += ["verbose"] * self.verbose
         return "\n".join(lines) or "nothing is set: options have their defaults"
+
+
+def _typed(value: Any) -> str:
+    """A value of an option in the form in which a user types it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_typed, value))
+    return json_text(value)
 
 
 def _option(name: str) -> str:
