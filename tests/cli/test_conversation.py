@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from mlxpool.cli.conversation import CONTINUED, HINT, PROMPT, Conversation, read_message
+from mlxpool.common.errors import TooLarge
 from mlxpool.common.options import FLAGS
+from mlxpool.common.protocol.bounds import MAX_BODY
 
 
 def messages(*lines: str) -> tuple[list[str], list[str]]:
@@ -136,6 +138,14 @@ def test_set(words: str, name: str, value: Any) -> None:
     assert talk.command("/set") == "nothing is set: options have their defaults"
 
 
+def test_what_is_set_is_shown_as_it_is_typed() -> None:
+    given = {"stop": ("a", "b c"), "temperature": 0.2, "shift": False, "format": {"type": "json"}}
+    talk = Conversation(options={**given, "think": "low", "seed": None})
+    shown = str(talk.command("/set")).split("\n")
+    assert shown[:3] == ["stop a, b c", "temperature 0.2", "shift false"]
+    assert shown[3:] == ['format {"type": "json"}', "think low"]
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_option_with_a_flag_can_be_set(name: str) -> None:
     texts = {int: "1", float: "1", bool: "on"}
@@ -174,3 +184,16 @@ def test_figures_after_answers() -> None:
 def test_an_unknown_command() -> None:
     assert "unknown command /celar; did you mean '/clear'?" in str(Conversation().command("/celar"))
     assert "/? lists them" in str(Conversation().command("/nonsense"))
+
+
+def test_a_text_that_is_too_long_to_send_is_refused_in_words_of_the_conversation() -> None:
+    talk = Conversation()
+    assert talk.messages("x" * MAX_BODY)
+    with pytest.raises(TooLarge, match=r"the message has 300,000 bytes; .*send a shorter text$"):
+        talk.messages("é" * 150_000)
+    talk.keep("x" * 200_000, "answer")
+    told = "the message has 100,000 bytes, with the conversation 300,006; at most 262,144 .*/clear"
+    with pytest.raises(TooLarge, match=told):
+        talk.messages("x" * 100_000)
+    talk.command("/clear")
+    assert talk.messages("x" * 100_000)

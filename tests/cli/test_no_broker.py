@@ -82,7 +82,7 @@ def test_a_run_directory_in_which_no_broker_starts_is_named(
 def test_without_a_socket_standard_input_is_not_read(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdin", object())  # it has nothing to read from
     assert main(["run", "m", "--run-dir", str(empty)]) == UNREACHABLE
 
 

@@ -135,7 +135,8 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("ident", ["", "xyz", "0" * 33, "0x12", "00 11"])
 def test_an_invalid_id(ident: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(empty), "cancel", ident]) == USAGE
-    assert "1 to 32 hexadecimal digits" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "ID is the id of a request or its first digits, 1 to 32 hexadecimal digits" in told
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,18 @@ Pure but for `read_message`, which reads by a function that it is given, and `at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.json_text import json_text
 from mlxpool.cli.parser import nearest
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.options import CHECKS, FLAGS
+from mlxpool.common.protocol.bounds import MAX_BODY
 from mlxpool.common.protocol.images import MAX_IMAGES
 
 PROMPT, CONTINUED = ">>> ", "... "
@@ -71,9 +73,23 @@ class Conversation:
     attached: list[bytes] = field(default_factory=list)
 
     def messages(self, text: str) -> list[dict[str, Any]]:
-        """The messages to send for the next text of the user."""
+        """The messages to send for the next text of the user.
+
+        Raises TooLarge if their texts are longer than the messages of a request can be.
+        """
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.turns, self._asked(text)]
+        every = [*first, *self.turns, self._asked(text)]
+        whole, own = sum(map(_text_bytes, every)), _text_bytes(every[-1])
+        if whole > MAX_BODY:
+            before, remedy = "", ""
+            if whole > own:
+                before = f", with the conversation {whole:,}"
+                remedy = "; /clear forgets what was said before"
+            raise TooLarge(
+                f"the message has {own:,} bytes{before}; at most {MAX_BODY:,} are taken: send a"
+                f" shorter text{remedy}"
+            )
+        return every
 
     def keep(self, text: str, answer: str) -> None:
         """Add a text and its answer; of a cancelled answer the part that the user has read."""
@@ -170,10 +186,26 @@ class Conversation:
 
     def _settings(self) -> str:
         given = {name: value for name, value in self.options.items() if value is not None}
-        lines = [f"{name} {escape_line(str(value))}" for name, value in given.items()]
+        lines = [f"{name} {escape_line(_typed(value))}" for name, value in given.items()]
         lines += [f"system {escape_line(self.system)}"] * bool(self.system)
         lines += ["verbose"] * self.verbose
         return "\n".join(lines) or "nothing is set: options have their defaults"
+
+
+def _text_bytes(message: Mapping[str, Any]) -> int:
+    """Bytes of UTF-8 of a message's texts."""
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return sum(len(part.encode("utf-8", "surrogatepass")) for part in parts)
+
+
+def _typed(value: Any) -> str:
+    """A value of an option in the form in which a user types it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_typed, value))
+    return json_text(value)
 
 
 def _option(name: str) -> str:

@@ -223,8 +223,8 @@ def _check_sizes(kind: str, parts: Sequence[bytes], max_body: int) -> None:
         )
     if len(parts) > 1 and len(parts[1]) > max_body:
         raise TooLarge(
-            f"the body has {len(parts[1])} bytes, at most {max_body};"
-            " send long prompts and token ids as blobs"
+            f"the body has {len(parts[1])} bytes, at most {max_body}: messages and options must"
+            " be shorter; only prompts and token ids can be sent as blobs, which may be longer"
         )
     for blob in parts[2:]:
         if len(blob) > bounds.blob:
