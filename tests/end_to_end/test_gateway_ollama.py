@@ -148,7 +148,6 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"format": "xml"}, "'format' must be \"json\" or a JSON schema"),
         ({"keep_alive": "soon"}, "'keep_alive' must be seconds, or a duration such as '5m'"),
         ({"images": ["aGk="]}, "this model does not support image input"),
         ({"images": ["?"]}, r"images\[0\] is not base64"),
