@@ -112,9 +112,9 @@ def test_the_error_of_a_template_is_one_line(pool: Pool, flags: tuple[str, ...])
     with on_terminal(pool, "chat", "raising", *flags) as chat:
         chat.until(">>> ")
         chat.send("\x16\x1b[2J\n")  # Ctrl-V and Escape
-        at = chat.until("bad_request: ")
+        at = chat.until("refused the messages: ")
         chat.until(r"\x1b[2J", after=at)
-        assert "\x1b[2J" not in chat.raw[chat.raw.index("bad_request: ") :]
+        assert "\x1b[2J" not in chat.raw[chat.raw.index("refused the messages: ") :]
         chat.send("\x04")
 
 

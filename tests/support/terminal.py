@@ -41,13 +41,15 @@ class Terminal(Closing):
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
+        # readline sets these in the process that runs the tests; the terminal has its own size.
+        own = {name: one for name, one in environment.items() if name not in ("COLUMNS", "LINES")}
         try:
             self.process = subprocess.Popen(
                 command,
                 stdin=its,
                 stdout=its,
                 stderr=its,
-                env={**environment, "TERM": "xterm", "PYTHONUNBUFFERED": "1"},
+                env={**own, "TERM": "xterm", "PYTHONUNBUFFERED": "1"},
                 preexec_fn=own_terminal,
             )
         except BaseException:

@@ -50,6 +50,7 @@ DELTA = {
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "llama": ({}, 2 * PAIR, 0),
     "mistral": ({"sliding_window": 250}, 0, 2 * (250 + CHUNK) * PAIR),
+    "mllama": ({"num_hidden_layers": 3, "cross_attention_layers": [1]}, 2 * PAIR, 0),
     "qwen2": ({"hidden_size": 256}, 2 * PAIR, 0),
     "qwen3": ({}, 2 * PAIR, 0),
     "qwen3_vl": ({"rope_scaling": {"mrope_section": [12, 10, 10]}}, 2 * PAIR, 0),
