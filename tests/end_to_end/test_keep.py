@@ -49,7 +49,8 @@ def test_keep_loads_bounds_and_unloads(client: Client) -> None:
     assert client.keep("counting", 0) == 0
     until(lambda: row(client, "counting")["state"] == "cold", "it is unloaded")
     assert row(client, "counting")["expires_in"] is None
-    assert client.keep("pinned", 0) == -1 == row(client, "pinned")["expires_in"]
+    assert client.keep("pinned", 0) == -1
+    until(lambda: row(client, "pinned")["expires_in"] == -1, "it is loaded, and stays")
     with pytest.raises(UnknownModel, match="did you mean 'counting'"):
         client.keep("countin", 5)
 

@@ -259,7 +259,7 @@ def test_an_address_in_use_is_an_error_at_once() -> None:
         (["--http", "11434"], "pool.http must be HOST:PORT such as"),
         (["--http", "0.0.0.0:0"], "name the keys that may ask with pool.http_keys"),
         (["--http", "127.0.0.1:0", "--http-keys", "/none"], "the keys in /none cannot be read"),
-        (["--http", "127.0.0.1:0", "--http-keys", "/dev/null"], "/dev/null has no key"),
+        (["--http", "127.0.0.1:0", "--http-keys", "/dev/null"], "it is not a regular file"),
     ],
 )
 def test_wrong_settings_are_errors_at_once(flags: list[str], words: str) -> None:
