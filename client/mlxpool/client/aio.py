@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from mlxpool.client import vectors
+import mlxpool.client.vectors as vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
 from mlxpool.client.request import (

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
-from mlxpool.client import vectors
+import mlxpool.client.vectors as vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
 from mlxpool.client.request import (
