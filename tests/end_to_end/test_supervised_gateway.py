@@ -164,13 +164,23 @@ def test_answers_that_do_not_finish_in_time_end_with_an_error(
         assert stream.rest()["code"] == "draining"
 
 
-def test_a_second_signal_waits_for_no_answer(tmp_path: Path, completions: list[Completion]) -> None:
+def test_a_second_signal_ends_answers_with_the_error_of_their_interface(
+    tmp_path: Path, completions: list[Completion]
+) -> None:
     with Pool(tmp_path, settings(more="http_drain_timeout = 3000", step=1_000_000)) as pool:
-        completions.append(Completion(pool.gateway(state="ready")["url"]))
-        assert pool.process is not None
-        pool.process.terminate()
-        pool.gateway(state="draining")
-        assert pool.stop() == 0
+        url = pool.gateway(state="ready")["url"]
+        completions.append(stream := Completion(url))
+        body = {"model": "slow", "prompt": "hello"}
+        with httpx.stream("POST", f"{url}/api/generate", json=body, timeout=PATIENCE) as ollama:
+            lines = ollama.iter_lines()
+            assert json.loads(next(lines))["done"] is False
+            assert pool.process is not None
+            pool.process.terminate()
+            pool.gateway(state="draining")
+            pool.process.terminate()
+            assert json.loads([*lines][-1]) == {"error": "the gateway is ending"}
+        assert stream.rest()["code"] == "draining"
+        assert pool.process.wait(PATIENCE) == 0
 
 
 def test_streams_over_http_outlive_the_broker(

@@ -12,7 +12,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from mlxpool.gateway.operations.exchange import OTHER_ROUTE, Exchange
+from mlxpool.gateway.operations.exchange import FURTHER_ROUTES, Exchange
 
 # Upper bounds in seconds; those of the broker's histograms of the same things.
 FIRST_TOKEN_BUCKETS = (
@@ -82,7 +82,7 @@ class Metrics:
         )
         info.labels(version).set(1)
         ProcessCollector(registry=registry)
-        for route in (*routes, OTHER_ROUTE):
+        for route in (*routes, *FURTHER_ROUTES):
             self._in_flight.labels(route)
             self._requests.labels(route, "200")
             self._failures.labels(route)
