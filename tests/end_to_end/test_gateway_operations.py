@@ -281,9 +281,13 @@ def test_every_answer_has_the_id_of_its_request(http: httpx.Client, pool: Pool) 
 
 
 def values(text: str) -> dict[tuple[str, str, str], float]:
-    """Value by name, route and status."""
+    """Value by name, route, and status or cause."""
     return {
-        (sample.name, sample.labels.get("route", ""), sample.labels.get("status", "")): sample.value
+        (
+            sample.name,
+            sample.labels.get("route", ""),
+            sample.labels.get("status", sample.labels.get("cause", "")),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if "le" not in sample.labels
@@ -318,7 +322,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
     assert grown("request_duration_seconds_count") == 2
     assert during["process_resident_memory_bytes", "", ""] > 2**20
     after = until(at_rest, "the stream has ended")
-    failures = (prefix + "stream_failures_total", route, "")
+    failures = (prefix + "stream_failures_total", route, "disconnect")
     assert after[failures] - before[failures] == 1
 
 

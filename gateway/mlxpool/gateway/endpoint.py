@@ -22,6 +22,7 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import (
+    CLIENT_DISCONNECTED,
     DISCONNECTED,
     NOT_HTTP,
     OTHER_ROUTE,
@@ -185,6 +186,6 @@ class Endpoint:
 
 def _note_disconnect(response: ResponseWriter) -> None:
     exchange = response.exchange
-    exchange.failure = "client_disconnected"
+    exchange.failure = CLIENT_DISCONNECTED
     if not response.started:
         exchange.status = DISCONNECTED
