@@ -43,6 +43,15 @@ def settings(address: str = "127.0.0.1:0", more: str = "", step: int = FAST) -> 
     return CONFIG.format(address=address, more=more, step=step)
 
 
+def test_flags_alone_give_a_gateway_and_a_status_page_whose_urls_ps_shows(tmp_path: Path) -> None:
+    flags = ("--http", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    with Pool(tmp_path, arguments=flags) as pool:
+        gateway, page = pool.gateway(state="ready"), pool.ask("ps")["broker"]["metrics"]
+        shown = pool.cli("ps").stdout
+        assert f"status page {page}" in shown and gateway["url"] in shown
+        assert "<html" in httpx.get(page, timeout=PATIENCE).text
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     with Pool(tmp_path, settings()) as running:
