@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from mlxpool.common.config.schema import PoolConfig
 
 POOL_FLAGS = (
-    "front", "back", "admin", "secret_key", "metrics", "http", "http_keys", "log_format", "local_workers",
+    "front", "back", "admin", "secret_key", "metrics", "http", "http_keys", "log_format",
+    "local_workers",
 )  # fmt: skip
 
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the broker's further endpoints, its keys, HTTP, metrics and the log format."""
+    """Add the flags for the broker's further endpoints, key, metrics, HTTP and log format."""
     for name, whom in (
         ("front", "clients"),
         ("back", "workers that dial in"),
