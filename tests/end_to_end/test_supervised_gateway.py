@@ -251,6 +251,11 @@ def test_a_reload_reads_the_bearer_keys_again(tmp_path: Path) -> None:
         second = {"authorization": f"Bearer {KEY}-2"}
         until(lambda: complete(url, **second).status_code == 200, "the second key is known")
         assert complete(url, authorization=f"Bearer {KEY}").status_code == 401
+        keys.write_text(f"{KEY}\nshort\n")
+        failed = pool.cli("reload")
+        assert failed.returncode == USAGE
+        assert f"not reloaded, nothing has changed: {keys}, line 2: " in failed.stderr
+        assert complete(url, **second).status_code == 200
 
 
 def refused(*arguments: str) -> tuple[int, str]:

@@ -26,7 +26,7 @@ from mlxpool.common.paths import run_dir_of
 from mlxpool.common.version import VERSION
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
-UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 NOTES = (
