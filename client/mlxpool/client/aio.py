@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -38,18 +39,16 @@ Answer = TypeVar("Answer")
 class AsyncStream:
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
-    Belongs to the event loop that started it. Leaving the loop, `close` or the end of an
-    `async with` cancels what is not finished.
+    Belongs to the event loop that started it. Leaving the loop, `close`, the end of an `async with`
+    or the end of the object cancels what is not finished.
     """
 
     def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
         self._connection = connection
-        self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self._open = connection.open(draft, self._put)
-
-    def _put(self, delta: Delta | None) -> None:
-        _call_in_loop(self._loop, lambda: self._queue.put_nowait(delta))
+        # The connection keeps what it delivers to: that must not be this object, see `__del__`.
+        put = partial(_put, asyncio.get_running_loop(), self._queue)
+        self._open = connection.open(draft, put)
 
     @property
     def id(self) -> bytes:
@@ -68,9 +67,10 @@ class AsyncStream:
     def result(self) -> Result:
         """The whole completion.
 
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it.
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
+        of the process it raises BadRequest if the stream had not ended before.
         """
-        return self._open.state.whole()
+        return self._connection.result(self._open)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
@@ -110,6 +110,10 @@ class AsyncStream:
     def close(self) -> None:
         """Cancel the stream if it is not finished."""
         self._connection.leave(self._open)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):  # it was sent
+            self._connection.abandon(self._open)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -336,6 +340,12 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def _put(
+    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Delta | None], delta: Delta | None
+) -> None:
+    _call_in_loop(loop, lambda: queue.put_nowait(delta))
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -42,8 +42,8 @@ Answer = TypeVar("Answer")
 class Stream(Closing):
     """An iterator over the deltas of one completion, as they arrive.
 
-    Leaving the loop, `close` or the end of a `with` cancels what is not finished. After the last
-    delta `result` holds the whole completion.
+    Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is not
+    finished. After the last delta `result` holds the whole completion.
     """
 
     def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
@@ -68,9 +68,10 @@ class Stream(Closing):
     def result(self) -> Result:
         """The whole completion.
 
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it.
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
+        of the process it raises BadRequest if the stream had not ended before.
         """
-        return self._open.state.whole()
+        return self._connection.result(self._open)
 
     def __iter__(self) -> Iterator[Delta]:
         try:
@@ -94,6 +95,10 @@ class Stream(Closing):
     def close(self) -> None:
         """Cancel the stream if it is not finished."""
         self._connection.leave(self._open)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):  # it was sent
+            self._connection.abandon(self._open)
 
 
 class Client(Closing):
