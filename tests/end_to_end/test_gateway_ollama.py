@@ -37,6 +37,10 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     write_checkpoint(root / "bare", tokenizer_config={"chat_template": None})
     tables = [f'[models.{name}]\npath = "{root / name}"' for name in ("thinker", "bare")]
     with Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as running:
+        until(
+            lambda: all(model["type"] for model in running.ask("models")["models"]),
+            "the files of every model were looked at: they say how its chats are written",
+        )
         yield running
 
 
