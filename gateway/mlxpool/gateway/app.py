@@ -18,7 +18,7 @@ from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
-from mlxpool.gateway.endpoint import READ, Endpoint, Surroundings
+from mlxpool.gateway.endpoint import READ, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
@@ -31,7 +31,6 @@ from mlxpool.gateway.operation_routes import OperationRoutes
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.preflights import PreflightRecords
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES, Call, RouteSpec, Services
 from mlxpool.gateway.settings import Settings
 

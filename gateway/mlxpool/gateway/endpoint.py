@@ -1,4 +1,7 @@
-"""Serves one route: method, access, drain, log and metrics around the work of its handler."""
+"""Serves one route: method, access, drain, log and metrics around the work of its handler.
+
+Also the log and metrics of what reaches no route: preflights, and bytes that are no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
@@ -26,6 +29,7 @@ from mlxpool.gateway.operations.exchange import (
     DISCONNECTED,
     NOT_HTTP,
     OTHER_ROUTE,
+    PREFLIGHT,
     REQUEST_ID,
     UNPARSABLE,
     Exchange,
@@ -189,3 +193,33 @@ def _note_disconnect(response: ResponseWriter) -> None:
     exchange.failure = CLIENT_DISCONNECTED
     if not response.started:
         exchange.status = DISCONNECTED
+
+
+def is_preflight(scope: Scope) -> bool:
+    """Whether a browser asks if a page may send a request."""
+    if scope["type"] != "http" or scope["method"] != "OPTIONS":
+        return False
+    headers = Headers(scope=scope)
+    return "origin" in headers and "access-control-request-method" in headers
+
+
+class PreflightRecords:
+    """An ASGI application around that middleware: its answers get a line of the log and an id."""
+
+    def __init__(self, app: ASGIApp, surroundings: Surroundings) -> None:
+        self._app = app
+        self._surroundings = surroundings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_preflight(scope):
+            return await self._app(scope, receive, send)
+        exchange = self._surroundings.exchange_of(scope, PREFLIGHT)
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"].append((REQUEST_ID.encode(), exchange.id.encode()))
+            await send(message)
+
+        with self._surroundings.observed(exchange):
+            await self._app(scope, receive, noted)
