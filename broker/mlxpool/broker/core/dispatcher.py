@@ -11,10 +11,9 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.placement import (
-    choose_worker,
+    choose_pair,
+    demand_of,
     fits_facts,
-    prefix_keys,
-    remember_prefixes,
 )
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
@@ -39,22 +38,27 @@ class Dispatcher:
             if not any(worker.credit() for worker in workers):
                 break
             workers = self._assign_resumed(request, workers, now)
-        while (fresh := model.queue.head()) is not None:
-            worker = choose_worker(workers, fresh)
-            if worker is None and fresh.message.prompt.images:
-                fresh = model.queue.head(without_images=True)
-                worker = None if fresh is None else choose_worker(workers, fresh)
-            if fresh is None or worker is None:
-                break
-            self._assign(fresh, worker, now)
+        while (pair := self._choose_fresh(model, workers)) is not None:
+            self._assign(*pair, now)
         self._fail_incompatible(model, now)
         self._pool.update_idle_timer(model, now)
 
+    def _choose_fresh(self, model: Model, workers: list[Worker]) -> tuple[Request, Worker] | None:
+        """The fresh request that is assigned next, and its worker; None: none can be."""
+        heads = model.queue.heads()
+        pair = choose_pair(heads, workers, model.speed, model.answer_tokens)
+        if pair is None and any(request.message.prompt.images for request in heads):
+            text = model.queue.head(without_images=True)
+            waiting = [] if text is None else [text]
+            pair = choose_pair(waiting, workers, model.speed, model.answer_tokens)
+        return pair
+
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
         """Assign it, or reserve a worker for it; returns the workers that others may have."""
-        worker = choose_worker(workers, request)
-        if worker is not None:
-            self._assign(request, worker, now)
+        model = self._state.model_of(request)
+        pair = choose_pair([request], workers, model.speed, model.answer_tokens)
+        if pair is not None:
+            self._assign(*pair, now)
             return workers
         if not request.run.batch_bound:
             return workers
@@ -81,7 +85,8 @@ class Dispatcher:
 
     def _assign(self, request: Request, worker: Worker, now: float) -> None:
         state, run = self._state, request.run
-        state.model_of(request).queue.take(request)
+        model = state.model_of(request)
+        model.queue.take(request)
         request.move("assign")
         state.last_run += 1
         run.lease(worker.epoch, worker.slot, state.last_run)
@@ -95,7 +100,8 @@ class Dispatcher:
             worker.reading.add((request.id, run.number))
         if run.batch_bound:
             worker.batch_bounds[run.number] = run.batch_bound
-        remember_prefixes(worker, prefix_keys(request))
+        if len(model.slots) > 1:
+            worker.route.sent(run.number, demand_of(request, model.answer_tokens))
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)

@@ -134,5 +134,6 @@ class ComputeLoop:
                 "misses": counters.misses,
                 "tokens": counters.tokens,
                 "evictions": counters.evictions,
+                "evicted_tokens": counters.evicted_tokens,
                 "images": self._engine.encoded.encoded,
             }

@@ -49,7 +49,8 @@ def _reason(cached: int, matched: int, length: int) -> str:
 class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`.
+    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`, and
+    `evicted_tokens` that are in no entry any more.
     `reason` says why the newest `begin` found what it found.
     """
 
@@ -63,6 +64,7 @@ class PrefixCache(Generic[R]):
         self.misses = 0
         self.tokens = 0
         self.evictions = 0
+        self.evicted_tokens = 0
         self.reason = ""
 
     @property
@@ -167,6 +169,7 @@ class SingleCache(PrefixCache[R]):
         if needed <= 0 or self._entry is None:
             return 0
         self.evictions += 1
+        self.evicted_tokens += len(self._entry.tokens)
         return self.clear()
 
     def clear(self) -> int:
@@ -355,8 +358,11 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return to
 
     def _evict(self, victim: Node[E, S]) -> None:
+        tokens, drops = len(victim.tokens), not victim.children
         self._tree.evict(victim)
         self.evictions += 1
+        if drops:
+            self.evicted_tokens += tokens - (len(victim.tokens) if victim.parent else 0)
 
     def _grow(
         self, row: R, tokens: tuple[int, ...], start: int, last: Node[E, S], need_state: bool
