@@ -83,6 +83,16 @@ def agents(seed: int, count: int = 40, *, rate: float = 0.5) -> Load:
     return load
 
 
+def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int = 16) -> Load:
+    """Short questions about long documents: prompts dominate, and few documents are asked about."""
+    draw, load = random.Random(seed), Load("long prefixes, short questions")
+    for number, at in enumerate(_arrivals(draw, count, rate)):
+        document = (f"document {draw.randrange(groups)}", 3000)
+        prompt = (document, (f"question {number}", draw.randint(20, 60)))
+        load.add(Call(prompt, draw.randint(16, 48), at, f"question {number} answer"))
+    return load
+
+
 def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
     """Single requests, all with the same long beginning: one worker alone could not serve them."""
     draw, load = random.Random(seed), Load("one hot prompt")
@@ -106,6 +116,7 @@ SYNTHETIC: tuple[Callable[[int], Load], ...] = (
     chats,
     tenants,
     agents,
+    long_prefixes,
     one_hot_prompt,
     nothing_shared,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Protocol
 from mlxpool.bench.routing.loads import Call, Segment
 from mlxpool.bench.routing.simulated_worker import Row, SimulatedWorker
 from mlxpool.broker.routing.prompt_pieces import BYTES_PER_TOKEN, PromptPieces, pieces_of
-from mlxpool.broker.routing.route_choice import MAX_REQUESTS, cheapest_pair
+from mlxpool.broker.routing.route_choice import MAX_PASSED, MAX_REQUESTS, cheapest_pair
 from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Demand, Route, cost_ms
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.common.protocol.prompts import ChatPrompt
@@ -102,16 +103,25 @@ class SessionOnly(LeastLoaded):
 class _Cheapest(_Plain):
     """The cheapest pair of a waiting call and a worker, by a cost in milliseconds."""
 
+    def __init__(self) -> None:
+        self._passed: Counter[int] = Counter()  # by the number of a call
+
     def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
         raise NotImplementedError
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
     ) -> tuple[Waiting, SimulatedWorker] | None:
+        first = waiting[:MAX_REQUESTS]
+        often_passed = [each for each in first if self._passed[each.number] >= MAX_PASSED]
         pair = cheapest_pair(
-            waiting[:MAX_REQUESTS], workers, self.cost, lambda _, worker: worker.credit > 0
+            often_passed[:1] or first, workers, self.cost, lambda _, worker: worker.credit > 0
         )
-        return None if pair is None else (pair.request, pair.worker)
+        if pair is None:
+            return None
+        for each in itertools.takewhile(lambda each: each is not pair.request, first):
+            self._passed[each.number] += 1
+        return pair.request, pair.worker
 
 
 class Oracle(_Cheapest):
@@ -129,6 +139,7 @@ class Ours(_Cheapest):
     """The broker's policy: it knows what it sent, and what workers report in heartbeats."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._routes: dict[str, Route] = {}
         self._model = WorkerSpeed()
         self._output = float(MAX_OUTPUT)  # tokens of an answer, an average

@@ -68,7 +68,7 @@ class _Simulation:
         tokens, firsts = sum(call.output for call in self._load.calls), sorted(self._firsts)
         return Outcome(
             sum(worker.read for worker in self._workers),
-            _unique(self._load),
+            unique_tokens(self._load),
             tokens / max(1e-9, now - begin),
             firsts[len(firsts) // 2],
             firsts[int((len(firsts) - 1) * 0.99)],
@@ -100,7 +100,7 @@ class _Simulation:
                 heapq.heappush(self._events, (at, COMES, child))
 
 
-def _unique(load: Load) -> int:
+def unique_tokens(load: Load) -> int:
     """What one worker with an endless cache would compute of the prompts."""
     worker = SimulatedWorker("all", Machine(cache=1 << 40))
     read = 0

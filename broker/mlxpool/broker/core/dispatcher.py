@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import takewhile
 
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.outbox import Outbox
@@ -10,6 +12,7 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.routing.route_choice import MAX_PASSED
 from mlxpool.broker.workers.placement import (
     choose_pair,
     demand_of,
@@ -17,6 +20,7 @@ from mlxpool.broker.workers.placement import (
 )
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.config.schema import CACHE_AWARE
 from mlxpool.common.errors import ModelUnavailable
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_worker import Work
@@ -46,17 +50,20 @@ class Dispatcher:
     def _choose_fresh(self, model: Model, workers: list[Worker]) -> tuple[Request, Worker] | None:
         """The fresh request that is assigned next, and its worker; None: none can be."""
         heads = model.queue.heads()
-        pair = choose_pair(heads, workers, model.speed, model.answer_tokens)
+        often_passed = [request for request in heads if request.passed >= MAX_PASSED]
+        pair = _choose(model, often_passed[:1] or heads, workers)
         if pair is None and any(request.message.prompt.images for request in heads):
             text = model.queue.head(without_images=True)
-            waiting = [] if text is None else [text]
-            pair = choose_pair(waiting, workers, model.speed, model.answer_tokens)
+            pair = None if text is None else _choose(model, [text], workers)
+        if pair is not None:
+            for request in takewhile(lambda each: each is not pair[0], heads):
+                request.passed += 1
         return pair
 
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
         """Assign it, or reserve a worker for it; returns the workers that others may have."""
         model = self._state.model_of(request)
-        pair = choose_pair([request], workers, model.speed, model.answer_tokens)
+        pair = _choose(model, [request], workers)
         if pair is not None:
             self._assign(*pair, now)
             return workers
@@ -100,11 +107,23 @@ class Dispatcher:
             worker.reading.add((request.id, run.number))
         if run.batch_bound:
             worker.batch_bounds[run.number] = run.batch_bound
-        if len(model.slots) > 1:
+        if len(model.slots) > 1 and _cache_aware(model):
             worker.route.sent(run.number, demand_of(request, model.answer_tokens))
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
+
+
+def _cache_aware(model: Model) -> bool:
+    return model.config.routing == CACHE_AWARE
+
+
+def _choose(
+    model: Model, waiting: Sequence[Request], workers: Sequence[Worker]
+) -> tuple[Request, Worker] | None:
+    return choose_pair(
+        waiting, workers, model.speed, model.answer_tokens, cache_aware=_cache_aware(model)
+    )
 
 
 def work_of(request: Request, deadline_ms: int) -> Work:

@@ -92,6 +92,7 @@ class Request:
     queue_deadline: float  # infinity once it was given to a worker
     first_token_deadline: float  # infinity once it has a token
     arrival: int = 0  # its number in the order of arrival
+    passed: int = 0  # later requests of its owner that a worker was given before it
     pieces: PromptPieces | None = None  # of its prompt, once a worker was chosen among several
     state: RequestState = RequestState.QUEUED
 

@@ -1,8 +1,9 @@
 """Chooses a pair of a waiting request and a worker. Pure.
 
 The requests are the first ones of the owner whose turn it is. A request is passed by a later one
-that loses less on a free worker. No request waits for a worker while another one is free: to wait
-up to 50 ms for a cheaper one was simulated, and made no first token earlier.
+that loses less on a free worker, MAX_PASSED times at most. No request waits for a worker while
+another one is free: to wait up to 50 ms for a cheaper one was simulated, and made no first token
+earlier.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ R = TypeVar("R")
 W = TypeVar("W")
 
 MAX_REQUESTS = 16  # of an owner, among which the choice is made
+MAX_PASSED = 32  # later requests that are given to a worker before one
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,19 +62,22 @@ def choose_pair(
     workers: Sequence[Worker],
     model: WorkerSpeed,
     answer_tokens: float = MAX_OUTPUT,
+    *,
+    cache_aware: bool = True,
 ) -> tuple[Request, Worker] | None:
     """A request of `waiting` and the worker that it is given to; None if none may be given any.
 
     `model` is the speed of the model's workers together. Of workers that cost the same, the one
-    with most credit is chosen, then the one that has been ready for longest.
+    with most credit is chosen, then the one that has been ready for longest; all cost the same
+    where the choice is not `cache_aware`.
     """
     serving = [worker for worker in workers if worker.serves]
-    if len(serving) < 2:
-        pairs = ((request, worker) for worker in serving for request in waiting)
-        return next((pair for pair in pairs if may_have(pair[1], pair[0])), None)
     serving.sort(key=lambda worker: (-worker.credit(), worker.ready_at))
-    if not serving[0].credit():
+    if not serving or not serving[0].credit():
         return None
+    if len(serving) == 1 or not cache_aware:
+        pairs = ((request, worker) for request in waiting for worker in serving)
+        return next((pair for pair in pairs if may_have(pair[1], pair[0])), None)
 
     def cost(request: Request, worker: Worker) -> float:
         demand = demand_of(request, answer_tokens)
