@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.placement import (
     choose_worker,
@@ -44,6 +46,8 @@ class Dispatcher:
             if worker is None and fresh.message.prompt.images:
                 fresh = model.queue.head(without_images=True)
                 worker = None if fresh is None else choose_worker(workers, fresh)
+            if worker is None and fresh is not None and fresh.message.choice is not None:
+                fresh, worker = _behind_choices(model.queue, workers)
             if fresh is None or worker is None:
                 break
             self._assign(fresh, worker, now)
@@ -101,11 +105,37 @@ class Dispatcher:
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
 
 
+def _behind_choices(
+    queue: Queue, workers: Sequence[Worker]
+) -> tuple[Request | None, Worker | None]:
+    """The first request that may go past choices, which wait for the worker of their group."""
+    if not any(worker.credit() for worker in workers):
+        return None, None
+    waiting: set[tuple[str, str]] = set()
+    for request in queue.in_turn():
+        choice = request.message.choice
+        group = None if choice is None else (request.owner, choice.group)
+        if group in waiting:
+            continue
+        worker = choose_worker(workers, request)
+        if worker is not None:
+            return request, worker
+        if group is None:
+            break  # an image that no worker has room for, or a request that runs alone
+        waiting.add(group)
+    return None, None
+
+
 def work_of(request: Request, deadline_ms: int) -> Work:
     """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
-        resume = Resume(bytes(run.ids), run.facts, resumes=run.resumes_without_progress)
+        resume = Resume(
+            bytes(run.ids),
+            run.facts,
+            resumes=run.resumes_without_progress,
+            reported=run.reported,
+        )
     return Work(
         message.prompt,
         message.options,
@@ -114,4 +144,5 @@ def work_of(request: Request, deadline_ms: int) -> Work:
         resume,
         suspect=run.charge > 0,
         owner=request.owner,
+        shared=message.choice is not None and message.choice.of > 1,
     )

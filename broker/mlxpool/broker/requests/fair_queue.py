@@ -64,7 +64,7 @@ class Lane:
             self.owners.move_to_end(owner)
 
     def take(self, request: Request) -> None:
-        """Remove one of the heads: its owner pays for it."""
+        """Remove a request that is given to a worker: its owner pays for it."""
         self.deficits[request.owner] -= cost(request)
         self.drop(request)
 
@@ -95,9 +95,7 @@ class Queue:
     def __iter__(self) -> Iterator[Request]:
         """In no promised order."""
         yield from self.resumed
-        for lane in reversed(self.lanes):
-            for waiting in lane.owners.values():
-                yield from waiting
+        yield from self.in_turn()
 
     def __contains__(self, request: Request) -> bool:
         return any(each is request for each in self)
@@ -123,6 +121,12 @@ class Queue:
             if request is not None:
                 return request
         return None
+
+    def in_turn(self) -> Iterator[Request]:
+        """The fresh ones: the highest priority first, then the owner whose turn it is."""
+        for lane in reversed(self.lanes):
+            for waiting in lane.owners.values():
+                yield from waiting
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker."""

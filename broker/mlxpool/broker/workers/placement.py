@@ -10,16 +10,21 @@ import msgpack
 
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import WorkerState
 
 HEAD_BYTES = 256  # of a prompt, by which a worker is taken to know its beginning
 MAX_PREFIXES = 512  # remembered of one worker
 
 
 def prefix_keys(request: Request) -> tuple[bytes, ...]:
-    """Keys of what a worker may have cached, the surer first: the session, the prompt's head."""
+    """Keys of what a worker may have cached, the surer first: the other choices of the prompt, the
+    session, the prompt's head.
+    """
     keys = [_key(b"head", _head(request))]
     if session := request.message.session:
         keys.insert(0, _key(b"session", request.owner.encode(), session.encode()))
+    if (choice := request.message.choice) is not None:
+        keys.insert(0, _key(b"choices", request.owner.encode(), choice.group.encode()))
     return tuple(keys)
 
 
@@ -71,6 +76,25 @@ def has_image_place(worker: Worker, request: Request) -> bool:
     return len(worker.reading) < max(1, (worker.credit() + len(worker.leases)) // 2)
 
 
+def _of_group(workers: Sequence[Worker], request: Request) -> Sequence[Worker]:
+    """The workers among which a request may be given to one.
+
+    A choice goes where the others of its group are, and waits for that worker to have room. One
+    that is suspected to have ended a worker goes anywhere.
+    """
+    if request.message.choice is None or request.run.batch_bound:
+        return workers
+    key = prefix_keys(request)[0]
+    having = [
+        worker
+        for worker in workers
+        if key in worker.prefixes
+        and worker.state in (WorkerState.READY, WorkerState.SUSPECT)
+        and fits_facts(worker, request)
+    ]
+    return having or workers
+
+
 def choose_worker(workers: Sequence[Worker], request: Request) -> Worker | None:
     """The one that knows the prompt's beginning, else the one with most credit; None if none may.
 
@@ -78,7 +102,7 @@ def choose_worker(workers: Sequence[Worker], request: Request) -> Worker | None:
     """
     free = [
         worker
-        for worker in workers
+        for worker in _of_group(workers, request)
         if worker.credit() > 0
         and fits_facts(worker, request)
         and keeps_batch_bounds(worker, request)
