@@ -107,7 +107,9 @@ def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
         own = {**options, "seed": seed + index if is_integer(seed) else seed}
         if index and reports_prompt(draft):
             own["prompt_logprobs"] = -1
-        settings = {**draft.settings, choice.KEY: Choice(group, index, n).body()}
+        settings = dict(draft.settings)
+        if n > 1:
+            settings[choice.KEY] = Choice(group, index, n).body()
         drafts.append(replace(draft, options=own, settings=settings))
     return drafts
 

@@ -84,6 +84,8 @@ class PromptReport:
 
     def _entry(self, number: int, logprob: TokenLogprob | None) -> dict[str, Any]:
         entry = {PROMPT_KEY: number, **self._token(self.prompt[number])}
+        if number < self.unseen:
+            entry["added"] = True
         if self.alternatives < 0:
             return entry
         if logprob is None:
