@@ -130,12 +130,8 @@ def work_of(request: Request, deadline_ms: int) -> Work:
     """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
-        resume = Resume(
-            bytes(run.ids),
-            run.facts,
-            resumes=run.resumes_without_progress,
-            reported=run.reported,
-        )
+        losses, reported = run.resumes_without_progress, run.reported
+        resume = Resume(bytes(run.ids), run.facts, resumes=losses, reported=reported)
     return Work(
         message.prompt,
         message.options,

@@ -40,8 +40,9 @@ class Choice:
         group = raw.get("group")
         if not isinstance(group, str) or not 1 <= len(group) <= MAX_GROUP:
             raise BadRequest(f"choice.group must be a text of 1 to {MAX_GROUP} characters")
-        of = integer(raw, "of", 1, MAX_CHOICES)
-        index = integer(raw, "index", 0, MAX_CHOICES - 1)
+        named = {f"{KEY}.{name}": raw.get(name) for name in ("of", "index")}
+        of = integer(named, f"{KEY}.of", 1, MAX_CHOICES)
+        index = integer(named, f"{KEY}.index", 0, MAX_CHOICES - 1)
         if of is None or index is None or index >= of:
             raise BadRequest(f"choice.index is {index}, must be below choice.of, which is {of}")
         return cls(group, index, of)
