@@ -108,6 +108,9 @@ def completion(body: Mapping[str, Any]) -> CompletionRequest:
     top = fields.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
+    if echo and top is not None and options["max_tokens"] == 1 and "format" not in options:
+        # Evaluations drop the last token, which they take to be the one that was generated.
+        options["ignore_eos"] = True
     return _request(body, _prompts(body.get("prompt")), options, ())
 
 
