@@ -214,6 +214,9 @@ class RowEngine(ABC, Generic[R]):
         end = seq.submitted + tokens
         if stop is not None and seq.submitted < stop < end:
             end = stop
+        shared = len(seq.prompt) - 1  # where others with the same prompt begin
+        if seq.shared and self._prefix.whole and seq.submitted < shared < end:
+            end = shared
         if seq.media:
             end = readable_end(seq.media, seq.submitted, end, self.encoded)
             if end == seq.submitted:
