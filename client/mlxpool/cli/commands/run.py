@@ -54,7 +54,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="an image in front of the prompt, or where it has [img-n]; may be repeated",
     )
     run_parser.add_argument(
-        "-n", type=int, metavar="N", help="so many choices, with seed, seed + 1, … (1 to 64)"
+        "-n",
+        "--choices",
+        dest="n",
+        type=int,
+        metavar="N",
+        help="so many choices, with seed, seed + 1, … (1 to 64)",
     )
     run_parser.add_argument(
         "--echo", action="store_true", default=None, help="print the prompt first"
