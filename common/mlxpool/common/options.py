@@ -243,6 +243,8 @@ def _nearest(name: object) -> str:
     """The hint in the error for an unknown option."""
     if name in REQUEST_KEYS:
         return "; it is a key of the request, beside its options"
+    if name in ("n", "best_of"):
+        return "; send a request for each completion, with seed + i and the key `choice`"
     near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES, *REQUEST_KEYS], n=1)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -39,6 +39,6 @@ def _worth(seq: Sequence, reader: Sequence, *, whole: bool) -> bool:
     least = max(begun + saved, (begun + size) // 2)
     if whole:
         least = max(least, size - 1)
-    if least > min(size, len(seq.prompt) - 1):
+    if least > min(size, len(seq.prompt) - 1) or seq.prompt[least - 1] != reader.prompt[least - 1]:
         return False
     return seq.prompt[:least] == reader.prompt[:least]
