@@ -99,3 +99,13 @@ def test_without_a_tree_nobody_waits(folders: dict[str, Path], prefix: str) -> N
     ids, cached = answers(folders["plain"], [prompt_of(300)] * 3, prefix=prefix)
     assert len(ids) == 3 and cached == [0, 0, 0]
     assert set(Counted.places.values()) == {3}
+
+
+@pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
+@pytest.mark.parametrize("blocks", [4, 5, 6, 7, 9, 12, 14])
+def test_little_memory_ends_no_sequence(folders: dict[str, Path], layout: str, blocks: int) -> None:
+    """Where rows share the last block of a prompt, each copies it before it writes on."""
+    prompt = prompt_of(300)
+    alone, _ = answers(folders["plain"], [prompt] * 6, layout=layout, prefix="off")
+    ids, _ = answers(folders["plain"], [prompt] * 6, layout=layout, blocks=blocks)
+    assert ids == alone

@@ -257,7 +257,8 @@ class RowEngine(ABC, Generic[R]):
         for span in keep:
             self._keep(span.sequence)
         for seq in shared:
-            self._keep(seq, restore_point=True)
+            if self.blocks.find_one():  # for the copy of the block that it goes on writing
+                self._keep(seq, restore_point=True)
 
     def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
         """Has the prefix cache keep what the row of a sequence has; see PrefixCache.keep."""
