@@ -17,6 +17,7 @@ from mlxpool.broker.workers.placement import (
     choose_pair,
     demand_of,
     fits_facts,
+    group_of,
 )
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
@@ -55,6 +56,8 @@ class Dispatcher:
         if pair is None and any(request.message.prompt.images for request in heads):
             text = model.queue.head(without_images=True)
             pair = None if text is None else _choose(model, [text], workers)
+        if pair is None and any(request.message.choice for request in heads):
+            pair = _behind_choices(model, workers)
         if pair is not None:
             for request in takewhile(lambda each: each is not pair[0], heads):
                 request.passed += 1
@@ -107,6 +110,8 @@ class Dispatcher:
             worker.reading.add((request.id, run.number))
         if run.batch_bound:
             worker.batch_bounds[run.number] = run.batch_bound
+        if (group := group_of(request)) is not None:
+            worker.route.has_group(group)
         if len(model.slots) > 1 and _cache_aware(model):
             worker.route.sent(run.number, demand_of(request, model.answer_tokens))
         self._delivery.set_timer(request)
@@ -126,11 +131,30 @@ def _choose(
     )
 
 
+def _behind_choices(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
+    """The first request that may go past choices, which wait for the worker of their group."""
+    if not any(worker.credit() for worker in workers):
+        return None
+    waiting: set[tuple[str, str]] = set()
+    for request in model.queue.in_turn():
+        group = group_of(request)
+        if group in waiting:
+            continue
+        pair = _choose(model, [request], workers)
+        if pair is not None:
+            return pair
+        if group is None:
+            break  # an image that no worker has room for, or a request that runs alone
+        waiting.add(group)
+    return None
+
+
 def work_of(request: Request, deadline_ms: int) -> Work:
     """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
-        resume = Resume(bytes(run.ids), run.facts, resumes=run.resumes_without_progress)
+        losses, reported = run.resumes_without_progress, run.reported
+        resume = Resume(bytes(run.ids), run.facts, resumes=losses, reported=reported)
     return Work(
         message.prompt,
         message.options,
@@ -139,4 +163,5 @@ def work_of(request: Request, deadline_ms: int) -> Work:
         resume,
         suspect=run.charge > 0,
         owner=request.owner,
+        shared=message.choice is not None and message.choice.of > 1,
     )

@@ -72,7 +72,7 @@ class Lane:
         return list(islice(next(iter(self.owners.values())), MAX_REQUESTS))
 
     def take(self, request: Request) -> None:
-        """Remove one of the heads: its owner pays for it."""
+        """Remove a request that is given to a worker: its owner pays for it."""
         self.deficits[request.owner] -= cost(request)
         self.drop(request)
 
@@ -103,9 +103,7 @@ class Queue:
     def __iter__(self) -> Iterator[Request]:
         """In no promised order."""
         yield from self.resumed
-        for lane in reversed(self.lanes):
-            for waiting in lane.owners.values():
-                yield from waiting
+        yield from self.in_turn()
 
     def __contains__(self, request: Request) -> bool:
         return any(each is request for each in self)
@@ -136,6 +134,12 @@ class Queue:
         """Those of the fresh ones of which one is next: of the highest priority, of one owner."""
         lane = next((lane for lane in reversed(self.lanes) if lane.owners), None)
         return [] if lane is None else lane.heads()
+
+    def in_turn(self) -> Iterator[Request]:
+        """The fresh ones: the highest priority first, then the owner whose turn it is."""
+        for lane in reversed(self.lanes):
+            for waiting in lane.owners.values():
+                yield from waiting
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker."""

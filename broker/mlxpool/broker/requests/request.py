@@ -26,6 +26,7 @@ class Run:
     ids: bytearray = field(default_factory=bytearray)
     facts: Facts | None = None  # of its first worker
     prompt_tokens: int = 0
+    reported: int = 0  # tokens of the prompt that workers have reported
     epoch: int = 0  # 0: no worker has it
     slot: str = ""
     number: int = 0

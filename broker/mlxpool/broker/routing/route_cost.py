@@ -18,6 +18,7 @@ from mlxpool.broker.routing.worker_speed import (
 MAX_OUTPUT = 200  # tokens of an answer that count: rows come and go, so later steps are not known
 TRUST_WEIGHT = 0.1  # of the newest request in `trust`
 MAX_SESSIONS = 512  # remembered of one worker
+MAX_GROUPS = 512  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Route:
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
     trust: float = 1.0  # cached tokens over predicted ones, an average of requests
     sessions: dict[tuple[str, str], int] = field(default_factory=dict)  # -> tokens of the prompt
+    groups: dict[tuple[str, str], None] = field(default_factory=dict)  # of choices, by owner
     predicted: dict[int, int] = field(default_factory=dict)  # run -> tokens taken to be cached
     unread: dict[int, int] = field(default_factory=dict)  # run without a first token -> tokens
     evicted: int = 0  # tokens that its cache has dropped, by the newest heartbeat
@@ -59,6 +61,13 @@ class Route:
             self.sessions[demand.session] = demand.pieces.tokens
             if len(self.sessions) > MAX_SESSIONS:
                 del self.sessions[next(iter(self.sessions))]
+
+    def has_group(self, group: tuple[str, str]) -> None:
+        """The worker is given a choice of this group: the others of it follow."""
+        self.groups.pop(group, None)
+        self.groups[group] = None
+        if len(self.groups) > MAX_GROUPS:
+            del self.groups[next(iter(self.groups))]
 
     def has_read(self, run: int) -> None:
         """The prompt of a run has been read."""

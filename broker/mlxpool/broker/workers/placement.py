@@ -10,6 +10,7 @@ from mlxpool.broker.routing.route_choice import cheapest_pair
 from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Demand, cost_ms
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import WorkerState
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
@@ -37,13 +38,37 @@ def has_image_place(worker: Worker, request: Request) -> bool:
     return len(worker.reading) < max(1, (worker.credit() + len(worker.leases)) // 2)
 
 
-def may_have(worker: Worker, request: Request) -> bool:
-    """Whether the worker may be given the request now."""
+def group_of(request: Request) -> tuple[str, str] | None:
+    """The owner and name of the choices that the request is one of; None: it is none."""
+    choice = request.message.choice
+    return None if choice is None else (request.owner, choice.group)
+
+
+def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
+    """Whether the request is a choice whose group another one of `workers` has.
+
+    It waits for that worker to have room. A choice that is suspected to have ended a worker goes
+    anywhere.
+    """
+    group = group_of(request)
+    if group is None or request.run.batch_bound or group in worker.route.groups:
+        return False
+    return any(
+        group in other.route.groups
+        and other.state in (WorkerState.READY, WorkerState.SUSPECT)
+        and fits_facts(other, request)
+        for other in workers
+    )
+
+
+def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
+    """Whether the worker, one of the model's `workers`, may be given the request now."""
     return (
         worker.credit() > 0
         and fits_facts(worker, request)
         and keeps_batch_bounds(worker, request)
         and has_image_place(worker, request)
+        and not is_bound_elsewhere(worker, request, workers)
     )
 
 
@@ -77,11 +102,13 @@ def choose_pair(
         return None
     if len(serving) == 1 or not cache_aware:
         pairs = ((request, worker) for request in waiting for worker in serving)
-        return next((pair for pair in pairs if may_have(pair[1], pair[0])), None)
+        return next((pair for pair in pairs if may_have(pair[1], pair[0], workers)), None)
 
     def cost(request: Request, worker: Worker) -> float:
         demand = demand_of(request, answer_tokens)
         return cost_ms(demand, worker.route, len(worker.leases), model)
 
-    pair = cheapest_pair(waiting, serving, cost, lambda request, worker: may_have(worker, request))
+    pair = cheapest_pair(
+        waiting, serving, cost, lambda request, worker: may_have(worker, request, workers)
+    )
     return None if pair is None else (pair.request, pair.worker)
