@@ -374,7 +374,7 @@ def test_pull_of_another_model_says_how_to_get_it(client: ollama.Client, stream:
 
 
 def test_pull_of_a_long_name_shortens_it(client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match=r"--model 'x{56}\.\.\.=FOLDER") as caught:
+    with pytest.raises(ollama.ResponseError, match="--model NAME=FOLDER") as caught:
         client.pull("x" * 5000)
     assert len(caught.value.error) < 1000
 
