@@ -6,6 +6,7 @@ connection or a broker is lost.
 
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.client.decisions import Decision, DecisionList
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
@@ -21,6 +22,8 @@ __all__ = [
     "AsyncStream",
     "ChatTokens",
     "Client",
+    "Decision",
+    "DecisionList",
     "Delta",
     "Pace",
     "PoolError",

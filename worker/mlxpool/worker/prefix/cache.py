@@ -50,8 +50,11 @@ class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
     Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`.
-    `reason` says why the newest `begin` found what it found.
+    `reason` says why the newest `begin` found what it found. `shares`: several rows may have begun
+    with the same entry, or nothing is kept.
     """
+
+    shares = True
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         if budget < 0:
@@ -129,6 +132,8 @@ class _Entry(Generic[R]):
 
 class SingleCache(PrefixCache[R]):
     """One entry: the row of the last sequence, which the next prompt takes over."""
+
+    shares = False
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         super().__init__(store, budget)

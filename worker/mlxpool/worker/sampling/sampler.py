@@ -47,7 +47,7 @@ def sample(
     read it yet.
     """
     options, seeds = [row.options for row in rows], [row.seed for row in rows]
-    batch = SamplingBatch(options, seeds, logits.shape[-1])
+    batch = SamplingBatch(options, seeds, logits.shape[-1], scored=[row.scored for row in rows])
     positions, histories = [row.position for row in rows], [row.history for row in rows]
     return sample_batch(logits, batch, positions, histories, pending)
 
@@ -249,4 +249,5 @@ def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> Sam
     if k == 0:
         return SamplerOutput(tokens, chosen)
     ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k].astype(mx.int32)
-    return SamplerOutput(tokens, chosen, ids, flat[rows[:, None] + ids])
+    scored = flat[rows[:, None] + batch.scored_ids] if batch.scored else None
+    return SamplerOutput(tokens, chosen, ids, flat[rows[:, None] + ids], scored)
