@@ -41,7 +41,10 @@ class AskQuestions:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The ids of each question's prompt behind those of the `shared` text, and its answers."""
+    """The ids of each question's prompt behind the `shared` ones of all, and its answers.
+
+    Each tail has at least one. Those of questions with the same labels are their own words alone.
+    """
 
     shared: list[int]
     tails: list[list[int]]
@@ -58,7 +61,7 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
     shared = text.encode(head)
     part = _parts(text)
     prompts = [_prompt(text, part, head, shared, tail) for tail in tails]
-    common = min((_common(shared, one) for one in prompts), default=0)
+    common = min(min(_common(prompts[0], one), len(one) - 1) for one in prompts)
     end = worded_end(tails[0], worded(questions[0], chat=job.chat))
     answers = []
     for at, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
@@ -72,7 +75,7 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
                 details={"prompt_tokens": len(prompt), "context": job.context},
             )
         answers.append(_answers(name, part, end, question, chat=job.chat))
-    return Prompts(shared[:common], [one[common:] for one in prompts], answers)
+    return Prompts(prompts[0][:common], [one[common:] for one in prompts], answers)
 
 
 def worded_end(tail: str, words: str) -> str:

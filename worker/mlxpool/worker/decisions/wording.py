@@ -2,8 +2,7 @@
 
 Labels are not scored by their own words: a long one would be less probable than a short one, and
 one that begins like another would share its first token. They are listed with letters, and the
-answer is a letter. Yes, no and numbers are their own answers. The words around a question are few,
-for they are read with each of them.
+answer is a letter. Yes, no and numbers are their own answers.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ class Form:
 
 
 def worded(question: Question, *, chat: bool) -> str:
-    """The text that follows the shared text; `chat`: a chat template follows it."""
-    lines = [question.text] if question.text else []
+    """The text that follows the shared text; `chat`: a chat template follows it.
+
+    The question is its end, so that questions with the same labels begin alike.
+    """
+    lines = [
+        f"{letter}. {one}" for letter, one in zip(ascii_uppercase, question.choices, strict=False)
+    ]
+    how = "Answer yes or no"
     if question.choices:
-        letters = ascii_uppercase
-        lines += [
-            f"{letter}. {one}" for letter, one in zip(letters, question.choices, strict=False)
-        ]
-        ending = "Answer with one letter."
+        how = "Answer with one letter"
     elif question.scale is not None:
         low, high = question.scale
-        ending = f"Answer with a number from {low} to {high}."
-    else:
-        ending = "Answer yes or no."
-    text = "\n".join([*lines, ending])
+        how = f"Answer with a number from {low} to {high}"
+    lines.append(f"{how}: {question.text}" if question.text else f"{how}.")
+    text = "\n".join(lines)
     return text if chat else text + _RAW_END
 
 
