@@ -204,6 +204,9 @@ def test_the_text_is_read_once(models: dict[str, LoadedModel], name: str) -> Non
     engine = ENGINES.pop()
     assert sum(engine.inputs) == message.shared + own
     assert max(engine.spans) == 4  # as many as there are places for sequences
+    # A row that can go back is used again: it has the text.
+    begun = engine.prefix.hits + engine.prefix.misses
+    assert begun == (len(questions) if name == "states" else 1 + 4)
     # What is kept is the text alone, not the questions.
     assert engine.prefix.nbytes <= engine._block_bytes * (len(TEXT) // 256 + 2)
     harness.compute.send(prepared(models[name], 2, questions))

@@ -2,7 +2,8 @@
 
 A line is the prompt of a question, or that prompt and the first tokens of an answer: its one pass
 gives the log-probabilities of the tokens that may follow. The first line of a call reads the text;
-the others wait for it, and find the text in the prefix cache.
+the others wait for it, and find the text in the prefix cache. While nobody waits for its row, a
+line that has ended becomes the next one of its call, so that the text is not copied for each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Answer, CallKey, Decide, Outbound, RunKey
 from mlxpool.worker.decisions.answers import Decided, Path, decided
+from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
@@ -32,16 +34,27 @@ _OPTIONS = Options(temperature=0, max_tokens=1)
 
 @dataclass(eq=False, slots=True)
 class Line(Generation):
-    """A line of the call `key`: question `index` after the tokens `branch` of an answer."""
+    """A line of a call: question `index` after the tokens `branch` of an answer.
+
+    `goes_on` is asked when it has ended, and makes it another one if it can.
+    """
 
     call: CallKey = field(kw_only=True)
     index: int = field(kw_only=True)
     branch: Path = field(kw_only=True)
+    goes_on: Callable[[Line], bool] = field(kw_only=True)
     found: Mapping[int, float] | None = None  # log-probabilities of the tokens that may follow
     error: PoolError | None = None
 
     @classmethod
-    def of(cls, call: DecideState, index: int, branch: Path, number: int) -> Self:
+    def of(
+        cls,
+        call: DecideState,
+        index: int,
+        branch: Path,
+        number: int,
+        goes_on: Callable[[Line], bool],
+    ) -> Self:
         """The line of a call. `number`: its sequence's, which no run of a request has."""
         message = call.message
         question = message.questions[index]
@@ -64,12 +77,22 @@ class Line(Generation):
             call=message.key,
             index=index,
             branch=branch,
+            goes_on=goes_on,
         )
+
+    def become(self, call: DecideState, index: int, branch: Path) -> None:
+        """Be another line of the call; its row has the text."""
+        question, sequence = call.message.questions[index], self.sequence
+        sequence.prompt = (*question.prompt, *branch)
+        sequence.scored = question.branches[branch]
+        self.index, self.branch, self.found = index, branch, None
 
     def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
         """See Generation.commit. Keeps the log-probabilities; the drawn token is of no use."""
         assert drawn.logprob is not None
         self.found = dict(drawn.logprob.top)
+        if self.goes_on(self):
+            return Delta(*self.key, 0, "", b"")
         return self.last_delta(RunEnd("stop"))
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
@@ -145,8 +168,11 @@ class DecideState:
 class Decisions:
     """The open calls. Owners have turns, so that many questions of one do not delay another's."""
 
-    def __init__(self, generations: Generations, post: Callable[[Outbound], None]) -> None:
+    def __init__(
+        self, engine: Engine, generations: Generations, post: Callable[[Outbound], None]
+    ) -> None:
         """Lines run among `generations`; `post` sends answers to the main thread."""
+        self._engine = engine
         self._generations = generations
         self._post = post
         self._fence = 0
@@ -189,7 +215,8 @@ class Decisions:
             call = self._next()
             if call is None:
                 return
-            line = Line.of(call, *call.pending.popleft(), next(self._numbers))
+            number = next(self._numbers)
+            line = Line.of(call, *call.pending.popleft(), number, self._continue)
             call.running.add(line)
             self._lines[line.key] = line
             self._generations.add(line)
@@ -204,15 +231,33 @@ class Decisions:
                 return call
         return None
 
+    def _continue(self, line: Line) -> bool:
+        """Make a line that has ended the next one of its call, unless others want its row."""
+        call = self._open.get(line.call)
+        if call is None or not call.pending or call.leads or call.message.alone:
+            return False
+        live = self._generations.sequences()
+        if len(self._owners) > 1 or any(one.phase is Phase.WAITING for one in live):
+            return False
+        if not self._engine.rewind(line.sequence, call.message.shared):
+            return False
+        call.took(line)
+        line.become(call, *call.pending.popleft())
+        return True
+
     def take(self, deltas: list[Delta]) -> list[Delta]:
         """Take the ends of lines from the deltas of a step; returns those of the streams."""
         if not self._lines:
             return deltas
-        ends = [self._lines.pop((delta.id, delta.attempt), None) for delta in deltas]
-        for line in ends:
-            if line is not None and line.call in self._open:
+        lines = [self._lines.get((delta.id, delta.attempt)) for delta in deltas]
+        pairs = [*zip(deltas, lines, strict=True)]
+        ended = [line for delta, line in pairs if line is not None and delta.end is not None]
+        for line in ended:
+            del self._lines[line.key]
+        for line in ended:
+            if line.call in self._open:
                 self._ended(self._open[line.call], line)
-        return [delta for delta, line in zip(deltas, ends, strict=True) if line is None]
+        return [delta for delta, line in pairs if line is None]
 
     def _ended(self, call: DecideState, line: Line) -> None:
         call.running.discard(line)

@@ -66,7 +66,7 @@ class ComputeLoop:
         self._generations = Generations(engine)
         self._admissions = Admissions(engine, self._generations, progress)
         self._steps = Steps(engine, self._generations, progress)
-        self._decisions = Decisions(self._generations, post)
+        self._decisions = Decisions(engine, self._generations, post)
         self._reported = 0.0  # when the memory was read last
         self._report_memory(monotonic())
 
