@@ -12,6 +12,7 @@ have three choices and are short.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from typing import Any
 from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
 from mlxpool.bench.pools import serving
+from mlxpool.broker.processes.blas import preload
 from mlxpool.client import Client, Decision
 
 OTHER = "one by one"
@@ -135,6 +137,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a folder for decisions.json")
     options = parser.parse_args()
+    if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):  # as the worker has it
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     figures = measured(options)
     print(report.markdown(figures))
     if options.out:

@@ -116,9 +116,9 @@ or a NumPy array.
 
 ## Choices
 
-The `Choices` of a question of `decide` are None, for yes or no, a list of 2 to 26 different texts, or a
-`range` of 2 to 101 whole numbers from 0 to 1,000. `Asked` of `decide_all` is a question, or a tuple
-of a question and its choices. [decisions.md](decisions.md) says what the answers are worth.
+The `Choices` of a question of `decide` are None, for yes or no, a list of 2 to 26 different texts,
+or a `range` of 2 to 101 whole numbers from 0 to 1,000. `Asked` of `decide_all` is a question, or a
+tuple of a question and its choices. [decisions.md](decisions.md) says what the answers are worth.
 
 ## Images
 
