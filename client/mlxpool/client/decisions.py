@@ -17,9 +17,9 @@ from mlxpool.common.protocol.from_client import ModelCall
 
 Label: TypeAlias = str | bool | int
 # Labels of which one is picked; range(1, 11): a number from 1 to 10; None: yes or no.
-Choices: TypeAlias = Sequence[str] | range | None
+AnswerChoices: TypeAlias = Sequence[str] | range | None
 # A question that is answered yes or no, or a question with its choices.
-Asked: TypeAlias = str | tuple[str, Choices]
+Asked: TypeAlias = str | tuple[str, AnswerChoices]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.client import Decision, DecisionList
-from mlxpool.client.decisions import Asked, Choices
+from mlxpool.client.decisions import AnswerChoices, Asked
 from mlxpool.common.checks import is_number, shown
 from mlxpool.common.protocol.decisions import (
     MAX_QUESTIONS,
@@ -49,7 +49,7 @@ def _question(name: str, raw: Any) -> Asked:
     if isinstance(raw, Mapping):
         QUESTION.check(raw, f"{name}.")
     found: Question = fields.checked(name, lambda value: Question.parse(name, value), raw)
-    choices: Choices = found.choices or None
+    choices: AnswerChoices = found.choices or None
     if found.scale is not None:
         low, high = found.scale
         choices = range(low, high + 1)

@@ -99,6 +99,7 @@ class ComputeLoop:
         if isinstance(message, Admit):
             generation = self._begin(message, self._engine.piece)
             self._generations.add(generation)
+            deltas += generation.begin_report()
             reason = generation.finish_reason()  # a resumed completion may be complete already
             if reason is not None:
                 deltas.append(self._generations.finish(generation, reason))
@@ -131,7 +132,7 @@ class ComputeLoop:
         self._cpu_threads.begin_step(monotonic())
         deltas = generations.expire(monotonic())
         cache = self._engine.prefix
-        apart = cache is not None and not cache.shares
+        apart = cache is not None and cache.exclusive
         self._decisions.begin(self._max_sequences - len(generations), apart=apart)
         deltas += self._admissions.grow()
         deltas += self._admissions.admit(self._max_sequences, self._steps.admit)
@@ -152,5 +153,6 @@ class ComputeLoop:
                 "misses": counters.misses,
                 "tokens": counters.tokens,
                 "evictions": counters.evictions,
+                "evicted_tokens": counters.evicted_tokens,
                 "images": self._engine.encoded.encoded,
             }
