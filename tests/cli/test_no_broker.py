@@ -30,6 +30,7 @@ REQUESTS = [
     ["embed", "m", "x"],
     ["rerank", "m", "q", "x"],
     ["classify", "m", "x"],
+    ["decide", "m", "x"],
 ]
 
 

@@ -14,6 +14,8 @@ import mlxpool.client.vectors as vectors
 from mlxpool.client.aio_choices import AsyncChoicesStream
 from mlxpool.client.choices import Choices, drafts_of
 from mlxpool.client.connection import Connection
+from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
+from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
 from mlxpool.client.loop_calls import call_in_loop
 from mlxpool.client.request import (
@@ -372,6 +374,34 @@ class AsyncClient:
             )
         )
 
+    async def decide(
+        self,
+        model: str,
+        prompt: str,
+        choices: AnswerChoices = None,
+        *,
+        temperature: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> Decision:
+        """How a model answers a prompt that ends with a question; see `Client.decide`."""
+        calls = decide(
+            model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
+        )
+        return (await self._answers(calls, 1))[0][0]
+
+    async def decide_all(
+        self,
+        model: str,
+        prompt: str,
+        questions: Sequence[Asked],
+        *,
+        temperature: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> DecisionList:
+        """The answers to questions about a text; see `Client.decide_all`."""
+        calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
+        return joined_decisions(await self._answers(calls, 1))
+
     async def cancel(self, request_id: bytes) -> dict[str, Any]:
         """Cancel any request of this owner by its id, 16 bytes.
 
@@ -399,16 +429,19 @@ class AsyncClient:
             raise
 
     async def _vectors(self, questions: Sequence[Question[Vectors]]) -> Vectors:
-        """The joined answers to questions, of which MAX_IN_FLIGHT are open at a time."""
-        places = asyncio.Semaphore(MAX_IN_FLIGHT)
+        return joined(await self._answers(questions, MAX_IN_FLIGHT))
 
-        async def ask(question: Question[Vectors]) -> Vectors:
+    async def _answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
+        """The answers to questions, of which at most `at_once` are open at a time."""
+        places = asyncio.Semaphore(at_once)
+
+        async def ask(question: Question[Answer]) -> Answer:
             async with places:
                 return await self._call(question)
 
         tasks = [asyncio.ensure_future(ask(question)) for question in questions]
         try:
-            return joined(await asyncio.gather(*tasks))
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
