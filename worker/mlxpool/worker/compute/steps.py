@@ -16,6 +16,8 @@ from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.masks import Masks
 from mlxpool.worker.engine.engine import Engine, Mask
 from mlxpool.worker.scheduling.scheduler import schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
@@ -57,7 +59,7 @@ class StepInFlight:
     def of(cls, step: Step) -> Self:
         chunks = step.chunks
         request = chunks[0].sequence.id if len(chunks) == 1 else None
-        tokens = step.rows + sum(span.count for span in chunks) if chunks else 0
+        tokens = sum(span.count for span in step.spans) if chunks else 0
         return cls(step, request, tokens, len(step.spans))
 
     @property
@@ -78,6 +80,8 @@ class Steps:
         self._generations = generations
         self._progress = progress
         self._flights: deque[StepInFlight] = deque()
+        self._masks = Masks()
+        self._held: list[Generation] = []  # their masks were late
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
 
@@ -146,6 +150,8 @@ class Steps:
         return []
 
     def _run(self, live: list[Sequence]) -> list[Delta]:
+        if self._held:
+            self._release_held()
         limits = self._engine.limits
         step = schedule(
             live,
@@ -161,7 +167,10 @@ class Steps:
             if self._flights and (step.alone or len(self._flights) > limits.ahead):
                 deltas += self.collect()
             return deltas
-        return self.collect() if self._flights else []
+        if self._flights:
+            return self.collect()
+        self._masks.wait()  # of rows that nothing but their masks keeps from the next step
+        return []
 
     def _submit(self, step: Step) -> list[Delta]:
         self._alone = step.alone
@@ -186,28 +195,65 @@ class Steps:
     def _draw(self, constrained: list[Generation]) -> list[Delta]:
         """Have the newest step draw its tokens, with masks that are made while it computes.
 
-        What a mask allows depends on the token before, so the step before is collected first.
+        What a mask allows depends on the token before, so the step before is collected first. A
+        row whose next tokens are known by then draws none, and one whose mask is late neither: its
+        last input is read again.
         """
         deltas: list[Delta] = []
         while len(self._flights) > 1:
             deltas += self.collect()
         if not self._flights:
             return deltas  # the step before failed, and this one with it
-        masks: dict[Sequence, Mask] = {}
+        asking: dict[Constraint, Generation] = {}
         for generation in constrained:
             sequence, constraint = generation.sequence, generation.constraint
             if constraint is None or not self._is_live(sequence):
                 continue
-            try:
-                masks[sequence] = constraint.mask()
-            except Exception as error:
-                log.warning("the mask of an answer could not be made", exc_info=error)
-                deltas.append(self._generations.fail(sequence, as_pool_error(error)))
+            if sequence.unread:
+                self._engine.withdraw(sequence, again=False)
+            else:
+                asking[constraint] = generation
+        found, masks = self._masks.make(asking), dict[Sequence, Mask]()
+        for constraint, generation in asking.items():
+            made, sequence = found.get(constraint), generation.sequence
+            if made is None:
+                self._engine.withdraw(sequence, again=True)
+                self._hold(generation)
+            elif isinstance(made, Exception):
+                log.warning("the mask of an answer could not be made", exc_info=made)
+                deltas.append(self._generations.fail(sequence, as_pool_error(made)))
+            else:
+                masks[sequence] = made
+                if self._masks.is_late(constraint):
+                    self._hold(generation)
         try:
             self._engine.draw(masks)
         except Exception as error:
             return deltas + self._failed(error)
         return deltas
+
+    def _hold(self, generation: Generation) -> None:
+        """Leave a row out of the steps until its mask is made."""
+        generation.sequence.held = True
+        self._held.append(generation)
+
+    def _release_held(self) -> None:
+        """Let rows whose masks are made take part in steps again.
+
+        The mask is begun when the token before is known.
+        """
+        waiting, self._held = self._held, []
+        for generation in waiting:
+            sequence, constraint = generation.sequence, generation.constraint
+            assert constraint is not None
+            if not self._is_live(sequence):
+                sequence.held = False
+                continue
+            if not sequence.awaited:
+                self._masks.begin(constraint)
+                sequence.held = not self._masks.is_made(constraint)
+            if sequence.held:
+                self._held.append(generation)
 
     def collect(self) -> list[Delta]:
         """Wait for the oldest step in flight and commit its tokens."""
@@ -273,7 +319,9 @@ class Steps:
                 continue
             generation, count = generations.of(sequence), len(sequence.ids)
             try:
-                delta = generation.commit(one, eos, now)
+                constraint = generation.constraint
+                find = constraint is not None and self._masks.is_quick(constraint)
+                delta = generation.commit(one, eos, now, find=find)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent

@@ -21,6 +21,7 @@ from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.constraints.vocabulary import words_of
 
 MAX_GRAMMARS = 64  # texts that are kept
+SMALL_GRAMMAR = 16 * 1024  # characters; a text of so many is tokenised in some 4 ms
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -85,4 +86,11 @@ class Compiler:
         self._grammars.move_to_end(digest)
         if len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
-        return Constraint(matcher, self._ends, self._others, digest)
+        return Constraint(
+            matcher,
+            self._ends,
+            self._others,
+            digest,
+            canonical=self._tokenizer.is_canonical,
+            small=len(text) <= SMALL_GRAMMAR,
+        )
