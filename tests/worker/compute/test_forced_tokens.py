@@ -21,6 +21,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.constraints import masks  # noqa: E402
 from mlxpool.worker.constraints.constraint import MAX_RUN, Constraint  # noqa: E402
+from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -107,7 +108,12 @@ def test_an_answer_is_that_of_single_tokens(
     ]
     passes: list[int] = []
     true = ModelEngine.collect
-    monkeypatch.setattr(ModelEngine, "collect", lambda self: (passes.append(1), true(self))[1])
+
+    def collect(engine: ModelEngine) -> StepResult:
+        passes.append(1)
+        return true(engine)
+
+    monkeypatch.setattr(ModelEngine, "collect", collect)
     found = Asked(loaded, layout=layout, ahead=ahead).run(requests)
     together = len(passes)
     alone = Asked(loaded, layout=layout, ahead=ahead)
@@ -224,11 +230,11 @@ def test_a_full_context_shifts_beside_forced_tokens(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pattern = "([a-c]{1,2} and something that is forced, ){20}end"
-    request = {"format": {"type": "regex", "pattern": pattern}, "temperature": 0.7}
+    request: dict[str, Any] = {"format": {"type": "regex", "pattern": pattern}}
 
     def run(*, ahead: bool) -> Answer:
         batch = Asked(loaded, ahead=ahead).batch
-        row = batch.admit(7, max_tokens=600, shift=True, num_ctx=48, **request)
+        row = batch.admit(7, max_tokens=600, shift=True, num_ctx=48, temperature=0.7, **request)
         row.shift = ContextShift(48, 4, ())
         return batch.run()[7]
 

@@ -411,9 +411,7 @@ def test_a_step_keeps_every_bound(
         assert len(inside) == 1 and inside[0].read_alone and inside[0] is waits[0]
     else:
         due = [
-            one
-            for one in free
-            if one.phase is Phase.RUNNING and (one.unread == 1 or one.reads_run)
+            one for one in free if one.phase is Phase.RUNNING and (one.unread == 1 or one.reads_run)
         ]
         assert set(due) <= {span.sequence for span in rows}
         assert not any(span.sequence.read_alone for span in step.chunks)

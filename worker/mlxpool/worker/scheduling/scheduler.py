@@ -97,7 +97,9 @@ def _rows_and_prompts(
     A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
     One whose image was given up for others waits until it is encoded again.
     """
-    rows, prompts, runs = [], [], []
+    rows: list[Span] = []
+    prompts: list[Sequence] = []
+    runs: list[Sequence] = []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
     for one in live:  # in every step, so with as few calls as possible
         if one.phase is not running or one.held:

@@ -11,7 +11,6 @@ from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, MediaSpan, is_slot, seen_images, without
 from mlxpool.worker.scheduling.context_policy import ContextShift
 
-
 MAX_RUN_TOKENS = 64  # of a completion that a decode step reads together
 
 
