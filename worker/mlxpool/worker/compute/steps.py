@@ -13,11 +13,10 @@ from typing import Self
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.worker.compute.constrained_rows import ConstrainedRows
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.constraints.constraint import Constraint
-from mlxpool.worker.constraints.masks import Masks
 from mlxpool.worker.engine.engine import Engine, Mask
 from mlxpool.worker.scheduling.scheduler import schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
@@ -80,8 +79,7 @@ class Steps:
         self._generations = generations
         self._progress = progress
         self._flights: deque[StepInFlight] = deque()
-        self._masks = Masks()
-        self._held: list[Generation] = []  # their masks were late
+        self._constrained = ConstrainedRows(engine)
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
 
@@ -150,8 +148,7 @@ class Steps:
         return []
 
     def _run(self, live: list[Sequence]) -> list[Delta]:
-        if self._held:
-            self._release_held()
+        self._constrained.release()
         limits = self._engine.limits
         step = schedule(
             live,
@@ -169,7 +166,7 @@ class Steps:
             return deltas
         if self._flights:
             return self.collect()
-        self._masks.wait()  # of rows that nothing but their masks keeps from the next step
+        self._constrained.wait()
         return []
 
     def _submit(self, step: Step) -> list[Delta]:
@@ -195,65 +192,25 @@ class Steps:
     def _draw(self, constrained: list[Generation]) -> list[Delta]:
         """Have the newest step draw its tokens, with masks that are made while it computes.
 
-        What a mask allows depends on the token before, so the step before is collected first. A
-        row whose next tokens are known by then draws none, and one whose mask is late neither: its
-        last input is read again.
+        What a mask allows depends on the token before, so the step before is collected first.
         """
         deltas: list[Delta] = []
         while len(self._flights) > 1:
             deltas += self.collect()
         if not self._flights:
             return deltas  # the step before failed, and this one with it
-        asking: dict[Constraint, Generation] = {}
-        for generation in constrained:
-            sequence, constraint = generation.sequence, generation.constraint
-            if constraint is None or not self._is_live(sequence):
-                continue
-            if sequence.unread:
-                self._engine.withdraw(sequence, again=False)
+        masks: dict[Sequence, Mask] = {}
+        for row, mask in self._constrained.masks(constrained).items():
+            if isinstance(mask, Exception):
+                log.warning("the mask of an answer could not be made", exc_info=mask)
+                deltas.append(self._generations.fail(row.sequence, as_pool_error(mask)))
             else:
-                asking[constraint] = generation
-        found, masks = self._masks.make(asking), dict[Sequence, Mask]()
-        for constraint, generation in asking.items():
-            made, sequence = found.get(constraint), generation.sequence
-            if made is None:
-                self._engine.withdraw(sequence, again=True)
-                self._hold(generation)
-            elif isinstance(made, Exception):
-                log.warning("the mask of an answer could not be made", exc_info=made)
-                deltas.append(self._generations.fail(sequence, as_pool_error(made)))
-            else:
-                masks[sequence] = made
-                if self._masks.is_late(constraint):
-                    self._hold(generation)
+                masks[row.sequence] = mask
         try:
             self._engine.draw(masks)
         except Exception as error:
             return deltas + self._failed(error)
         return deltas
-
-    def _hold(self, generation: Generation) -> None:
-        """Leave a row out of the steps until its mask is made."""
-        generation.sequence.held = True
-        self._held.append(generation)
-
-    def _release_held(self) -> None:
-        """Let rows whose masks are made take part in steps again.
-
-        The mask is begun when the token before is known.
-        """
-        waiting, self._held = self._held, []
-        for generation in waiting:
-            sequence, constraint = generation.sequence, generation.constraint
-            assert constraint is not None
-            if not self._is_live(sequence):
-                sequence.held = False
-                continue
-            if not sequence.awaited:
-                self._masks.begin(constraint)
-                sequence.held = not self._masks.is_made(constraint)
-            if sequence.held:
-                self._held.append(generation)
 
     def collect(self) -> list[Delta]:
         """Wait for the oldest step in flight and commit its tokens."""
@@ -319,8 +276,7 @@ class Steps:
                 continue
             generation, count = generations.of(sequence), len(sequence.ids)
             try:
-                constraint = generation.constraint
-                find = constraint is not None and self._masks.is_quick(constraint)
+                find = self._constrained.finds_forced(generation)
                 delta = generation.commit(one, eos, now, find=find)
             except Exception as error:
                 log.exception("a token could not be taken")

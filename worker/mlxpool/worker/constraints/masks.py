@@ -47,7 +47,7 @@ class Masks:
         return making is None or making.done()
 
     def begin(self, constraint: Constraint) -> None:
-        """Begins to make a mask, in another thread. Until it is made, nobody uses the constraint."""
+        """Begins to make a mask in another thread; until it is made, nobody uses the constraint."""
         if constraint in self._making:
             return
         if self._threads is None:
