@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -95,6 +96,24 @@ def test_a_mixed_batch_gives_every_row_what_it_gets_alone(
     assert person.end["reason"] == "stop"
     jsonschema.validate(json.loads(person.text), PERSON)
     assert found[4].text in ("yes", "no", "perhaps not")
+
+
+def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
+    """A model that wants nothing but white space writes one space at most, and comes to an end."""
+    _, _, table = demo()
+    spaces = [token for token, piece in enumerate(table.pieces) if piece and not piece.strip()]
+    options: dict[str, Any] = {"logit_bias": {str(token): 100.0 for token in spaces}}
+    numbers = {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 3}
+    batch = answers(loaded)
+    schemas = [PERSON, {"type": "object", "properties": {"a": numbers}, "required": ["a"]}]
+    for number, schema in enumerate([*schemas, {**schemas[1], "additionalProperties": False}]):
+        format = {"type": "json_schema", "schema": schema}
+        batch.admit(number, format=format, temperature=0.0, max_tokens=150, **options)
+    for number, found in batch.run().items():
+        outside = re.sub(r'"[^"]*"', '""', found.text)
+        assert " " in outside and not re.search(r"\s\s|[^ \S]|[^:,] ", outside), found.text
+        if number != 1:  # whose further keys are texts
+            assert found.end["reason"] == "stop" and json.loads(found.text)
 
 
 def test_classes_of_unicode_fit_the_bounds(loaded: LoadedModel) -> None:
