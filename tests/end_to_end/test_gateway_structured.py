@@ -231,12 +231,13 @@ def test_strict_calls_are_left_to_the_model(client: openai.OpenAI) -> None:
         "additionalProperties": False,
     }
     function = {"name": "get_weather", "parameters": parameters, "strict": True}
+    tools: Any = [{"type": "function", "function": function}]
 
     def ask(words: str) -> Any:
         return client.chat.completions.create(
             model="demo-chat",
             messages=[{"role": "user", "content": words}],
-            tools=[{"type": "function", "function": function}],  # type: ignore[list-item,misc]
+            tools=tools,
             temperature=0,
         ).choices[0]
 

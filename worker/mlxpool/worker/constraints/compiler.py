@@ -27,7 +27,7 @@ log = logging.getLogger("mlxpool.worker")
 
 
 class Compiler:
-    """Makes constraints for one model. `load` gives its vocabulary when a format first asks.
+    """Makes constraints for one model. `load` gives its vocabulary.
 
     `vocabulary` names it in digests. A format has passed `grammar.check` before it comes here.
     """
@@ -56,6 +56,15 @@ class Compiler:
         """Whether the format was compiled before. Any thread may ask."""
         return self.digest(format) in self._grammars
 
+    def load(self) -> None:
+        """Loads the vocabulary, if that was not done. Called by the thread alone.
+
+        The library holds Python's lock meanwhile, with a large vocabulary for a second: so no
+        stream should wait for it.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+
     def submit(self, job: Callable[[], None]) -> None:
         """Has the thread call a function, which may use `constraint`; it must not raise."""
         if self._thread is None:
@@ -75,8 +84,8 @@ class Compiler:
 
         Called by the thread alone.
         """
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
+        self.load()
+        assert self._tokenizer is not None
         digest = self.digest(format)
         text = self._grammars.get(digest) or grammar.grammar_of(format)
         matcher = LLMatcher(self._tokenizer, text, limits=grammar.LIMITS, log_level=0)

@@ -84,8 +84,8 @@ def _require_one_meaning(schema: Any) -> None:
         if isinstance(one, Mapping):
             if isinstance(one.get("$ref"), str) and isinstance(one.get("$id"), str):
                 raise BadRequest(
-                    "format: the schema cannot be followed: it has '$ref' beside '$id', which drafts"
-                    " of JSON Schema read in different ways"
+                    "format: the schema cannot be followed: it has '$ref' beside '$id', which"
+                    " drafts of JSON Schema read in different ways"
                 )
             unread += [value for key, value in one.items() if key not in _DATA]
         elif isinstance(one, list | tuple):
