@@ -225,7 +225,7 @@ def test_ids_behind_a_gap_are_not_fed(store: OpenedStore) -> None:
     assert store.one(progress(1, 4)) == Durable(job_id(1), 0, 8)
 
 
-# ---- progress and ends ----------------------------------------------------------------------------
+# ---- progress and ends ---------------------------------------------------------------------------
 
 
 def test_progress_fits_where_the_output_ends(store: OpenedStore) -> None:

@@ -75,7 +75,7 @@ def test_the_time_seen_is_in_the_store(store: OpenedStore) -> None:
     assert row is not None and row[0] == BEGIN + 55
 
 
-# ---- deadlines and results ------------------------------------------------------------------------
+# ---- deadlines and results -----------------------------------------------------------------------
 
 
 def sweep(store: OpenedStore, **fields: object) -> Swept:
