@@ -59,8 +59,12 @@ def main() -> None:
     writer.start()
     results: list[tuple[Operation, Result]] = []
 
+    def any_result() -> bool:
+        results.extend(writer.take())
+        return bool(results)
+
     def next_result() -> str:
-        until(lambda: results.extend(writer.take()) or results, "a result")
+        until(any_result, "a result")
         return shown(*results.pop(0))
 
     def health() -> str:

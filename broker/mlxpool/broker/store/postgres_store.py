@@ -20,7 +20,7 @@ from mlxpool.broker.store.errors import (
 )
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
-from mlxpool.broker.store.sql.sql_store import KEY_LIFE, SqlStore
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 
 LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
 # A server that does not answer is given up, and not waited for without end; seconds, milliseconds.
@@ -124,7 +124,7 @@ def _translated(sql: str) -> str:
     return sql.replace("?", "%s")
 
 
-class PostgresOpener:
+class PostgresOpener(Opener):
     """Opens the store at a URL such as postgresql://user@host/database."""
 
     def __init__(self, url: str, max_bytes: int, key_life: float = KEY_LIFE) -> None:

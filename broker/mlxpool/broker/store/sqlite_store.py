@@ -23,9 +23,8 @@ from mlxpool.broker.store.errors import (
 )
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
-from mlxpool.broker.store.sql.sql_store import KEY_LIFE, SqlStore
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, sync
-from mlxpool.common.closing import Closing
 
 MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
 PAGE = 4096  # bytes
@@ -151,6 +150,14 @@ class SqliteDatabase(Database):
         """Copy the log into the database file, and begin the log anew."""
         self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    def give_back(self, pages: int) -> None:
+        """Give free pages back to the file system, outside a transaction."""
+        try:
+            # `execute` makes one step, which is one page; a script is run to its end.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({pages})")
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+
     def log_bytes(self) -> int:
         """The size of the log."""
         try:
@@ -184,7 +191,7 @@ class SqliteStore(SqlStore):
         if database.log_bytes() < LOG_BYTES:
             return
         if database.number("PRAGMA freelist_count") > FREE_PAGES:
-            database.execute(f"PRAGMA incremental_vacuum({FREE_PAGES})")
+            database.give_back(FREE_PAGES)
         database.copy_log()
         self._folder.hold_reserve()
 
@@ -192,7 +199,7 @@ class SqliteStore(SqlStore):
         return self._folder.free_reserve()
 
 
-class SqliteOpener(Closing):
+class SqliteOpener(Opener):
     """Has a folder locked for the life of the broker, and opens the store in it.
 
     Raises StoreInUse and StoreUnusable, see StateDir.

@@ -9,31 +9,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from mlxpool.broker.store.clock import StoreClock
 from mlxpool.broker.store.errors import OutOfSpace, StoreError, StoreFenced
 from mlxpool.broker.store.inbox import Bounds, Inbox
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Refused, Result
-from mlxpool.broker.store.sql.sql_store import SqlStore
+from mlxpool.broker.store.sql.sql_store import Opener
 
 log = logging.getLogger("mlxpool.broker")
 
 RETRY = 1.0  # seconds after which a full or failed disk is tried again
-
-
-class Opener(Protocol):
-    """Has the store locked for the life of the broker."""
-
-    def open(self) -> SqlStore:
-        """Open it for the first time. Raises StoreUnusable."""
-
-    def reopen(self) -> SqlStore:
-        """Open it after a failure. Raises StoreFailed, StoreFenced."""
-
-    def close(self) -> None:
-        """Release the lock."""
 
 
 class HealthState(StrEnum):

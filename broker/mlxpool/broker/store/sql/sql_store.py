@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -98,7 +99,9 @@ class SqlStore(Closing):
         except known as error:
             self.database.undo()
             name = type(operation).__name__
-            log.warning("an operation of the store failed", extra={"operation": name, "why": str(error)})
+            log.warning(
+                "an operation of the store failed", extra={"operation": name, "why": str(error)}
+            )
             return Refused("store_error", f"{name} could not be performed: {error}")
         self.database.release()
         return result
@@ -178,6 +181,20 @@ class SqlStore(Closing):
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: batches.read_outcomes,
         }
+
+
+class Opener(Closing):
+    """Has the store locked for the life of the broker; `close` releases it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def open(self) -> SqlStore:
+        """Open the store, and make or bring up to date what is there. Raises StoreUnusable."""
+
+    @abstractmethod
+    def reopen(self) -> SqlStore:
+        """Open it after a failure. Raises StoreError."""
 
 
 _FENCED = "another broker has taken the store of jobs over; this broker must not write any more"
