@@ -44,7 +44,7 @@ PRAGMAS = {
     "cache_size": "-16384",  # KiB
 }
 NO_BOUND = 1 << 44  # bytes
-LOG_BYTES = 8 * 1024 * 1024  # of the log, from which on it is copied into the database
+LOG_BYTES = 32 * 1024 * 1024  # of the log, from which on it is copied into the database
 FREE_PAGES = 256  # that are given back to the file system at once
 # The result codes after which nothing on this connection can be believed.
 BROKEN = frozenset(
