@@ -46,15 +46,17 @@ def library() -> Path:
 
 
 class ShimmedProcess(Closing):
-    """A program of tests/support in a process of its own, on the folder `root`.
+    """A program of tests/support in a process of its own, on the folder `root` with so much room.
 
     Lines that it prints are read by `line`; it is told to go on by `tell`.
     """
 
-    def __init__(self, module: str, root: Path, *flags: str, log: Path | None = None) -> None:
+    def __init__(
+        self, module: str, root: Path, *flags: str, log: Path | None = None, room: int = NO_BOUND
+    ) -> None:
         root.mkdir(exist_ok=True)
         control = root.with_name(root.name + ".control")
-        control.write_bytes(struct.pack("<4q", 0, NO_BOUND, 0, 0))
+        control.write_bytes(struct.pack("<4q", 0, room, 0, 0))
         self._control_file = control.open("r+b")
         self._control = mmap.mmap(self._control_file.fileno(), 32)
         environment = {

@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.inbox import Bounds
 from mlxpool.broker.store.operations import Operation, ReadJob, Release
 from mlxpool.broker.store.records import Refused, Result
@@ -55,7 +56,11 @@ def main() -> None:
     opener = SqliteOpener(state, MAX_BYTES, reserve_bytes=max(1, flags.reserve))
     woken = threading.Event()
     bounds = Bounds(operations=flags.operations)
-    writer = StoreWriter(opener, BOOT, woken.set, bounds=bounds, retry=0.05)
+    try:
+        writer = StoreWriter(opener, BOOT, woken.set, bounds=bounds, retry=0.05)
+    except StoreUnusable as error:
+        print(f"unusable: {error}", flush=True)
+        sys.exit(1)
     writer.start()
     results: list[tuple[Operation, Result]] = []
 

@@ -99,6 +99,20 @@ def test_a_broker_that_ends_on_a_full_disk_keeps_what_was_told(
     assert stored(tmp_path, 1) == [(JobState.WAITING, 0)]
 
 
+def test_a_broker_starts_on_a_full_disk_in_the_room_of_the_reserve(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with ShimmedProcess("store_console", disk, "--reserve", "1000000") as program:
+        assert perform(program, "submit 1") == "Submit Submitted"
+    with ShimmedProcess("store_console", disk, "--reserve", "1000000", room=0) as program:
+        assert perform(program, "progress 1 0 4") == "Progress Durable 4"
+        assert "reserve" not in program.ask("sizes")
+    with ShimmedProcess("store_console", disk, "--reserve", "1000000", room=0) as program:
+        refusal = program.line()
+        assert refusal.startswith("unusable: ") and "disk is full" in refusal
+        assert program.wait() == 1
+    assert stored(tmp_path, 1) == [(JobState.WAITING, 4)]
+
+
 # ---- a disk that stalls --------------------------------------------------------------------------
 
 

@@ -189,6 +189,19 @@ def test_the_settings_hold(tmp_path: Path) -> None:
     }
 
 
+def test_no_other_user_can_read_the_files(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with open_folder(tmp_path) as folder:
+        with_job(folder)
+        store = folder.reopen()
+        with store:
+            store.resume(BOOT)
+            store.transaction([submit(2)], BEGIN)
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert set(modes) == {"lock", "reserve", "jobs-2.db", "jobs-2.db-wal"}
+    assert set(modes.values()) == {0o600}
+
+
 def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,9 +216,11 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
         before = (tmp_path / "jobs-1.db").stat().st_size
         store.database.change("DELETE FROM job")
         for _ in range(20):
+            folder.folder.free_reserve()
             store.transaction([submit(100, request=b"y" * 120_000)], BEGIN)
             store.database.change("DELETE FROM job")
             store.tend()
+        assert (tmp_path / "reserve").exists()
         assert store.database.number("PRAGMA freelist_count") <= sqlite_store.FREE_PAGES
         assert (tmp_path / "jobs-1.db").stat().st_size < before
 

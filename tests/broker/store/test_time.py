@@ -199,6 +199,6 @@ def test_nothing_stays_of_a_deleted_job(store: OpenedStore) -> None:
         store.now += KEY_LIFE + 1
         sweep(store)
     database = store.store.database
-    for table in ("job", "chunk", "blob", "job_blob", "outbox"):
+    for table in ("job", "chunk", "blob", "job_blob", "outbox", "usage"):
         assert database.number(f"SELECT COUNT(*) FROM {table}") == 0
     assert store.one(ReadFigures()).states == ()

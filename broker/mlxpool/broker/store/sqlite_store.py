@@ -16,7 +16,6 @@ from typing import Any
 
 from mlxpool.broker.store.errors import (
     OutOfSpace,
-    StoreError,
     StoreFailed,
     StoreInUse,
     StoreUnusable,
@@ -24,7 +23,7 @@ from mlxpool.broker.store.errors import (
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
-from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, sync
+from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private, sync
 
 MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
 PAGE = 4096  # bytes
@@ -70,6 +69,7 @@ class SqliteDatabase(Database):
                 f" {'.'.join(map(str, MIN_VERSION))} or later"
             )
         self.path = path
+        make_private(path)
         self._connection = sqlite3.connect(
             path, timeout=0, isolation_level=None, check_same_thread=False
         )
@@ -143,6 +143,7 @@ class SqliteDatabase(Database):
     def copy_to(self, path: Path) -> None:
         """Write a whole new database of what can be read in this one, and put it on the disk."""
         path.unlink(missing_ok=True)
+        make_private(path)
         self.execute("VACUUM INTO ?", str(path))
         sync(path)
 
@@ -221,10 +222,14 @@ class SqliteOpener(Opener):
         Raises StoreUnusable, with what to do, and leaves everything as it was.
         """
         try:
-            return SqliteStore(self.folder, self._max_bytes, self._key_life)
+            try:
+                return self._open()
+            except OutOfSpace:
+                self.folder.free_reserve()
+                return self._open()
         except StoreUnusable:
             raise
-        except (StoreError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error) as error:
             path = self.folder.path
             raise StoreUnusable(f"the store of jobs in {path} cannot be opened: {error}") from error
 
@@ -239,11 +244,14 @@ class SqliteOpener(Opener):
             with SqliteDatabase(self.folder.database(), NO_BOUND) as database:
                 database.copy_to(made)
             self.folder.replace(made)
-            return SqliteStore(self.folder, self._max_bytes, self._key_life)
+            return self._open()
         except (sqlite3.Error, OSError) as error:
             raise StoreFailed(f"the store of jobs cannot be opened again: {error}") from error
         finally:
             made.unlink(missing_ok=True)
+
+    def _open(self) -> SqliteStore:
+        return SqliteStore(self.folder, self._max_bytes, self._key_life)
 
     def close(self) -> None:
         self.folder.close()

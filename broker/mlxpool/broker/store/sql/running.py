@@ -86,12 +86,14 @@ def _due(database: Database, asked: FeedNext, owner: str, now: float) -> Iterato
         page = database.execute(
             "SELECT seq, id, due, starts FROM job WHERE state = 'waiting' AND model = ?"
             " AND priority = ? AND owner = ? AND due <= ? AND (due, seq) > (?, ?)"
+            " AND (deadline IS NULL OR deadline > ?)"
             f" ORDER BY due, seq LIMIT {PAGE}",
             asked.model,
             asked.priority,
             owner,
             now,
             *last,
+            now,
         )
         for seq, id, due, starts in page:
             last = (due, seq)
@@ -184,7 +186,7 @@ def defer(database: Database, asked: Defer, now: float) -> Result:
         asked.attempts,
         asked.charge,
         asked.starts,
-        asked.cause,
+        rows.storable(asked.cause),
         asked.id,
         asked.gen,
     )
