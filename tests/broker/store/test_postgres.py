@@ -8,6 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from mlxpool.broker.store import postgres_store as postgres_store_module
 from mlxpool.broker.store.errors import StoreFenced, StoreInUse, StoreUnusable
 from mlxpool.broker.store.operations import FetchPage, ReadJob
 from mlxpool.broker.store.postgres_store import PostgresDatabase, PostgresOpener, bring_up_to_date
@@ -59,6 +60,12 @@ def end_sessions(server: PostgresServer) -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE application_name = 'mlxpool'"
         )
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for a lock that another has."""
+    monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", 0.1)
 
 
 def test_two_brokers_on_one_database_are_refused(postgres: PostgresServer) -> None:

@@ -6,6 +6,7 @@ runs, and the lock with it, so each transaction also locks and compares the numb
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 
 LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
+LOCK_WAIT = 2.0  # seconds in which the server may notice that the last session has ended
 # A server that does not answer is given up, and not waited for without end; seconds, milliseconds.
 CONNECTION = {
     "connect_timeout": 10,
@@ -55,12 +57,14 @@ class PostgresDatabase(Database):
                 " the power; set fsync = on"
             )
         self.execute("SET synchronous_commit = on")
-        locked = self._value("SELECT pg_try_advisory_lock(?, hashtext(current_schema()))", LOCK)
-        if not locked:
-            raise StoreInUse(
-                "another broker has the store of jobs in this PostgreSQL database; stop it, or"
-                " give another database"
-            )
+        until = time.monotonic() + LOCK_WAIT
+        while not self._value("SELECT pg_try_advisory_lock(?, hashtext(current_schema()))", LOCK):
+            if time.monotonic() >= until:
+                raise StoreInUse(
+                    "another broker has the store of jobs in this PostgreSQL database; stop it, or"
+                    " give another database"
+                )
+            time.sleep(0.05)
 
     def _value(self, sql: str, *values: Any) -> Any:
         row = self.one(sql, *values)
@@ -115,6 +119,10 @@ class PostgresDatabase(Database):
         self.change("INSERT INTO store_version (version) VALUES (?)", version)
 
     def close(self) -> None:
+        try:  # by itself the lock ends when the server notices the end of the session
+            self._connection.execute("SELECT pg_advisory_unlock_all()")
+        except psycopg.Error:
+            pass
         self._connection.close()
 
 
