@@ -11,7 +11,7 @@ import pytest
 from mlxpool.broker.store import postgres_store as postgres_store_module
 from mlxpool.broker.store.errors import StoreFenced, StoreInUse, StoreUnusable
 from mlxpool.broker.store.operations import FetchPage, ReadJob
-from mlxpool.broker.store.postgres_store import PostgresDatabase, PostgresOpener, bring_up_to_date
+from mlxpool.broker.store.postgres_store import PostgresDatabase, PostgresOpener
 from mlxpool.broker.store.records import Durable, Found, Page, Refused, Submitted
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.writer import HealthState, StoreWriter
@@ -145,6 +145,11 @@ def test_a_server_that_does_not_answer_is_told() -> None:
         PostgresOpener("postgresql:///d?host=/nonexistent", MAX_BYTES).open()
 
 
+def changed(database: PostgresDatabase, steps: schema.Steps) -> None:
+    """Bring the tables to version 2."""
+    schema.bring_up_to_date(database, schema.POSTGRES, lambda version: None, 2, steps)
+
+
 def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
     url = postgres.new_url()
     with PostgresOpener(url, MAX_BYTES).open() as store:
@@ -153,9 +158,9 @@ def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
     steps = {1: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
     with PostgresDatabase(url) as database:
         with pytest.raises(psycopg.Error, match="missing"):
-            bring_up_to_date(database, 2, {1: (*steps[1], "UPDATE missing SET a = 1")})
+            changed(database, {1: (*steps[1], "UPDATE missing SET a = 1")})
         assert database.read_version() == schema.VERSION
-        bring_up_to_date(database, 2, steps)
+        changed(database, steps)
         assert database.read_version() == 2
         assert database.execute("SELECT note FROM job") == [("none",)]
     with pytest.raises(StoreUnusable, match=r"schema 2.*newer"):

@@ -16,7 +16,7 @@ from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import ReadJob
 from mlxpool.broker.store.records import Found
 from mlxpool.broker.store.sql import schema
-from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, bring_up_to_date
+from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener
 from mlxpool.broker.store.state_dir import StateDir, check_file_system, file_system
 from support.job_store import BEGIN, BOOT, MAX_BYTES, RESERVE, job_id, submit
 
@@ -252,12 +252,13 @@ STEPS = {
 def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
-        with SqliteDatabase(folder.folder.database(), MAX_BYTES) as database:
-            bring_up_to_date(database, folder.folder, 3, STEPS, wall=lambda: BEGIN)
-            assert database.read_version() == 3
-            assert database.execute("SELECT note FROM job") == [("two",)]
+        with folder.open() as store:
+            done = schema.bring_up_to_date(
+                store.database, schema.SQLITE, store.copy_before, 3, STEPS
+            )
+            assert done and store.database.read_version() == 3
+            assert store.database.execute("SELECT note FROM job") == [("two",)]
     (copy,) = tmp_path.glob("before-schema-3-*.db")
-    assert copy.name == "before-schema-3-19700112-134640.db"
     with SqliteDatabase(copy, MAX_BYTES) as database:
         assert database.read_version() == 1
         assert database.number("SELECT COUNT(*) FROM job") == 1
@@ -267,11 +268,10 @@ def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
         steps = {1: STEPS[1], 2: ("UPDATE missing SET a = 1",)}
-        with SqliteDatabase(folder.folder.database(), MAX_BYTES) as database:
-            with pytest.raises(sqlite3.OperationalError, match="no such table: missing"):
-                bring_up_to_date(database, folder.folder, 3, steps)
-            assert database.read_version() == 1
         with folder.open() as store:
+            with pytest.raises(sqlite3.OperationalError, match="no such table: missing"):
+                schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, 3, steps)
+            assert store.database.read_version() == 1
             store.begin(BOOT, BEGIN)
             (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
             assert isinstance(found, Found)

@@ -157,7 +157,7 @@ class PostgresOpener(Opener):
     def _open(self) -> SqlStore:
         database = PostgresDatabase(self._url)
         try:
-            bring_up_to_date(database)
+            schema.bring_up_to_date(database, schema.POSTGRES, copy=_no_copy)
             return SqlStore(database, self._max_bytes, self._key_life)
         except BaseException:
             database.close()
@@ -167,21 +167,5 @@ class PostgresOpener(Opener):
         """The lock ended with the session."""
 
 
-def bring_up_to_date(
-    database: PostgresDatabase, version: int = schema.VERSION, steps: schema.Steps = schema.STEPS
-) -> None:
-    """Make the tables, or those of this version of an older one's, in one transaction."""
-    found = database.read_version()
-    if found == version:
-        return
-    schema.check_version(found, version, steps)
-    database.begin()
-    try:
-        if found:
-            schema.migrate(database, found, version, steps)
-        else:
-            schema.create(database, schema.POSTGRES, 0.0)
-        database.commit()
-    except BaseException:
-        database.rollback()
-        raise
+def _no_copy(version: int) -> None:
+    """Copies of a server's database are made by its operator."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +176,18 @@ class SqliteStore(SqlStore):
         self._folder = folder
         self._sqlite = database = SqliteDatabase(folder.database(), max_bytes)
         try:
-            bring_up_to_date(database, folder)
+            if schema.bring_up_to_date(database, schema.SQLITE, copy=self.copy_before):
+                sync(folder.path)
             super().__init__(database, max_bytes, key_life)
         except BaseException:
             database.close()
             raise
+
+    def copy_before(self, version: int) -> None:
+        """Keep a copy from before the change to a version of the schema."""
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        self._sqlite.copy_to(self._folder.path / f"before-schema-{version}-{stamp}.db")
+        sync(self._folder.path)
 
     def room(self) -> int:
         return min(super().room(), self._folder.free_bytes() - 2 * LOG_BYTES)
@@ -255,32 +261,3 @@ class SqliteOpener(Opener):
 
     def close(self) -> None:
         self.folder.close()
-
-
-def bring_up_to_date(
-    database: SqliteDatabase,
-    folder: StateDir,
-    version: int = schema.VERSION,
-    steps: schema.Steps = schema.STEPS,
-    wall: Callable[[], float] = time.time,
-) -> None:
-    """Make the tables, or those of this version of an older one's, after a copy of the file."""
-    found = database.read_version()
-    if found == version:
-        return
-    schema.check_version(found, version, steps)
-    if found:
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall()))
-        database.copy_to(folder.path / f"before-schema-{version}-{stamp}.db")
-        sync(folder.path)
-    database.begin()
-    try:
-        if found:
-            schema.migrate(database, found, version, steps)
-        else:
-            schema.create(database, schema.SQLITE, 0.0)
-        database.commit()
-    except BaseException:
-        database.rollback()
-        raise
-    sync(folder.path)
