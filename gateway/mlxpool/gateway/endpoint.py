@@ -99,7 +99,7 @@ class Endpoint:
             client=None if request.client is None else request.client.host,
             path=request.url.path[:200] if self._route == OTHER_ROUTE else None,
         )
-        response = ResponseWriter(send, exchange)
+        response = ResponseWriter(send, exchange, self._interface.id_header)
         with self._surroundings.observed(exchange):
             await self._answer(request, response)
 

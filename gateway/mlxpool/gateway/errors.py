@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.checks import is_number
@@ -43,7 +43,7 @@ class HttpError(Exception):
     """A request that is answered with an error.
 
     `param`: the request field that caused it. `retry`: whether the client may send it again.
-    `close`: the connection takes no other request.
+    `close`: the connection takes no other request. `details`: figures of the pool's error.
     """
 
     status: int
@@ -55,6 +55,7 @@ class HttpError(Exception):
     load_progress: float | None = None  # 0 to 1, of a model that is loading
     close: bool = False
     request_id: str | None = None  # of the response, see exchange
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -127,4 +128,5 @@ def from_pool_error(
         {"unknown_model": "model", "context_exceeded": prompt_field}.get(error.code),
         retry_after=1.0 if after is None and status == 429 else after,
         retry=error.retryable and not started,
+        details=error.details or {},
     )

@@ -10,28 +10,20 @@ from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
-from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.images import take_image_urls
 from mlxpool.gateway.openai.fields import (
     CHAT,
     CHAT_TEMPLATE_KWARGS,
     COMPLETION,
-    MAX_CACHE_KEY,
     MAX_CHOICES,
     SAMPLING,
     STREAM_OPTIONS,
 )
+from mlxpool.gateway.sampling import sampling_options, session_option
 from mlxpool.gateway.structured import openai_format, require_no_tools
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
-
-# OpenAI's defaults where they differ from the pool's.
-DEFAULTS: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "repeat_last_n": -1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +39,12 @@ class CompletionRequest:
     tools: Sequence[Mapping[str, Any]] = ()
     think_field: str = "reasoning_effort"  # that asked for thoughts
     forced: Sequence[Mapping[str, Any]] = ()  # tools of which the answer has to call one
+    several_calls: bool = True
 
     @property
     def logprobs(self) -> bool:
         """Whether the request asks for log-probabilities."""
         return "logprobs" in self.options
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the request asks for thoughts."""
-        return bool(self.options.get("think"))
 
     def arguments(self) -> list[dict[str, Any]]:
         """The arguments of each choice, prompt by prompt; choice i of a prompt gets seed + i."""
@@ -96,7 +84,8 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     given_effort = body.get("reasoning_effort") is not None
     field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
     request = _request(body, [prompt], options, tools)
-    return replace(request, think_field=field, forced=forced)
+    several = fields.flag(body, "parallel_tool_calls", True)
+    return replace(request, think_field=field, forced=forced, several_calls=several)
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
@@ -136,19 +125,10 @@ def _request(
 
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
-    options = {**DEFAULTS, **fields.options(given, SAMPLING), **openai_format(body)}
-    if options.get("seed", 0) < 0:
-        raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
+    options = {**sampling_options(body, SAMPLING), **openai_format(body)}
     max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
-    session = fields.text(body, "prompt_cache_key", "")
-    if len(session) > MAX_CACHE_KEY:
-        message = (
-            f"'prompt_cache_key' has {len(session)} characters, at most {MAX_CACHE_KEY} are allowed"
-        )
-        raise bad_request(message, "prompt_cache_key")
-    return {**options, "session": session} if session else options
+    return {**options, **session_option(body)}
 
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
@@ -165,9 +145,6 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         if tool.get("type") != "function" or "function" not in tool:
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
-        if tool["function"].get("strict") and body.get("tool_choice") in (None, "auto"):
-            advice = "leave it out, or let 'tool_choice' be 'required' or a function"
-            raise unsupported_parameter(f"tools[{number}].function.strict", advice)
     return [] if body.get("tool_choice") == "none" else tools
 
 
