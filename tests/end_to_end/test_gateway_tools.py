@@ -77,6 +77,17 @@ def test_a_call_in_a_stream(served: Served) -> None:
     assert served.asked["think"] is False
 
 
+def test_only_one_call_without_parallel_calls(served: Served) -> None:
+    url = served.start(THINKER, "I look. ", *CALL, " ", CALL, "So.")
+    with openai_client(url) as client:
+        answer = client.chat.completions.create(
+            model="m", messages=HI, tools=TOOLS, parallel_tool_calls=False
+        )
+    (choice,) = answer.choices
+    assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 1
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+
+
 def test_harmony_channels(served: Served) -> None:
     url = served.start(
         CHANNELS,

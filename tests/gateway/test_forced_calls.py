@@ -1,4 +1,4 @@
-"""The grammar of a forced call takes what the parser of the same format reads as one call."""
+"""The grammars of calls take what the parser of the same format reads as calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlxpool.gateway.formats import TOOLS
 from mlxpool.gateway.formats.events import CallArguments, CallBegin
-from mlxpool.gateway.formats.forced_calls import forced_call
+from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
 from mlxpool.worker.constraints import grammar
 
 NAMES = ("weather", 'a"b\\n', "é")
@@ -48,3 +48,48 @@ def test_what_is_forced_is_read_as_a_call(tool_format: str, written: str, name: 
 @pytest.mark.parametrize("tool_format", ["glm", "mistral", "function_xml", "harmony", None])
 def test_other_formats_are_not_forced(tool_format: str | None) -> None:
     assert forced_call(tool_format, ASKED) is None
+    assert strict_calls(tool_format, ASKED) is None
+
+
+FLAG = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+MIXED: Any = [
+    {"type": "function", "function": {"name": "bound", "parameters": FLAG, "strict": True}},
+    {"type": "function", "function": {"name": "free", "parameters": FLAG}},
+]
+HERMES = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call>'
+LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
+
+
+@pytest.mark.parametrize(("tool_format", "call"), [("hermes", HERMES), ("llama_json", LLAMA)])
+def test_strict_functions_are_bound_and_others_are_not(tool_format: str, call: str) -> None:
+    def written(name: str, arguments: str) -> str:
+        return call.replace("NAME", name).replace("ARGUMENTS", arguments)
+
+    format = strict_calls(tool_format, MIXED)
+    assert takes(format, written("bound", '{"on": true}'))
+    assert not takes(format, written("bound", '{"on": 1}'))
+    assert takes(format, written("free", '{"any": 1}')) and takes(format, written("free", "{}"))
+    assert not takes(format, written("free", "[]"))
+    assert not takes(format, written("other", "{}"))
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "llama_json"])
+def test_an_answer_may_call_no_strict_function(tool_format: str) -> None:
+    format = strict_calls(tool_format, MIXED)
+    for text in ("", "Hello,\n\nI am <b>.", "a {b}"):
+        assert takes(format, text)
+        parser = TOOLS[tool_format](MIXED)
+        events = [*parser.push(text), *parser.finish()]
+        assert not any(isinstance(one, CallBegin) for one in events)
+
+
+def test_several_strict_calls_among_text() -> None:
+    calls = [HERMES.replace("NAME", "free").replace("ARGUMENTS", "{}")] * 2
+    text = "I look. " + "\n".join(calls) + " So."
+    assert takes(strict_calls("hermes", MIXED), text)
+    assert not takes(strict_calls("hermes", MIXED), "I look. <tool_call>\nhm")
+    parser = TOOLS["hermes"](MIXED)
+    events = [*parser.push(text), *parser.finish()]
+    assert len([one for one in events if isinstance(one, CallBegin)]) == 2
+    calls = [LLAMA.replace("NAME", "free").replace("ARGUMENTS", "{}")] * 2
+    assert takes(strict_calls("llama_json", MIXED), "; ".join(calls))

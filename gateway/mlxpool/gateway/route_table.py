@@ -282,7 +282,11 @@ ROUTES: tuple[RouteSpec, ...] = (
 # path -> (its interface, what to do instead); these answer 501
 _TEXT_ONLY = "models give text and vectors only"
 _CONFIGURED = "models are folders that the pool is configured with (docs/models.md)"
+_UNKEPT = "nothing is kept between requests; /tokenize counts tokens"
 NOT_BUILT: Mapping[str, tuple[Interface, str]] = {
+    "/v1/responses/{id}": (OPENAI, _UNKEPT),
+    "/v1/conversations": (OPENAI, _UNKEPT),
+    "/v1/messages/batches": (ANTHROPIC, "send each request to /v1/messages"),
     "/v1/moderations": (OPENAI, "use /v1/classify with a model that classifies texts"),
     "/v1/images/generations": (OPENAI, _TEXT_ONLY),
     "/v1/audio/speech": (OPENAI, _TEXT_ONLY),
