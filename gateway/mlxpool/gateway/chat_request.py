@@ -16,9 +16,9 @@ from mlxpool.gateway.models import ModelInfo
 NO_FORCED_CALL = (
     "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
 )
-NO_STRICT_CALL = (
-    "arguments cannot be bound to a schema in the format in which this model writes calls; leave"
-    " it out"
+NOT_STRICT = (
+    "beside 'auto' the arguments of calls in the format in which this model writes them cannot be"
+    " held to a schema; leave it out, or have a call forced by 'tool_choice'"
 )
 
 
@@ -76,19 +76,26 @@ def calls_format(
     chat: ChatFormats,
     tools: Sequence[Mapping[str, Any]],
     forced: Sequence[Mapping[str, Any]],
+    function: str = "",
 ) -> dict[str, Any]:
-    """The option `format` of an answer whose calls are bound to schemas; empty if none are.
+    """The option `format` of an answer whose calls follow schemas; empty if none have to.
 
-    `forced`: tools of which it has to call one; without, the strict ones of `tools` are bound.
-    Raises HttpError where the model's format of calls cannot be bound.
+    `forced`: tools of which it has to call one; without, the strict ones of `tools` are followed.
+    `function`: where a tool has its function, in the words of an error. Raises HttpError where the
+    model's format of calls, or a schema, does not allow it.
     """
-    if forced:
-        format, field, why = forced_call(chat.tools, forced), "tool_choice", NO_FORCED_CALL
-    elif strict := [one["function"]["name"] for one in tools if one["function"].get("strict")]:
-        format, field = strict_calls(chat.tools, tools), f"tools.{strict[0]}.strict"
-        why = NO_STRICT_CALL
-    else:
+    strict = [number for number, one in enumerate(tools) if one["function"].get("strict")]
+    if not forced and not strict:
         return {}
+    try:
+        if forced:
+            field, advice = "tool_choice", NO_FORCED_CALL
+            format = forced_call(chat.tools, forced)
+        else:
+            field, advice = f"tools[{strict[0]}]{function}.strict", NOT_STRICT
+            format = strict_calls(chat.tools, tools)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from None
     if format is None:
-        raise unsupported_parameter(field, why)
+        raise unsupported_parameter(field, advice)
     return {"format": fields.option("tools", format, "format")}

@@ -80,10 +80,8 @@ class OpenAIRoutes:
         model = await self._pool.models.get(request.model)
         chat = model.chat or NO_CHAT
         check_formats(request.model, chat, request.tools, request.options, request.think_field)
-        request = replace(
-            request,
-            options={**request.options, **calls_format(chat, request.tools, request.forced)},
-        )
+        format = calls_format(chat, request.tools, request.forced, ".function")
+        request = replace(request, options={**request.options, **format})
         async with self._generate(request, model.name, chat, response) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request)
             if request.stream:

@@ -12,13 +12,15 @@ from typing import Self
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.token_ids import ID_WIDTH
+from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
+
+MIN_RUN = 4  # forced tokens; a pass that reads several of a row costs as much as so many draws
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -55,10 +57,13 @@ class Generation:
     def key(self) -> RunKey:
         return self.sequence.id, self.sequence.run_number
 
-    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
+    def commit(
+        self, drawn: SampledToken, eos: frozenset[int], now: float, *, find: bool = False
+    ) -> Delta:
         """Append one drawn token. Returns its delta, with the end if it is the last one.
 
-        Raises BadRequest for a token that the constraint does not allow.
+        The tokens that the constraint forces behind it are appended as well: `find` them, or take
+        those that are known. Raises BadRequest for a token that the constraint does not allow.
         """
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
         if not self.decode_at:
@@ -77,9 +82,27 @@ class Generation:
         if goes_on and self.facts_sent and drawn.logprob is None and constraint is None:
             # as most tokens
             return new_delta((id, number, position, text, packed, None, None, None))
+        if goes_on and constraint is not None and not sequence.options.logprobs:
+            text += self._append_forced(constraint, find=find)
+            packed += pack_ids(ids[position + 1 :])
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
+
+    def _append_forced(self, constraint: Constraint, *, find: bool) -> str:
+        """Appends the forced tokens, as far as the completion goes. Returns their text.
+
+        Fewer than MIN_RUN are drawn one by one.
+        """
+        sequence, detokenizer, text = self.sequence, self.detokenizer, ""
+        run = constraint.forced(find=find)
+        for token in run if len(run) >= MIN_RUN else ():
+            constraint.take(token)
+            sequence.ids.append(token)
+            text += detokenizer.push(token)
+            if detokenizer.stopped or len(sequence.ids) >= sequence.max_tokens:
+                break
+        return text
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
         """A delta without a token that ends the generation."""

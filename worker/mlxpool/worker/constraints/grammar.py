@@ -30,6 +30,7 @@ JSON_OPTIONS: Any = {
     "key_separator": ": ?",
 }
 OWN_OPTIONS = "x-guidance"  # a key by which a schema could change JSON_OPTIONS
+_DATA = ("const", "default", "enum", "examples")  # keys whose values are no schemas
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _NOT_VERBOSE = "<non-verbose/>"  # llguidance writes it behind its errors
 
@@ -71,7 +72,24 @@ def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
         schema = {} if schema else {"not": {}}
     if OWN_OPTIONS in schema:
         raise BadRequest(f"format: the schema has the key {OWN_OPTIONS!r}, which is not supported")
+    _require_one_meaning(schema)
     return LLMatcher.grammar_from_json_schema(text_of(schema), overrides=JSON_OPTIONS)
+
+
+def _require_one_meaning(schema: Any) -> None:
+    """Raises BadRequest for a `$ref` beside an `$id`, whose base differs between drafts."""
+    unread = [schema]
+    while unread:
+        one = unread.pop()
+        if isinstance(one, Mapping):
+            if isinstance(one.get("$ref"), str) and isinstance(one.get("$id"), str):
+                raise BadRequest(
+                    "format: the schema cannot be followed: it has '$ref' beside '$id', which"
+                    " drafts of JSON Schema read in different ways"
+                )
+            unread += [value for key, value in one.items() if key not in _DATA]
+        elif isinstance(one, list | tuple):
+            unread += one
 
 
 def _literal(text: str) -> str:

@@ -108,8 +108,10 @@ class FaultyGeneration(Generation):
 
     faults = NO_FAULTS
 
-    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
-        delta = super().commit(drawn, eos, now)
+    def commit(
+        self, drawn: SampledToken, eos: frozenset[int], now: float, *, find: bool = False
+    ) -> Delta:
+        delta = super().commit(drawn, eos, now, find=find)
         ends = delta.end is not None and self.faults.site == "end"
         if ends and self.faults.victim([self.sequence.prompt], [range(0)]) is not None:
             self.faults.strike()
