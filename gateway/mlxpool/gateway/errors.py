@@ -12,11 +12,13 @@ from mlxpool.common.errors import PoolError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+
 # code of the pool's error -> (HTTP status, OpenAI's code)
 STATUS: Mapping[str, tuple[int, str]] = {
     "bad_request": (400, "bad_request"),
     "unknown_model": (404, "model_not_found"),
-    "context_exceeded": (400, "context_length_exceeded"),
+    "context_exceeded": (400, TOO_LONG),
     "unauthorized": (502, "unauthorized"),  # the broker refuses the gateway's own key
     "version_mismatch": (502, "version_mismatch"),
     "too_large": (413, "too_large"),
@@ -64,7 +66,7 @@ class HttpError(Exception):
         """The error object of OpenAI's interface."""
         error_type = ERROR_TYPES.get(self.status, INVALID if self.status < 500 else SERVER)
         error = {
-            "message": self.message,
+            "message": self._openai_message(),
             "type": error_type,
             "param": self.param,
             "code": self.code,
@@ -72,6 +74,13 @@ class HttpError(Exception):
         if self.request_id is not None:
             error["request_id"] = self.request_id
         return {"error": error, **self._progress()}
+
+    def _openai_message(self) -> str:
+        """Programs know the beginning of OpenAI's message about a prompt that is too long."""
+        context = self.details.get("context")
+        if self.code != TOO_LONG or context is None:
+            return self.message
+        return f"This model's maximum context length is {context} tokens: {self.message}"
 
     def ollama_body(self) -> dict[str, Any]:
         """The error object of Ollama's interface."""

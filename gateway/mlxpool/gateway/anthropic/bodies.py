@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.client import Result
-from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.errors import TOO_LONG, HttpError
 from mlxpool.gateway.output_blocks import Block, Kind
 
 # status of an HTTP error -> type of the error; others below 500 are invalid_request_error
@@ -126,7 +126,7 @@ def _message(error: HttpError) -> str:
     """Clients shorten a conversation when they read `prompt is too long`."""
     details = error.details
     context = details.get("context")
-    if error.code != "context_length_exceeded" or not isinstance(context, int):
+    if error.code != TOO_LONG or not isinstance(context, int):
         return error.message
     known = details.get("prompt_tokens")
     tokens = details.get("prompt_tokens_at_least") if known is None else known
