@@ -27,6 +27,7 @@ from mlxpool.client.request import (
     generate,
     keep,
     list_models,
+    token_texts,
     tokenize,
     tokenize_chat,
 )
@@ -305,6 +306,10 @@ class AsyncClient:
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises what `tokenize` does."""
         return await self._call(detokenize(model, ids))
+
+    async def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
+        """What each of these token ids adds to a text; see `Client.token_texts`."""
+        return await self._call(token_texts(model, ids))
 
     async def embed(
         self,
