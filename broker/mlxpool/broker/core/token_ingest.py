@@ -17,6 +17,7 @@ from mlxpool.broker.requests.output_buffer import append
 from mlxpool.broker.requests.request import Request, Run
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers import exit_causes
+from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.protocol.deltas import Delta, RunEnd, count_of_report, report_begin
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Failed
@@ -111,13 +112,25 @@ class TokenIngest:
             self._failover.condemn(worker, why, now)
             return
         if row.end is not None:
-            worker.end_lease(key)
+            self._end_lease(worker, row)
+        elif row.n:
+            worker.route.has_read(number)
         if request is not None:
             self._first_or_last(request, row, touched, now)
         if row.end is not None:
             self._pool.served(worker, now)
             self._pool.stop_if_drained(worker)
             self._pool.work_ended(self._state.model_of_worker(worker), now)
+
+    def _end_lease(self, worker: Worker, row: Delta) -> None:
+        """The worker has ended the run of a row."""
+        cached = None
+        if row.end is not None and "code" not in row.end:
+            end = RunEnd.parse(row.end)
+            counted = end.usage.get("cached_tokens")
+            cached = counted if isinstance(counted, int) else None
+            self._state.model_of_worker(worker).answered(row.pos + row.n)
+        worker.end_lease((row.id, row.attempt), cached)
 
     def _first_or_last(
         self, request: Request, row: Delta, touched: dict[bytes, Request], now: float

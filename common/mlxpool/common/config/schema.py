@@ -72,6 +72,10 @@ class Counting:
     fault_times: Annotated[int, Within(0, MAX_COUNT)] = 0
 
 
+CACHE_AWARE = "cache_aware"
+ROUTINGS = (CACHE_AWARE, "least_loaded")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """`[models.NAME]`."""
@@ -82,6 +86,9 @@ class ModelConfig:
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
     # Workers of this model.
     replicas: Annotated[int, Within(1, 64)] = 1
+    # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
+    # its prefix cache saves included. least_loaded: the one with most free sequences.
+    routing: Annotated[str, OneOf(ROUTINGS)] = CACHE_AWARE
     # Sequences that one worker runs at once.
     sequences: Annotated[int, Within(1, 4096)] = 8
     # Tokens of one step at most, more than sequences; 0: what suits the device.
@@ -213,6 +220,8 @@ class PoolConfig:
     http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
     # Origins whose pages in browsers may use it, as "https://app.example", or "*" for all.
     http_cors_origins: tuple[str, ...] = ()
+    # Addresses or networks of proxies, whose X-Forwarded-For names the client; else the peer is it.
+    http_trusted_proxies: tuple[str, ...] = ()
     # Whether the log has a line for each request over HTTP.
     http_access_log: Flag = True
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
@@ -271,6 +280,7 @@ class GatewayConfig:
     max_body: int = 8 * 1024 * 1024
     drain_timeout: float = 10.0
     cors_origins: Sequence[str] = ()
+    trusted_proxies: Sequence[str] = ()
     access_log: bool = True
     beat_interval: float = 1.0
     log_format: str = "text"

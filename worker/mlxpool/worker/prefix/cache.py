@@ -54,13 +54,16 @@ def _most(prompt: Sequence[int], most: int | None) -> int:
 class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`.
+    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`, and
+    `evicted_tokens` that are in no entry any more.
     `reason` says why the newest `begin` found what it found. `shares`: a row in use can be kept for
-    others. `whole`: then they get all of its tokens or none.
+    others. `whole`: then they get all of its tokens or none. `exclusive`: one row at most can begin
+    with what is kept.
     """
 
     shares = False
     whole = False
+    exclusive = False
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         if budget < 0:
@@ -72,6 +75,7 @@ class PrefixCache(Generic[R]):
         self.misses = 0
         self.tokens = 0
         self.evictions = 0
+        self.evicted_tokens = 0
         self.reason = ""
 
     @property
@@ -148,6 +152,8 @@ class _Entry(Generic[R]):
 class SingleCache(PrefixCache[R]):
     """One entry: the row of the last sequence, which the next prompt takes over."""
 
+    exclusive = True
+
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         super().__init__(store, budget)
         self._rewind = store.rewind
@@ -191,6 +197,7 @@ class SingleCache(PrefixCache[R]):
         if needed <= 0 or self._entry is None:
             return 0
         self.evictions += 1
+        self.evicted_tokens += len(self._entry.tokens)
         return self.clear()
 
     def clear(self) -> int:
@@ -388,8 +395,11 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return to
 
     def _evict(self, victim: Node[E, S]) -> None:
+        tokens, drops = len(victim.tokens), not victim.children
         self._tree.evict(victim)
         self.evictions += 1
+        if drops:
+            self.evicted_tokens += tokens - (len(victim.tokens) if victim.parent else 0)
 
     def _grow(
         self, row: R, tokens: tuple[int, ...], start: int, last: Node[E, S], need_state: bool
