@@ -121,7 +121,8 @@ def test_the_lists_of_models(client: ollama.Client) -> None:
     }  # fmt: skip
     until(lambda: info(client, "thinker"), "the model was looked at")
     shown = client.show("thinker")
-    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.capabilities == ["completion", "tools", "thinking", "format"]
+    assert client.show("counting").capabilities == ["completion"]
     assert shown.details is not None and shown.details.family == "llama"
     assert info(client, "thinker")["llama.context_length"] == 512
     with pytest.raises(ollama.ResponseError, match="no model 'none'") as caught:

@@ -101,7 +101,7 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
         "chat": {"tools": None, "thinking": None},
         "eos_ids": [EOS],
         "digest": versions.digest_of(inspect(good).digest),
-        "features": ["batching", "tree", "resume", "deterministic"],
+        "features": ["batching", "tree", "resume", "format", "deterministic"],
         "details": {
             "modified": int((good / "config.json").stat().st_mtime),
             "width": 32,

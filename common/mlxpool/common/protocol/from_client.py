@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
+from mlxpool.common import answer_format
 from mlxpool.common.checks import flag, integer, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
@@ -59,6 +60,7 @@ class Generate:
     choice: Choice | None = None
     resume: Resume | None = None
     warnings: tuple[str, ...] = ()  # of keys that are ignored
+    format_bytes: int = 0  # of the option `format`
 
     @property
     def resume_ids(self) -> bytes:
@@ -72,8 +74,8 @@ class Generate:
 
     @property
     def size(self) -> int:
-        """Bytes of prompt, images and ids that are held while the request waits."""
-        return self.text_size + image_bytes(self.prompt)
+        """Bytes of prompt, format, images and ids that are held while the request waits."""
+        return self.text_size + self.format_bytes + image_bytes(self.prompt)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Generate:
@@ -108,6 +110,7 @@ class Generate:
             choice=Choice.parse(body.get("choice")),
             resume=resume,
             warnings=warnings,
+            format_bytes=answer_format.size_of(checked.format),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from mlxpool.common.answer_format import FORMAT
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.models import ModelInfo
@@ -86,6 +87,7 @@ def capabilities(model: ModelInfo) -> list[str]:
         "tools": chat.tools is not None,
         "thinking": chat.thinking is not None,
         "vision": model.vision,
+        "format": FORMAT in model.features,  # not a word of Ollama's
     }
     return [name for name, there in found.items() if there]
 

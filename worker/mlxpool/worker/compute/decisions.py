@@ -21,7 +21,7 @@ from mlxpool.common.protocol.decisions import DECISIONS
 from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.worker.compute.generations import Generation, Generations
+from mlxpool.worker.compute.generations import MIN_RUN, Generation, Generations
 from mlxpool.worker.compute.messages import Answer, CallKey, Decide, Outbound, RunKey
 from mlxpool.worker.decisions.answers import Decided, Path, decided
 from mlxpool.worker.engine.engine import Engine
@@ -87,7 +87,15 @@ class Line(Generation):
         sequence.scored = question.branches[branch]
         self.index, self.branch, self.found = index, branch, None
 
-    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
+    def commit(
+        self,
+        drawn: SampledToken,
+        eos: frozenset[int],
+        now: float,
+        *,
+        find: bool = False,
+        least: int = MIN_RUN,
+    ) -> Delta:
         """See Generation.commit. Keeps the log-probabilities; the drawn token is of no use."""
         assert drawn.logprob is not None
         self.found = dict(drawn.logprob.top)

@@ -23,7 +23,7 @@ from mlxpool.worker.weights import card, mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
 
-FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
+FEATURES = ("batching", "tree", "resume", "format")  # of every architecture in models/
 CONFIG_NUMBERS = {  # detail -> key of config.json
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -89,7 +89,9 @@ def _parameters(folder: ModelFolder) -> int:
 
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
-    """Which of batching, prefix tree, resume, `deterministic` and images the model supports."""
+    """Which of batching, prefix tree, resume, formats of answers, `deterministic` and images the
+    model supports.
+    """
     if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
     if folder.vision is not None:

@@ -164,6 +164,13 @@ class Engine(Protocol):
         with none it fails. What was collected since `forward` counts in its penalties.
         """
 
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """Takes a sequence out of the newest pass, before it draws: it gets no token of it.
+
+        `again`: it gives up its last input, which a later pass reads again; otherwise its next
+        tokens are known.
+        """
+
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
 

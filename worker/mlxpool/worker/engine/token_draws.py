@@ -57,7 +57,8 @@ class TokenDraws:
             ]
         if not batch.any_penalties:
             return sampler.sample_batch(logits, batch, positions, (), None, (), allowed)
-        awaited = [span.end - span.sequence.length for span in spans]
+        # Tokens of a sequence that was withdrawn may be known already.
+        awaited = [max(0, span.end - span.sequence.length) for span in spans]
         histories = list(map(penalty_history, rows, awaited))
         pending = self._pending(rows, before)
         return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, allowed)

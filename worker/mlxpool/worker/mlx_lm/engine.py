@@ -178,6 +178,10 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.draw."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """See Engine.withdraw."""
+        raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
+
     def _computed(self, span: Span) -> mx.array:
         """Returns logits [1, vocabulary] after the last input of a span."""
         row = self._require_row(span)

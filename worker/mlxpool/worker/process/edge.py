@@ -12,6 +12,7 @@ import platform
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic
 
 import psutil
@@ -271,7 +272,7 @@ class Edge:
         if isinstance(mail, Opened | OpenedEncoder):
             self._opened(mail)
         elif isinstance(mail, Loaded):
-            self.runs.loaded(mail.max_sequences)
+            self._loaded(mail)
         elif isinstance(mail, Unusable):
             self._model_unusable(mail.error)
         elif mail.fence != self.runs.fence:
@@ -286,6 +287,12 @@ class Edge:
             self.calls.answered(mail)
         else:
             self.runs.handed_back()
+
+    def _loaded(self, loaded: Loaded) -> None:
+        """The engine is ready for work: the worker is, too, when requests can be prepared."""
+        assert self._preparer is not None
+        if self._preparer.is_ready(partial(self.mailbox.post, loaded)):
+            self.runs.loaded(loaded.max_sequences)
 
     def _opened(self, opened: Opened | OpenedEncoder) -> None:
         self._preparer = self._make_preparer(opened, self.mailbox.post)

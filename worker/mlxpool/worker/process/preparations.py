@@ -109,6 +109,10 @@ class Preparations:
     def start(self) -> None:
         self._service.start()
 
+    def is_ready(self, again: Callable[[], None]) -> bool:
+        """Whether requests can be prepared; if not, a thread calls `again` when they can."""
+        return True
+
     @property
     def load(self) -> Load:
         """What waits and runs."""

@@ -68,6 +68,16 @@ class Preparer(Preparations):
         self.opened = opened
         self._formats = None if opened.no_format or opened.source is None else Formats(opened)
 
+    def start(self) -> None:
+        """Starts to prepare, and to load the vocabulary of formats: no stream runs yet."""
+        super().start()
+        if self._formats is not None:
+            self._formats.load()
+
+    def is_ready(self, again: Callable[[], None]) -> bool:
+        """See Preparations."""
+        return self._formats is None or self._formats.is_loaded(again)
+
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
         """Begin a preparation. Raises BadRequest, and ContextExceeded if it cannot fit."""
         received = monotonic()
