@@ -63,8 +63,8 @@ class AsyncStream:
 
     @property
     def accepted(self) -> bool:
-        """Whether a broker has accepted the request; also true once the stream has ended."""
-        return bool(self._open.state.boot or self._open.state.over)
+        """Whether a broker has accepted the request, or it was cancelled before."""
+        return bool(self._open.state.boot or self._open.state.result)
 
     @property
     def facts(self) -> Mapping[str, Any]:
