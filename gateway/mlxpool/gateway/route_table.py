@@ -209,6 +209,10 @@ ROUTES: tuple[RouteSpec, ...] = (
         lambda to: to.vectors.classify, openai.CLASSIFY, "Classes",
     ),
     of_openai.post(
+        "/v1/decisions", "Probabilities of given answers to questions about a text.",
+        lambda to: to.vectors.decisions, openai.DECISIONS, "Decisions",
+    ),
+    of_openai.post(
         "/tokenize", "The token ids of a text or a chat.",
         lambda to: to.tokens.tokenize, TOKENIZE, "Tokens",
     ),

@@ -228,5 +228,6 @@ def test_every_answer_that_stops_is_valid(loaded: LoadedModel, schemas: list[Any
         assert found.end.get("reason") in ("stop", "length"), (schemas[number], found.end)
         assert found.end["complete"] or found.end["reason"] == "length"
         if found.end["reason"] == "stop":
-            jsonschema.validate(json.loads(found.text), schemas[number])
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            jsonschema.validate(json.loads(found.text), schemas[number], format_checker=checker)
     assert compiler().knows({"type": "json_schema", "schema": schemas[0]})

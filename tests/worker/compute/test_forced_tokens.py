@@ -49,6 +49,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.7, "logprobs": True, "top_logprobs": 2},
 ]
 BLOCKS = 96
+CUTS = range(1, 40, 2)  # values of `max_tokens`
 WAYS = [("slabs", False), ("rows", False), ("pool", False), ("pool", True)]
 
 
@@ -180,14 +181,15 @@ def test_the_end_may_come_inside_forced_tokens(
 ) -> None:
     """By `max_tokens` at each place, and by stop strings."""
     requests: list[dict[str, Any]] = [
-        {**OPTIONS[0], "format": FORMAT, "max_tokens": count} for count in range(1, 40)
+        {**OPTIONS[0], "format": FORMAT, "max_tokens": count} for count in CUTS
     ]
     words = ["of_the", 'customer_who_asked": ', "asked", "{", "_items", 't"}']
     stops = [{"max_tokens": 120, "stop": [word]} for word in words]
     requests += [{**OPTIONS[1], "format": FORMAT, **one} for one in stops]
     found = Asked(loaded).run(requests)
-    assert [len(one.ids) for one in found[:39]] == [*range(1, 40)]
-    assert {one.end["reason"] for one in found[39:]} == {"stop"}
+    cut = len(CUTS)
+    assert [len(one.ids) for one in found[:cut]] == [*CUTS]
+    assert {one.end["reason"] for one in found[cut:]} == {"stop"}
     assert [one.end["usage"]["completion_tokens"] for one in found] == [len(o.ids) for o in found]
     with monkeypatch.context() as patch:
         one_by_one(patch)

@@ -90,6 +90,8 @@ def test_what_cannot_be_followed_is_named(format: dict[str, Any], words: str) ->
 def test_names_and_values_may_look_like_references() -> None:
     grammar.check(schema(properties={"$ref": {"type": "string"}, "$id": {"type": "string"}}))
     grammar.check(schema(const={"$ref": "a", "$id": "b"}))
+    root = {"$id": "http://a/", "$ref": "#/definitions/x", "definitions": {"x": {"type": "null"}}}
+    assert takes(schema(**root), "null")
 
 
 def test_a_digest_depends_on_format_order_of_keys_and_vocabulary() -> None:

@@ -15,6 +15,7 @@ from mlxpool.gateway.formats.tagged_arguments import (
     GLM,
     WHITE_SPACE,
     TaggedStyle,
+    quoted,
     tagged_call,
 )
 
@@ -37,7 +38,7 @@ class JsonStyle:
         begin = f'{self.front}{{"name": {name}, "{self.arguments}": '
         schema = _schema(function.get("parameters") if strict else None)
         return [
-            f"call_{number}: {_text(begin)} arguments_{number} {_text('}' + self.behind)}",
+            f"call_{number}: {quoted(begin)} arguments_{number} {quoted('}' + self.behind)}",
             f"arguments_{number}: %json {schema}",
         ]
 
@@ -112,10 +113,6 @@ def _calls(
 
 def _lark(rules: Sequence[str]) -> dict[str, str]:
     return {"type": "lark", "grammar": "\n".join(rules) + "\n"}
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _schema(parameters: Mapping[str, Any] | None) -> str:

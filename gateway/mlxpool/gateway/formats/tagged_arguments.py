@@ -62,12 +62,12 @@ def tagged_call(
     """
     front = style.front.replace("NAME", _name(function["name"], "the name"))
     if not strict:
-        before, after = map(_text, style.key.split("KEY"))
+        before, after = map(quoted, style.key.split("KEY"))
         return [
-            f"call_{number}: {_text(front)} any_{number}* {_text(style.behind)}",
+            f"call_{number}: {quoted(front)} any_{number}* {quoted(style.behind)}",
             f"any_{number}: {before} KEY_{number} {after} VALUE_{number}",
             rf"KEY_{number}: /[^<>\s]+/",
-            f"VALUE_{number}: {_any_text(style, 0, None)} {_text(style.end)}",
+            f"VALUE_{number}: {_any_text(style, 0, None)} {quoted(style.end)}",
         ]
     parameters = function.get("parameters") or {}
     _require_known(parameters, "object", _OF_PARAMETERS, f"the parameters of {function['name']!r}")
@@ -79,18 +79,18 @@ def tagged_call(
     for place, (key, schema) in enumerate(properties.items()):
         rule = f"argument_{number}_{place}"
         arguments.append(rule if key in required else f"{rule}?")
-        before = _text(style.key.replace("KEY", _name(key, "the parameter")))
+        before = quoted(style.key.replace("KEY", _name(key, "the parameter")))
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             value = f"VALUE_{number}_{place}"
-            rules.append(f"{value}: {_value(style, key, schema)} {_text(style.end)}")
+            rules.append(f"{value}: {_value(style, key, schema)} {quoted(style.end)}")
         else:
             whole = schema if isinstance(schema, Mapping) else {}
             whole = {**definitions, **whole, "x-guidance": WHITE_SPACE}
             value = f"value_{number}_{place}"
             rules.append(f"{value}: %json {json.dumps(whole, ensure_ascii=False)}")
-            value += f" {_text(style.end)}"
+            value += f" {quoted(style.end)}"
         rules.append(f"{rule}: {before} {value}")
-    body = " ".join([_text(front), *arguments, _text(style.behind)])
+    body = " ".join([quoted(front), *arguments, quoted(style.behind)])
     return [f"call_{number}: {body}", *rules]
 
 
@@ -111,7 +111,7 @@ def _value(style: TaggedStyle, key: str, schema: Mapping[str, Any]) -> str:
     ]
     if not texts:
         raise ValueError(f"the parameter {key!r} allows no text")
-    return f"({' | '.join(map(_text, texts))})"
+    return f"({' | '.join(map(quoted, texts))})"
 
 
 def _any_text(style: TaggedStyle, least: int, most: int | None) -> str:
@@ -140,5 +140,6 @@ def _name(name: str, what: str) -> str:
     return name
 
 
-def _text(text: str) -> str:
+def quoted(text: str) -> str:
+    """Returns a text as grammars write it."""
     return json.dumps(text, ensure_ascii=False)

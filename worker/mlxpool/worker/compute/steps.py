@@ -273,7 +273,7 @@ class Steps:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
         deltas: list[Delta] = []
         generations, eos = self._generations, self._engine.eos
-        running, now = Phase.RUNNING, monotonic()
+        running, now, least = Phase.RUNNING, monotonic(), generations.min_run
         for one in drawn:
             sequence = one.sequence
             if sequence.phase is not running:
@@ -281,7 +281,7 @@ class Steps:
             generation, count = generations.of(sequence), len(sequence.ids)
             try:
                 find = self._constrained.finds_forced(generation)
-                delta = generation.commit(one, eos, now, find=find)
+                delta = generation.commit(one, eos, now, find=find, least=least)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent

@@ -76,13 +76,18 @@ def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
     return LLMatcher.grammar_from_json_schema(text_of(schema), overrides=JSON_OPTIONS)
 
 
-def _require_one_meaning(schema: Any) -> None:
-    """Raises BadRequest for a `$ref` beside an `$id`, whose base differs between drafts."""
-    unread = [schema]
+def _require_one_meaning(schema: Mapping[str, Any]) -> None:
+    """Raises BadRequest for a `$ref` beside an `$id`, whose base differs between drafts.
+
+    At the root a reference into the schema itself means the same in all of them.
+    """
+    unread: list[Any] = [schema]
     while unread:
         one = unread.pop()
         if isinstance(one, Mapping):
-            if isinstance(one.get("$ref"), str) and isinstance(one.get("$id"), str):
+            reference = one.get("$ref")
+            inside = one is schema and isinstance(reference, str) and reference.startswith("#")
+            if isinstance(reference, str) and isinstance(one.get("$id"), str) and not inside:
                 raise BadRequest(
                     "format: the schema cannot be followed: it has '$ref' beside '$id', which"
                     " drafts of JSON Schema read in different ways"
