@@ -166,6 +166,15 @@ OPENAI: Mapping[str, Schema] = {
             ),
         }
     ),
+    "Tokens": record(
+        {
+            "count": COUNT,
+            "max_model_len": {"type": ["integer", "null"]},
+            "tokens": listed(COUNT),
+            "token_strs": one_of(listed(TEXT), NULL),
+        }
+    ),
+    "TokenText": record({"prompt": TEXT}),
     "Decisions": record(
         {
             **_LIST,
@@ -184,15 +193,6 @@ OPENAI: Mapping[str, Schema] = {
             ),
         }
     ),
-    "Tokens": record(
-        {
-            "count": COUNT,
-            "max_model_len": {"type": ["integer", "null"]},
-            "tokens": listed(COUNT),
-            "token_strs": one_of(listed(TEXT), NULL),
-        }
-    ),
-    "TokenText": record({"prompt": TEXT}),
 }  # fmt: skip
 
 # ---- Ollama's interface ----------------------------------------------------------------------

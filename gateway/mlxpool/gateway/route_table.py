@@ -205,12 +205,12 @@ ROUTES: tuple[RouteSpec, ...] = (
         lambda to: to.vectors.score, openai.SCORE, "Scores",
     ),
     of_openai.post(
-        "/v1/decisions", "Probabilities of given answers to questions about a text.",
-        lambda to: to.vectors.decisions, openai.DECISIONS, "Decisions",
-    ),
-    of_openai.post(
         "/v1/classify", "A label for each text.",
         lambda to: to.vectors.classify, openai.CLASSIFY, "Classes",
+    ),
+    of_openai.post(
+        "/v1/decisions", "Probabilities of given answers to questions about a text.",
+        lambda to: to.vectors.decisions, openai.DECISIONS, "Decisions",
     ),
     of_openai.post(
         "/tokenize", "The token ids of a text or a chat.",
