@@ -219,7 +219,7 @@ class ModelEngine(RowEngine[CacheRow]):
         with self._discard_on_failure(spans):
             if self._uploads is not None:
                 self._uploads.begin()
-            rows = [RowSpan(self._require_row(span), span.count) for span in spans]
+            rows = self._row_spans(spans)
             wants.widen(rows)
             for row, span in zip(rows, spans, strict=True):
                 if span.sequence.media:
@@ -254,6 +254,15 @@ class ModelEngine(RowEngine[CacheRow]):
             )
         )
         return fresh
+
+    def _row_spans(self, spans: Many[Span]) -> list[RowSpan]:
+        """Returns the spans of rows, which are as long as the spans expect."""
+        held = self._rows
+        rows = [RowSpan(held[span.sequence], span.count) for span in spans]
+        for row, span in zip(rows, spans, strict=True):
+            offset = row.row.offset
+            assert offset == span.start, f"a row of {offset} tokens, a span at {span.start}"
+        return rows
 
     def _results(
         self, logits: mx.array, sampled: SamplerOutput | None, hidden: mx.array | None

@@ -83,20 +83,16 @@ class _GroupedQueryAttention(FusableSublayer):
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
         """See FusableSublayer."""
         (batch,), heads = batches, self.spec.heads
-        qk_heads = heads.query + heads.kv
-        qkv = self.qkv(x).reshape(-1, qk_heads + heads.kv, heads.dim)
-        qk = self._normed(qkv[:, :qk_heads])
-        out = batch.rotate_and_attend(
-            self.layer, qk, qkv[:, qk_heads:], self.scores, self.spec.rope
-        )
-        return PendingProduct(self.o, out.reshape(out.shape[0], -1))
-
-    def _normed(self, qk: mx.array) -> tuple[mx.array, ...]:
+        lines = self.qkv(x)
         if self.norms is None:
-            return (qk,)
-        queries = self.spec.heads.query
-        q_norm, k_norm = self.norms
-        return q_norm(qk[:, :queries]), k_norm(qk[:, queries:])
+            out = batch.attend_lines(self.layer, lines, heads, self.scores, self.spec.rope)
+        else:
+            q_norm, k_norm = self.norms
+            every = lines.reshape(-1, heads.query + 2 * heads.kv, heads.dim)
+            q, k, v = mx.split(every, [heads.query, heads.query + heads.kv], axis=1)
+            qk = q_norm(q), k_norm(k)
+            out = batch.rotate_and_attend(self.layer, qk, v, self.scores, self.spec.rope)
+        return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxpool.worker.kernels.matmul_tiled import GainedLines
+    from mlxpool.worker.layers.config_fields import Heads
+
 Shape: TypeAlias = tuple[int, ...]
 LayerFunction: TypeAlias = "Callable[[mx.array], mx.array]"
 Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # of gate and up
@@ -126,6 +129,14 @@ class ForwardBatch(Protocol):
         `qk` is both of them, or one array [T, H + KV, D] with the keys behind the queries.
         """
 
+    def attend_lines(
+        self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """`rotate_and_attend` of lines [T, (H + 2 * KV) * D]: queries, keys, then values.
+
+        Returns [T or E, H * D] or [T or E, H, D].
+        """
+
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
@@ -148,10 +159,14 @@ class Norm(Protocol):
 
 
 class PendingNorm(NamedTuple):
-    """The norm of x [T, d], not computed yet: for few rows the next product can include it."""
+    """The norm of x [T, d], not computed yet: the next product may include it.
+
+    `gained`: what the product before has computed of it.
+    """
 
     x: mx.array
     norm: Norm
+    gained: GainedLines | None = None
 
     def __call__(self) -> mx.array:
         return self.norm(self.x)
@@ -165,8 +180,13 @@ class Linear(Protocol):
 
     def __call__(self, x: LinearInput) -> mx.array: ...
 
-    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """`residual` [T, out] plus the product of x; None where no kernel computes both in one."""
+    def add_to(
+        self, x: mx.array, residual: mx.array, norm: Norm
+    ) -> tuple[mx.array, LinearInput] | None:
+        """`residual` [T, out] plus the product of x, and the norm of that.
+
+        None where no kernel computes product and sum in one.
+        """
 
 
 class PendingProduct(NamedTuple):
