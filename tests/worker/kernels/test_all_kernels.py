@@ -50,8 +50,7 @@ COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write"
 COMMON |= {"rope_tables", "take_rows"}
 RAGGED = COMMON | {"ragged_attention", "rotate_and_write", "table_update", "known_tokens"}
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
-    # Products compute sums and norms.
-    "llama": (SIZES, False, (RAGGED - {"rms_norm"}) | {"matmul_small", "matmul_tiled"}),
+    "llama": (SIZES, False, RAGGED | {"matmul_small", "matmul_tiled"}),
     "llama, 4 bits": (
         SIZES,
         True,

@@ -491,37 +491,6 @@ def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int
     assert not matmul_small.can_fuse(mx.concatenate([x, x]), weight)
 
 
-@runs
-@pytest.mark.parametrize(("columns", "rows"), cases([(384, 256)], [(2048, 2048), (8192, 2048)]))
-def test_the_tiled_matmul_kernel_fuses_addition_and_the_norm_that_follows(
-    columns: int, rows: int
-) -> None:
-    """Sums of very different RMS; the product of their norm, gated and not."""
-    weight, after, gates = (
-        (mx.random.normal((count, size)) * size**-0.5).astype(mx.bfloat16)
-        for count, size in ((rows, columns), (128, rows), (256, rows))
-    )
-    gain = (1 + 0.5 * mx.random.normal((rows,))).astype(mx.bfloat16)
-    for lines in (17, 32, 33, 128) if ON_GPU else (17, 33):
-        lengths = mx.array([0.003, 1, 300] * 43)[:lines, None]
-        x = (mx.random.normal((lines, columns)) * lengths).astype(mx.bfloat16)
-        beside = (mx.random.normal((lines, rows)) * lengths).astype(mx.bfloat16)
-        assert matmul_tiled.supports_norms(lines, columns, rows, mx.bfloat16)
-        total, gained = matmul_tiled.add_product(x, weight, beside, gain, 1e-5)
-        expected = _numbers(x) @ _numbers(weight).T + _numbers(beside)
-        scales = _numbers(lengths)
-        assert np.allclose(_numbers(total) / scales, expected / scales, 0.02, 0.03)
-        assert np.allclose(_numbers(gained.x), _numbers(total) * _numbers(gain), 0.01, 1e-6)
-        squares = (_numbers(total) ** 2).reshape(lines, -1, matmul_tiled.ROWS).sum(-1)
-        assert np.allclose(_numbers(gained.squares), squares, 1e-4)
-        normed = _normed(total, gain, 1e-5) @ _numbers(after).T
-        found = matmul_tiled.kernel_matmul(gained, after)
-        assert np.abs(_numbers(found) - normed).max() < 0.06
-        found = matmul_tiled.kernel_matmul(gained, gates, gated=True)
-        both = _normed(total, gain, 1e-5) @ _numbers(gates).T
-        assert np.allclose(_numbers(found), _gated(both), 0.03, 0.06)
-
-
 def _normed(x: Any, gain: Any, eps: float) -> Any:
     numbers = _numbers(x)
     return numbers / np.sqrt((numbers**2).mean(-1, keepdims=True) + eps) * _numbers(gain)

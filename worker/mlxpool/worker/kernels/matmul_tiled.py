@@ -7,7 +7,6 @@ for most of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -29,6 +28,8 @@ MAX_SHARED_BYTES = 200 * 1024  # of a thread block for the stages in flight
 MAX_STAGES = 8
 SHARED_ALIGNMENT = 1024  # bytes
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
+# More than the products that run at a time: nearly all wait for what another one computes.
+SUM_ARRAYS = 8
 
 PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
 
@@ -45,73 +46,24 @@ def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
     return columns % COLUMNS == 0 and rows % ROWS == 0 and _kernel_works(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class GainedLines:
-    """Lines before a norm: `x` [T, d] times the norm's gain, and `squares` [T, d / ROWS] float32.
-
-    `squares` are the sums of the squares of ROWS numbers of a line each, without the gain. A
-    product with such lines divides by the root mean square at its end.
-    """
-
-    x: mx.array
-    squares: mx.array
-    eps: float
-
-
-def kernel_matmul(x: mx.array | GainedLines, weight: mx.array, *, gated: bool = False) -> mx.array:
+def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.array:
     """Returns x @ weight.T [T, out] of x [T, in] and weight [out, in].
 
     `gated`: the first half of the weight are gates; returns silu(gate) * other [T, out / 2].
     """
-    if isinstance(x, GainedLines):
-        return _product(x.x, weight, gated, x.eps, [x.squares], ["squares"])[0]
-    return _product(x, weight, gated, None, [], [])[0]
-
-
-def add_product(
-    x: mx.array, weight: mx.array, beside: mx.array, gain: mx.array, eps: float
-) -> tuple[mx.array, GainedLines]:
-    """Returns x @ weight.T + `beside` [T, out], and the same lines for the norm with `gain`.
-
-    The sum is rounded like the separate operations.
-    """
-    found = _product(x, weight, False, None, [beside, gain], ["beside", "gain"])
-    return found[0], GainedLines(found[2], found[3], eps)
-
-
-def _product(
-    x: mx.array,
-    weight: mx.array,
-    gated: bool,
-    eps: float | None,
-    more: Sequence[mx.array],
-    names: Sequence[str],
-) -> list[mx.array]:
-    """Runs the kernel with the inputs `more`, see `_kernel`; returns all its outputs."""
     tokens, columns = x.shape
     rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= tokens)
     tiles, splits = rows // ROWS, splits_of(rows, columns)
-    shapes = [
-        (tokens, rows // 2 if gated else rows),
-        (rows * splits * sets * 8 if splits > 1 else 1,),
-    ]
-    dtypes = [x.dtype, mx.float32]
-    if "beside" in names:
-        shapes += [(tokens, rows), (tokens, tiles)]
-        dtypes += [x.dtype, mx.float32]
-    found: list[mx.array] = _kernel(sets, splits, gated, eps, tuple(names), x.dtype)(
-        inputs=[x, weight, _arrived(), *more],
+    arrived: mx.array = next(_counters())
+    partial: mx.array = next(_part_sums())
+    found: list[mx.array] = _kernel(sets, splits, gated, x.dtype)(
+        inputs=[x, weight, arrived, partial],
         grid=(tiles * THREADS, splits, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
+        output_shapes=[(tokens, rows // 2 if gated else rows)],
+        output_dtypes=[x.dtype],
     )
-    return found
-
-
-def supports_norms(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `add_product` and products of GainedLines support these sizes."""
-    return columns % ROWS == 0 and supports(tokens, columns, rows, dtype) and _norms_work(dtype)
+    return found[0]
 
 
 def splits_of(rows: int, columns: int) -> int:
@@ -120,19 +72,7 @@ def splits_of(rows: int, columns: int) -> int:
 
 
 @cache
-def _kernel(
-    sets: int,
-    splits: int,
-    gated: bool,
-    eps: float | None,
-    more: tuple[str, ...],
-    dtype: mx.Dtype,
-) -> Any:
-    """Builds the kernel. `more` are inputs: "squares", or "beside" and "gain"; see the text.
-
-    Only inputs that are used have names there, because each costs the host time in every pass.
-    """
-    added = "beside" in more
+def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
     tokens = 8 * sets
     stage = (ROWS + tokens) * COLUMNS * 2
     stages = min(MAX_STAGES, MAX_SHARED_BYTES // stage)
@@ -141,19 +81,17 @@ def _kernel(
         "SPLITS": splits,
         "GATED": gated,
         "STAGES": stages,
-        "EPS": eps or 0.0,
         "N": dtype,
     }
     sums = tokens * (ROWS + 1) * 4
-    ends = f"#define NORMED {int(eps is not None)}\n#define ADDED {int(added)}\n"
     return build_kernel(
         "matmul_tiled",
-        ["x", "weight", "arrived", *more],
-        ["out", "partial", *(("gained", "lengths") if added else ())],
+        ["x", "weight", "arrived", "partial"],
+        ["out"],
         constants,
         contiguous=True,
         shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
-        header=ends + group_mma(sets, dtype),
+        header=group_mma(sets, dtype),
     )
 
 
@@ -197,44 +135,31 @@ def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str
     )
 
 
-def _arrived() -> mx.array:
-    """Returns zeros that count the finished parts of a product; concurrent products get others.
+@cache
+def _counters() -> Any:
+    """Yields zeros that count the finished parts of a product; concurrent products get others.
 
     The kernel resets them to zero. Only one thread of a process computes.
     """
-    zeros: mx.array = next(_counters())
-    return zeros
-
-
-@cache
-def _counters() -> Any:
     counters = [mx.zeros((FULL_GPU_BLOCKS,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
     mx.eval(counters)
     return cycle(counters)
 
 
 @cache
-def _kernel_works(dtype: mx.Dtype) -> bool:
-    return kernel_works("products of some tokens", lambda: _is_right(dtype))
+def _part_sums() -> Any:
+    """Yields memory for the sums of parts; concurrent products get others.
+
+    As outputs of the kernel, arrays of that size would cost the host as much as the product.
+    """
+    sums = [mx.zeros((FULL_GPU_BLOCKS * ROWS * MAX_TOKENS,)) for _ in range(SUM_ARRAYS)]
+    mx.eval(sums)
+    return cycle(sums)
 
 
 @cache
-def _norms_work(dtype: mx.Dtype) -> bool:
-    return kernel_works("norms inside products", lambda: _norms_are_right(dtype))
-
-
-def _norms_are_right(dtype: mx.Dtype) -> bool:
-    """Compares a sum and the product of its norm with MLX's."""
-    x, beside, weight = (
-        mx.random.normal((rows, ROWS), key=mx.random.key(n)).astype(dtype)
-        for n, rows in enumerate((30, 30, ROWS))
-    )
-    gain = weight[:1].reshape(-1)  # MLX would compile a kernel for weight[0]
-    total, gained = add_product(x, weight, beside, gain, 1e-5)
-    right = mx.allclose(total, x @ weight.T + beside, 0.02, 0.3)
-    expected = mx.fast.rms_norm(total, gain, 1e-5) @ weight.T
-    right = right & mx.allclose(kernel_matmul(gained, weight), expected, 0.02, 0.5)
-    return bool(right.item())
+def _kernel_works(dtype: mx.Dtype) -> bool:
+    return kernel_works("products of some tokens", lambda: _is_right(dtype))
 
 
 def _is_right(dtype: mx.Dtype) -> bool:

@@ -88,10 +88,12 @@ class _GroupedQueryAttention(FusableSublayer):
             out = batch.attend_lines(self.layer, lines, heads, self.scores, self.spec.rope)
         else:
             q_norm, k_norm = self.norms
-            every = lines.reshape(-1, heads.query + 2 * heads.kv, heads.dim)
-            q, k, v = mx.split(every, [heads.query, heads.query + heads.kv], axis=1)
-            qk = q_norm(q), k_norm(k)
-            out = batch.rotate_and_attend(self.layer, qk, v, self.scores, self.spec.rope)
+            qk, keys = heads.query + heads.kv, slice(heads.query, heads.query + heads.kv)
+            every = lines.reshape(-1, qk + heads.kv, heads.dim)
+            normed = q_norm(every[:, : heads.query]), k_norm(every[:, keys])
+            out = batch.rotate_and_attend(
+                self.layer, normed, every[:, qk:], self.scores, self.spec.rope
+            )
         return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
 

@@ -56,10 +56,12 @@ def _computed(y: mx.array | PendingProduct) -> mx.array:
 
 def add_and_defer_norm(norm: Norm, x: Residual) -> tuple[mx.array, LinearInput]:
     """The array that x stands for, and its norm for a linear layer, which may compute it itself."""
-    if not isinstance(x, ResidualSum):
-        return x, norm.deferred(x)
-    found = x.y.layer.add_to(x.y.x, x.x, norm) if isinstance(x.y, PendingProduct) else None
-    return add_and_norm(norm, x) if found is None else found
+    if isinstance(x, ResidualSum):
+        total = x.y.layer.add_to(x.y.x, x.x) if isinstance(x.y, PendingProduct) else None
+        if total is None:
+            return add_and_norm(norm, x)
+        x = total
+    return x, norm.deferred(x)
 
 
 class FusableSublayer:

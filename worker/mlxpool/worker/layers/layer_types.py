@@ -15,7 +15,6 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxpool.worker.kernels.matmul_tiled import GainedLines
     from mlxpool.worker.layers.config_fields import Heads
 
 Shape: TypeAlias = tuple[int, ...]
@@ -159,14 +158,10 @@ class Norm(Protocol):
 
 
 class PendingNorm(NamedTuple):
-    """The norm of x [T, d], not computed yet: the next product may include it.
-
-    `gained`: what the product before has computed of it.
-    """
+    """The norm of x [T, d], not computed yet: for few rows the next product can include it."""
 
     x: mx.array
     norm: Norm
-    gained: GainedLines | None = None
 
     def __call__(self) -> mx.array:
         return self.norm(self.x)
@@ -180,13 +175,8 @@ class Linear(Protocol):
 
     def __call__(self, x: LinearInput) -> mx.array: ...
 
-    def add_to(
-        self, x: mx.array, residual: mx.array, norm: Norm
-    ) -> tuple[mx.array, LinearInput] | None:
-        """`residual` [T, out] plus the product of x, and the norm of that.
-
-        None where no kernel computes product and sum in one.
-        """
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """`residual` [T, out] plus the product of x; None where no kernel computes both in one."""
 
 
 class PendingProduct(NamedTuple):

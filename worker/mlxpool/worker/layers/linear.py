@@ -7,10 +7,9 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import matmul_small, matmul_tiled, row_ops
+from mlxpool.worker.kernels import matmul_small, row_ops
 from mlxpool.worker.kernels.matmul_small import FusedOps
-from mlxpool.worker.kernels.matmul_tiled import GainedLines
-from mlxpool.worker.layers.layer_types import Activation, LinearInput, Norm, PendingNorm
+from mlxpool.worker.layers.layer_types import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
@@ -25,8 +24,6 @@ class FusableLinear:
     def __call__(self, x: LinearInput) -> mx.array:
         if not isinstance(x, PendingNorm):
             return self.plain(x)
-        if x.gained is not None and self.takes(x.gained):
-            return self.of_gained(x.gained)
         return self.fused(x.x, _around(x)) if self.fuses(x.x) else self.plain(x())
 
     def gated(self, x: LinearInput) -> mx.array | None:
@@ -36,35 +33,14 @@ class FusableLinear:
         """
         if not isinstance(x, PendingNorm):
             return self.plain_gated(x)
-        if x.gained is not None and self.takes(x.gained):
-            return self.of_gained(x.gained, gated=True)
         if self.fuses(x.x):
             return self.fused(x.x, _around(x, gated=True))
         return self.plain_gated(x())
 
-    def add_to(
-        self, x: mx.array, residual: mx.array, norm: Norm
-    ) -> tuple[mx.array, LinearInput] | None:
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """See layer_types.Linear."""
-        if residual.dtype != x.dtype:
-            return None
-        if self.fuses(x):
-            total = self.fused(x, FusedOps(beside=residual))
-            return total, norm.deferred(total)
-        return self.added(x, residual, norm) if isinstance(norm, RMSNorm) else None
-
-    def takes(self, lines: GainedLines) -> bool:
-        """Whether `of_gained` has a kernel for these lines."""
-        return False
-
-    def of_gained(self, lines: GainedLines, *, gated: bool = False) -> mx.array:
-        """The product of the norm of lines, or what `gated` returns."""
-        raise NotImplementedError
-
-    def added(
-        self, x: mx.array, residual: mx.array, norm: RMSNorm
-    ) -> tuple[mx.array, PendingNorm] | None:
-        """As `add_to`, for more rows than `fused` takes."""
+        if residual.dtype == x.dtype and self.fuses(x):
+            return self.fused(x, FusedOps(beside=residual))
         return None
 
     def plain(self, x: mx.array) -> mx.array:
@@ -134,35 +110,6 @@ class Linear(FusableLinear):
         """See FusableLinear."""
         return matmul_small.kernel_matmul(x, self.weight, around)
 
-    def takes(self, lines: GainedLines) -> bool:
-        """See FusableLinear."""
-        return self._is_tiled(lines.x)
-
-    def of_gained(self, lines: GainedLines, *, gated: bool = False) -> mx.array:
-        """See FusableLinear."""
-        return matmul_tiled.kernel_matmul(lines, self.weight, gated=gated)
-
-    def added(
-        self, x: mx.array, residual: mx.array, norm: RMSNorm
-    ) -> tuple[mx.array, PendingNorm] | None:
-        """See FusableLinear."""
-        gain = norm.weight
-        if gain.dtype != x.dtype or not self._is_tiled(x):
-            return None
-        total, gained = matmul_tiled.add_product(x, self.weight, residual, gain, norm.eps)
-        return total, PendingNorm(total, norm, gained)
-
-    def _is_tiled(self, x: mx.array) -> bool:
-        """Whether the products of many rows with x take and give lines with gains.
-
-        Such lines are multiplied by the gain before the division, which overflows float16.
-        """
-        if self.bias is not None or self.batch_invariant or x.ndim != 2 or x.dtype != mx.bfloat16:
-            return False
-        rows, columns = self.weight.shape
-        tiled = x.shape[0] > matmul_small.MAX_WARP_TOKENS and self.weight.dtype == x.dtype
-        return tiled and matmul_tiled.supports_norms(x.shape[0], columns, rows, x.dtype)
-
 
 @dataclass(frozen=True, slots=True)
 class GatedLinearUnit:
@@ -220,7 +167,7 @@ class ConcatenatedLinear:
         x = x() if isinstance(x, PendingNorm) else x
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
-    def add_to(self, x: mx.array, residual: mx.array, norm: Norm) -> None:
+    def add_to(self, x: mx.array, residual: mx.array) -> None:
         """See layer_types.Linear. It has no kernel."""
 
 

@@ -5,9 +5,6 @@
 // cores: 128 bytes a row, whose 16-byte pieces are swizzled differently in each of eight rows. Each of
 // two groups of four warps multiplies 64 rows by all lines while the next columns are copied. The part
 // that finishes last adds up all parts.
-// NORMED: lines are divided by their RMS at the end; `squares` are the sums of squares of each 128
-// numbers of a line. ADDED: `beside` is added to the product; the sum is also multiplied by `gain`, and
-// its squares are summed, for a NORMED product that follows.
 constexpr int ROWS = 128, ALL = 8 * SETS, THREADS = 256;
 constexpr int STAGE = (ROWS + ALL) * 128, COPIES = (ROWS + ALL) * 8;  // bytes, and pieces of 16 bytes
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line
@@ -88,48 +85,10 @@ const int lane = threadIdx.x & 31, at = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
 for (int i = 0; i < 4 * SETS; i++)
   found[(i / 4 * 8 + lane % 4 * 2 + i % 2) * (ROWS + 1) + at + i % 4 / 2 * 8] = sum[i];
-#if NORMED
-__shared__ float factors[ALL];
-for (int line = threadIdx.x; line < LINES; line += THREADS) {
-  float length = 0;
-  for (int i = 0; i < IN / ROWS; i++) length += squares[line * (IN / ROWS) + i];
-  factors[line] = rsqrtf(length / IN + EPS);
-}
-#endif
-#if ADDED
-__shared__ float lengths_of_warps[ALL][EACH / 32];
-#endif
 __syncthreads();
 for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
-  const int row = i % EACH, l = i / EACH;
-  const long to = (long)l * OUT + first + row;
-  const float* const line = found + l * (ROWS + 1);
-  float one = line[row];
-#if NORMED
-  one *= factors[l];
-  if (GATED) one = gated(one, line[EACH + row] * factors[l], N());
-#else
-  if (GATED) one = gated(one, line[EACH + row], N());
-#endif
-#if ADDED
-  N rounded;
-  down(one, &rounded);
-  down(up(rounded) + up(((const N*)beside)[to]), &rounded);
-  one = up(rounded);
-  down(one * up(((const N*)gain)[first + row]), (N*)gained + to);
-  float square = one * one;
-  #pragma unroll
-  for (int o = 16; o > 0; o >>= 1) square += __shfl_xor_sync(0xffffffff, square, o);
-  if (lane == 0) lengths_of_warps[l][row / 32] = square;
-#endif
-  down(one, (N*)out + to);
+  const int row = i % EACH;
+  const float* const line = found + i / EACH * (ROWS + 1);
+  down(GATED ? gated(line[row], line[EACH + row], N()) : line[row],
+       (N*)out + (long)(i / EACH) * OUT + first + row);
 }
-#if ADDED
-__syncthreads();
-for (int l = threadIdx.x; l < LINES; l += THREADS) {
-  float length = 0;
-  #pragma unroll
-  for (int w = 0; w < EACH / 32; w++) length += lengths_of_warps[l][w];
-  lengths[l * (OUT / ROWS) + blockIdx.x] = length;
-}
-#endif
