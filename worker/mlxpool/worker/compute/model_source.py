@@ -34,7 +34,7 @@ WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
 
 # Seconds that the compute thread may keep Python's lock while the main thread waits. On a GPU
 # it makes a pass in 1 to 1.5 ms; the main thread has its turn while MLX evaluates the pass. With
-# the 0.5 ms of other workers, 32 streams of a model of 1B had 0.8 times as many tokens.
+# the 0.5 ms of other workers, 32 streams of a model of 1B had 0.8 times the tokens that 3 ms gave.
 GPU_SWITCH_INTERVAL = 0.002
 
 MIN_MODEL_CONTEXT = 4  # tokens that the warm-up of a model needs
