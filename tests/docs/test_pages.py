@@ -85,6 +85,7 @@ PAGES = {
     "docs/demo-model.md": Page(),
     "docs/embeddings.md": Page(),
     "docs/structured-output.md": Page(),
+    "docs/choices.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(
         instead={"mlxpool gateway &": "mlxpool gateway --port 8080 &"},

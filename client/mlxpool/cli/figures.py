@@ -1,11 +1,11 @@
-"""The line of figures about a finished completion, for `run` and `chat`."""
+"""The line of figures about finished completions, for `run` and `chat`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxpool.client import Result
+    from mlxpool.client import Choices, Result
 
 
 def figures(result: Result, seconds: float, streamed: float) -> str:
@@ -21,4 +21,16 @@ def figures(result: Result, seconds: float, streamed: float) -> str:
     return (
         f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
         f" ended: {result.reason}, seed {result.seed}]"
+    )
+
+
+def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
+    """As `figures`, about all choices of a prompt; about a single one the same."""
+    if len(choices) == 1:
+        return figures(choices[0], seconds, streamed)
+    usage = choices.usage
+    prompt, cached = usage["prompt_tokens"], usage["cached_tokens"]
+    return (
+        f"[{len(choices)} choices, {usage['completion_tokens']} tokens, prompt {prompt}"
+        f" ({cached} cached), {seconds:.2f} s, seeds from {choices.seed}]"
     )

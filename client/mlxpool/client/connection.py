@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from mlxpool.client.calls import Calls
 from mlxpool.client.dealer import Dealer
-from mlxpool.client.request import Question, deadline_of, resumed
+from mlxpool.client.request import Question, deadline_of, index_of, reports_prompt, resumed
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, Frame, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
@@ -146,7 +146,9 @@ class Connection:
 
     def open(self, draft: GenerateDraft, deliver: Callable[[Delta | None], None]) -> OpenStream:
         """Send a new stream's `generate`. Raises TooLarge or BadRequest if it cannot be sent."""
-        state = StreamState(os.urandom(frames.ID_BYTES))
+        state = StreamState(
+            os.urandom(frames.ID_BYTES), reports=reports_prompt(draft), index=index_of(draft)
+        )
         parts = encoded(draft, state.id, attempt=state.attempt)
         durable = draft.settings.get("durable") is not False
         seconds = deadline_of(draft)

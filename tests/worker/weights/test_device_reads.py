@@ -42,8 +42,9 @@ def test_tensors_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPatch)
         opened = reads.open(file)
         found = {name: opened.pop(name) for name in tensors()}
     for name, array in tensors().items():
-        assert found[name].dtype == array.dtype and found[name].shape == array.shape
-        assert bool(mx.array_equal(found[name], array))
+        read = found[name]
+        assert read is not None and (read.dtype, read.shape) == (array.dtype, array.shape)
+        assert bool(mx.array_equal(read, array))
 
 
 def test_what_the_file_has_not_is_none(file: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.figures import figures
+from mlxpool.cli.choices_output import ChoicesOutput
+from mlxpool.cli.figures import figures_of
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
@@ -52,6 +53,24 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         default=[],
         help="an image in front of the prompt, or where it has [img-n]; may be repeated",
     )
+    run_parser.add_argument(
+        "-n",
+        "--choices",
+        dest="n",
+        type=int,
+        metavar="N",
+        help="so many choices, with seed, seed + 1, … (1 to 64)",
+    )
+    run_parser.add_argument(
+        "--echo", action="store_true", default=None, help="print the prompt first"
+    )
+    run_parser.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        metavar="N",
+        help="report the prompt's tokens with so many alternatives, with --json; without"
+        " completion for --max-tokens 0",
+    )
     add_options(run_parser)
     add_connect_timeout(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
@@ -83,9 +102,11 @@ def run(options: argparse.Namespace) -> int:
     prompt_arguments = _prompt(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
+    choices = 1 if options.n is None else options.n
+    output = ChoicesOutput(choices, lambda text: print(form(text), end="", flush=True))
     with (
         client_of(options) as client,
-        client.stream(options.model, **prompt_arguments, **given) as stream,
+        client.stream(options.model, n=choices, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
         shown, first = False, 0.0
@@ -94,24 +115,27 @@ def run(options: argparse.Namespace) -> int:
                 first = first or time.monotonic()
                 progress.close()
                 if options.json:
-                    print(json_text(_delta_as_json(delta)), flush=True)
+                    print(json_text(_delta_as_json(delta, choices)), flush=True)
                 else:
-                    print(form(delta.text), end="", flush=True)
+                    output.add(delta)
                 shown = True
         except BaseException:
             if shown and not options.json:
                 print()  # ends the line of text
             raise
-        result = stream.result
+        results = stream.result
     if options.json:
-        print(json_text(as_json(result)), flush=True)
+        for result in results:
+            print(json_text(as_json(result, choices)), flush=True)
     else:
+        output.end()
         print()
         if not options.quiet:
             now = time.monotonic()
-            line = escape_line(figures(result, now - started, now - first))
+            line = escape_line(figures_of(results, now - started, now - first))
             print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
-    return int(result.reason == "cancelled")  # by another client: the text is not complete
+    # Cancelled by another client: the text is not complete.
+    return int(any(result.reason == "cancelled" for result in results))
 
 
 def _prompt(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
@@ -125,16 +149,21 @@ def _prompt(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
     return {"prompt": "".join(tags) + text, "images": images}
 
 
-def _delta_as_json(delta: Delta) -> dict[str, Any]:
+def _delta_as_json(delta: Delta, choices: int) -> dict[str, Any]:
     line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
+    if choices > 1:
+        line["index"] = delta.index
+    if delta.prompt:
+        line["prompt"] = delta.prompt
     if delta.logprobs:
         line["logprobs"] = delta.logprobs
     return line
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """The last line of `run --json`."""
+def as_json(result: Result, choices: int = 1) -> dict[str, Any]:
+    """The last line of `run --json`, one for each choice."""
     return {
+        **({"index": result.index} if choices > 1 else {}),
         "done": True,
         "reason": result.reason,
         "text": result.text,

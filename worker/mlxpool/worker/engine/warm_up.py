@@ -14,6 +14,7 @@ from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
 from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
 from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.prompt_logprobs import logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
@@ -73,6 +74,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         small, large = map(self._measure_chunk, sizes)
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
+        # In place of a pass that has ended.
+        one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
         self._activation_bytes = (1 + self._lookahead) * one_pass
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
