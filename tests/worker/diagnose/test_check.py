@@ -108,6 +108,8 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
             "heads": 4,
             "kv_heads": 2,
             "template": json.loads((good / "tokenizer_config.json").read_text())["chat_template"],
+            "license": None,
+            "sampling": {},
         },
     }
     assert set(report["model"]) == MODEL

@@ -13,6 +13,7 @@ from mlxpool.common.checks import flag, integer, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol.choice import Choice
+from mlxpool.common.protocol.decisions import DECIDE
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
@@ -25,7 +26,8 @@ from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.unread_keys import check_keys
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
-CALLS = frozenset({TOKENIZE, DETOKENIZE, *TASKS})  # the kinds of a `ModelCall`
+COMPUTED = frozenset({DECIDE, *TASKS})  # the kinds of calls that a model computes
+CALLS = frozenset({TOKENIZE, DETOKENIZE, *COMPUTED})  # the kinds of a `ModelCall`
 _OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that are not fields
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
@@ -253,7 +255,7 @@ class ModelCall(Content):
     @property
     def computes(self) -> bool:
         """Whether the model computes its answer; the others need the tokenizer alone."""
-        return self.kind in TASKS
+        return self.kind in COMPUTED
 
     def body(self) -> dict[str, Any]:
         body = {"model": self.model, **self.fields}

@@ -112,14 +112,20 @@ def show(model: ModelInfo, fallback: int, *, verbose: bool = False) -> dict[str,
     modified = fallback if model.modified is None else model.modified
     return {
         "modelfile": f"# {model.name} is a model of an mlxpool; it has no Modelfile\n",
-        "parameters": "",
+        "parameters": _parameters(known.get("sampling")),
         "template": known.get("template") or "",
-        "license": "",
+        "license": known.get("license") or "",
         "details": details(model),
         "model_info": info,
         "capabilities": capabilities(model),
         "modified_at": time_text(modified),
     }
+
+
+def _parameters(sampling: object) -> str:
+    """The options that a model's makers recommend, one a line as Ollama writes them."""
+    found = sampling if isinstance(sampling, Mapping) else {}
+    return "\n".join(f"{name:<30} {value:g}" for name, value in found.items())
 
 
 def pull_statuses(model: ModelInfo) -> list[dict[str, Any]]:

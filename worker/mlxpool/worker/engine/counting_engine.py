@@ -144,6 +144,10 @@ class CountingEngine:
     def in_flight(self) -> int:
         return len(self.flights)
 
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        return False
+
     def lost(self, seq: Sequence) -> bool:
         return False
 

@@ -171,6 +171,12 @@ class Engine(Protocol):
         rows of all sequences in flight.
         """
 
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """Has a running sequence keep its first `count` inputs, so that others may follow.
+
+        No pass may have it. Returns False and changes nothing where a row cannot go back.
+        """
+
     def lost(self, seq: Sequence) -> bool:
         """Returns whether a pass that failed has lost inputs of a running sequence."""
 

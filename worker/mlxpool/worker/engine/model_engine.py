@@ -351,6 +351,15 @@ class ModelEngine(WarmedEngine):
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
         super().release(seq)
 
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        if self._layout.store.stateful or seq.awaited:
+            return False
+        self._draws.forget()
+        self._rows[seq].trim(count)
+        seq.submitted = count
+        return True
+
     def blocks_in_use(self) -> int:
         """See BlockMemory."""
         free = self._layout.free_blocks

@@ -86,7 +86,9 @@ class TokenDraws:
         """Returns the batch of the last draw while it has the same sequences."""
         if self._last is None or self._last[0] != rows:
             options, seeds = [seq.options for seq in rows], [seq.seed for seq in rows]
-            self._last = rows, SamplingBatch(options, seeds, self._vocab_size, self._upload)
+            scored = [seq.scored for seq in rows]
+            batch = SamplingBatch(options, seeds, self._vocab_size, self._upload, scored)
+            self._last = rows, batch
         return self._last[1]
 
     def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:

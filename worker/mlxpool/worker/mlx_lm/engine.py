@@ -190,7 +190,8 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
 
     def _drawn(self, rows: Many[Sequence], logits: mx.array) -> SamplerOutput:
         requests = [
-            SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq)) for seq in rows
+            SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq), seq.scored)
+            for seq in rows
         ]
         return sampler.sample(logits, requests)
 

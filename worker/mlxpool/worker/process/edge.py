@@ -40,7 +40,12 @@ from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.service import Load
 from mlxpool.worker.process.calls import ModelCalls
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.preparations import Prepared, PreparedInputs, Product
+from mlxpool.worker.process.preparations import (
+    Prepared,
+    PreparedInputs,
+    PreparedQuestions,
+    Product,
+)
 from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.prepare_inputs import InputPreparer
 from mlxpool.worker.process.runs import Runs
@@ -275,7 +280,7 @@ class Edge:
             self.runs.deliver(mail.deltas)
         elif isinstance(mail, Prepared):
             self.runs.prepared(mail)
-        elif isinstance(mail, PreparedInputs):
+        elif isinstance(mail, PreparedInputs | PreparedQuestions):
             self.calls.prepared(mail)
         elif isinstance(mail, Answer):
             self.calls.answered(mail)

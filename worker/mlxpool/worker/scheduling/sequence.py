@@ -54,6 +54,7 @@ class Sequence:
     discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
+    scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with what is drawn
     shared: bool = False  # others have its prompt: the prefix cache keeps it as soon as it is read
     awaits: Sequence | None = None  # the one whose prompt it waits for, see shared_prompts.py
     reported: int = 0
@@ -81,7 +82,10 @@ class Sequence:
         """Returns the inputs that other sequences may begin with.
 
         After a shift these are the kept ones: no conversation goes on with what stands behind them.
+        Of one that only scores tokens they are those before its restore point.
         """
+        if self.scored:
+            return self.token_range(0, self.restore_at)
         if self.shift is None or not self.discarded:
             return self.tokens
         return self.token_range(0, self.shift.keep)
@@ -171,10 +175,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one sampled token (float32, from raw logits) and of the likeliest."""
+    """The log-probability of one sampled token (float32, from raw logits) and of others.
+
+    These are the likeliest, or of a sequence with `scored` those tokens, in their order.
+    """
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob); the likeliest: most likely first
 
 
 @dataclass(frozen=True, slots=True)
