@@ -304,10 +304,10 @@ def test_fresh_lines_are_rotated_and_written(
         pools = tuple(mx.contiguous(mx.where(mx.isnan(one), 0, one)) for one in batch.pools)
         mx.eval(pools)
         scores, q = heads.scores(), batch.q
-        if way == "whole":
+        if way == "whole" and turns is not None:
             lines = mx.contiguous(batch.qkv).reshape(batch.qkv.shape[0], -1)
-            rest = pools, plan, scores, heads.window, turns
-            out = ragged_attention.attend_fresh(lines, first, *rest).reshape(q.shape)
+            rest = pools, plan, scores, heads.window
+            out = ragged_attention.attend_fresh(lines, first, *rest, turns).reshape(q.shape)
         else:
             fresh = ragged_attention.FreshLines(k, v, turns) if way == "fresh" else None
             if fresh is None:
