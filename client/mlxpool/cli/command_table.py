@@ -24,6 +24,7 @@ GROUPS = MappingProxyType(
             "embed": f"{_COMMANDS}.embed",
             "rerank": f"{_COMMANDS}.embed",
             "classify": f"{_COMMANDS}.embed",
+            "decide": f"{_COMMANDS}.decide",
         },
         "see what it does": {
             "ps": f"{_COMMANDS}.reports",
@@ -59,5 +60,16 @@ COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in
 # The modules whose commands take --endpoint, --server-key and --key.
 REMOTE_MODULES = frozenset(
     COMMAND_MODULES[name]
-    for name in ("run", "chat", "embed", "ps", "stats", "top", "load", "gateway", "revoke")
+    for name in (
+        "run",
+        "chat",
+        "embed",
+        "decide",
+        "ps",
+        "stats",
+        "top",
+        "load",
+        "gateway",
+        "revoke",
+    )
 )

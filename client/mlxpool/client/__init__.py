@@ -7,6 +7,7 @@ connection or a broker is lost.
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.client.choices import Choices, ChoicesStream
+from mlxpool.client.decisions import Decision, DecisionList
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
@@ -26,6 +27,8 @@ __all__ = [
     "Choices",
     "ChoicesStream",
     "Client",
+    "Decision",
+    "DecisionList",
     "Delta",
     "Pace",
     "PoolError",

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from mlxpool.broker.admin.commands import HANDLERS
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.events import AfterScan, Perform
+from mlxpool.broker.core.events import AnswerLater, Perform
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
@@ -40,7 +40,7 @@ class ClientIngress:
         boot: int,
         settings: Callable[[], PoolConfig],
         is_live: Callable[[bytes], bool],
-        after_scan: AfterScan,
+        after_scan: AnswerLater,
     ) -> None:
         """`is_live`: whether a request with this id is live.
 
