@@ -100,6 +100,7 @@ class Compiler:
             self._ends,
             self._others,
             digest,
+            tokens=self._tokenizer.vocab_size,
             canonical=self._tokenizer.is_canonical,
             small=len(text) <= SMALL_GRAMMAR,
         )

@@ -38,11 +38,13 @@ class Constraint:
         others: Words,
         digest: str,
         *,
+        tokens: int,
         canonical: bool = False,
         small: bool = True,
     ) -> None:
         """`ends` [ceil(vocabulary / 32)] has the bits of the tokens that end an answer, `others`
-        those of all other tokens. `canonical`: the library knows the tokens of a forced text.
+        those of all other tokens. `tokens`: of the library's vocabulary. `canonical`: the library
+        knows the tokens of a forced text.
         `small`: no text of the format takes long to tokenise.
         """
         self._matcher = matcher
@@ -50,10 +52,12 @@ class Constraint:
         self._others = others
         self._canonical = canonical
         self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
+        self._sought = False  # whether forced tokens were looked for behind the newest token
         self._accepts: bool | None = None  # at the newest token; None: the matcher was not asked
         self._thoughts: bytes | None = None  # the end of their text; None: they have ended
         self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
+        self.tokens = tokens
         self.small = small
 
     def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
@@ -69,19 +73,36 @@ class Constraint:
 
         Raises BadRequest where no token may, and where the bounds of the library are exceeded.
         """
+        known = self.known_mask()
+        if known is not None:
+            return known
+        data = self._matcher.compute_bitmask()
+        return self.checked(np.frombuffer(data, dtype=np.uint32))
+
+    def known_mask(self) -> Words | None:
+        """Returns the mask where the library need not be asked for it."""
         if self._thoughts is not None:
             return self._others[None]
-        if self._find_forced():
-            return self._only(self._forced[0])
-        data = self._matcher.compute_bitmask()
+        return self._only(self._forced[0]) if self._find_forced() else None
+
+    def checked(self, words: Words) -> Words:
+        """Returns the mask of what the library gave: ends are allowed by other rules than there.
+
+        Raises as `mask`.
+        """
         if self._matcher.is_error():
             raise self._failed()
-        words = np.frombuffer(data, dtype=np.uint32)[: self._others.size] & self._others
+        words = words[: self._others.size] & self._others
         if self.accepts:
             words |= self._ends
         if not words.any():
             raise BadRequest("format: no token of this model may follow")
         return words[None]
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """What makes the masks, for those who make several at once."""
+        return self._matcher
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.
@@ -94,7 +115,7 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """Appends a token. Raises BadRequest for one that may not follow."""
-        self._accepts = None
+        self._accepts, self._sought = None, False
         if self._thoughts is not None:
             self._think(token)
         elif not self._matcher.consume_token(token):
@@ -108,7 +129,7 @@ class Constraint:
         while self._thoughts is not None and begin < len(tokens):
             self._think(tokens[begin])
             begin += 1
-        self._accepts = None
+        self._accepts, self._sought = None, False
         at = begin + self._matcher.try_consume_tokens(list(tokens[begin:]))
         if at < len(tokens):
             raise BadRequest(
@@ -142,7 +163,8 @@ class Constraint:
 
         An error is found by the next mask.
         """
-        if not self._forced and self._canonical and not self.accepts:
+        if not self._forced and not self._sought and self._canonical and not self.accepts:
+            self._sought = True
             self._forced.extend(self._matcher.compute_ff_tokens())
         return bool(self._forced)
 

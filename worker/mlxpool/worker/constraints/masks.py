@@ -1,7 +1,7 @@
 """Makes the masks of a step, so that a constraint which takes long delays no other row.
 
-The masks of a constraint are made in the calling thread while they are quick, and in threads of
-their own otherwise. For these a step waits for a bounded time.
+While the masks of a constraint are quick, they are made in the calling thread, or together with
+others on several cores; otherwise in threads of their own. A step waits for a bounded time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import monotonic, thread_time
 from weakref import WeakKeyDictionary, WeakSet
 
+from mlxpool.worker.constraints import mask_batch
 from mlxpool.worker.constraints.constraint import Constraint, Words
 
 QUICK = 0.001  # seconds of processor time; most masks take a hundredth of that
@@ -18,9 +19,13 @@ QUICK_MASKS = 4  # one after the other, after which a constraint is taken to be 
 MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are of that size
 IDLE_WAIT = 0.02  # seconds that are waited for a mask when there is nothing else to do
 THREADS = 4
+FEW = 2  # quick constraints whose masks are made in the calling thread
 
 Found = Words | Exception
-Making = Future[tuple[Words, float]]  # the mask and the seconds of processor time that it took
+# Masks that are made together, and the seconds that the slowest one may have taken. It holds no
+# constraint, so that those of answers that have ended can go.
+Batch = Future[tuple[list[Found], float]]
+Making = tuple[Batch, int]  # and the place of the constraint's mask in it
 
 
 class Masks:
@@ -44,34 +49,41 @@ class Masks:
     def is_made(self, constraint: Constraint) -> bool:
         """Whether no mask of the constraint is being made."""
         making = self._making.get(constraint)
-        return making is None or making.done()
+        return making is None or making[0].done()
 
     def begin(self, constraint: Constraint) -> None:
         """Begins to make a mask in another thread; until it is made, nobody uses the constraint."""
-        if constraint in self._making:
-            return
+        if constraint not in self._making:
+            self._submit([constraint])
+
+    def _submit(self, constraints: list[Constraint]) -> None:
+        """Has another thread make masks together."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="masks")
-        self._making[constraint] = self._threads.submit(_timed, constraint)
+        batch = self._threads.submit(_timed if len(constraints) == 1 else _together, constraints)
+        for place, one in enumerate(constraints):
+            self._making[one] = batch, place
 
     def make(self, constraints: Collection[Constraint]) -> dict[Constraint, Found]:
         """Returns the masks of these constraints, or what making one raised.
 
         Those that are not made in time are left out.
         """
-        others = [one for one in constraints if not self.is_quick(one)]
-        for one in others:
-            self.begin(one)
-        began = monotonic()
-        found: dict[Constraint, Found] = {}
+        quick = [one for one in constraints if self.is_quick(one) and one not in self._making]
         for one in constraints:
-            if one not in self._making:
-                found[one] = self._make_here(one)
+            if not self.is_quick(one):
+                self.begin(one)
+        if len(quick) > FEW:
+            self._submit(quick)
+        began = monotonic()
+        here = [one for one in constraints if one not in self._making]
+        found: dict[Constraint, Found] = {one: self._make_here(one) for one in here}
+        others = [one for one in constraints if one not in found]
         if others:
             left = max(0.0, began + MAX_WAIT - monotonic())
-            wait([self._making[one] for one in others], timeout=left)
+            wait({self._making[one][0] for one in others}, timeout=left)
         for one in others:
-            if self._making[one].done():
+            if self.is_made(one):
                 found[one] = self._made(one)
             else:
                 self._late.add(one)
@@ -79,25 +91,23 @@ class Masks:
 
     def wait(self) -> None:
         """Waits until one more mask is made, for a bounded time; not if none is being made."""
-        making = [one for one in self._making.values() if not one.done()]
+        making = {batch for batch, _ in self._making.values() if not batch.done()}
         wait(making, timeout=IDLE_WAIT, return_when=FIRST_COMPLETED)
 
     def _make_here(self, constraint: Constraint) -> Found:
-        try:
-            words, seconds = _timed(constraint)
-        except Exception as error:
-            return error
+        (found,), seconds = _timed([constraint])
         self._judge(constraint, seconds)
-        return words
+        return found
 
     def _made(self, constraint: Constraint) -> Found:
         """Returns a mask that another thread has made, or what it raised."""
+        batch, place = self._making.pop(constraint)
         try:
-            words, seconds = self._making.pop(constraint).result()
+            found, seconds = batch.result()
         except Exception as error:
             return error
         self._judge(constraint, seconds)
-        return words
+        return found[place]
 
     def _judge(self, constraint: Constraint, seconds: float) -> None:
         quick = seconds <= QUICK
@@ -106,8 +116,24 @@ class Masks:
             self._late.discard(constraint)
 
 
-def _timed(constraint: Constraint) -> tuple[Words, float]:
-    """Returns a mask, and the seconds of processor time that it took."""
+def _timed(constraints: list[Constraint]) -> tuple[list[Found], float]:
+    """Returns the mask of one constraint, and the seconds of processor time that it took."""
+    (constraint,) = constraints
     began = thread_time()
-    words = constraint.mask()
-    return words, thread_time() - began
+    try:
+        found: Found = constraint.mask()
+    except Exception as error:
+        found = error
+    return [found], thread_time() - began
+
+
+def _together(constraints: list[Constraint]) -> tuple[list[Found], float]:
+    """Returns the masks of constraints that have been quick.
+
+    The seconds are those that one may have taken: where all took too long, each of them has to
+    show that it is quick by itself.
+    """
+    began = monotonic()
+    found = mask_batch.masks_of(constraints, constraints[0].tokens)
+    seconds = monotonic() - began
+    return found, 0.0 if seconds <= MAX_WAIT else seconds

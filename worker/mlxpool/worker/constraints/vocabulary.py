@@ -18,6 +18,17 @@ from mlxpool.worker.prompt.tokenizer import read_tokenizer
 
 Encode = Callable[[str], Sequence[int]]
 
+# The library keeps the set of the tokens of each of these patterns. A state that allows the whole
+# pattern takes the set and need not try its tokens: so a string of JSON that has room for eight
+# more characters tries the tokens of more than eight alone. Each costs a few MB.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 30)
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{most}}}" for most in _LENGTHS),
+    f"{_CHARACTER}+",
+]
+
 
 def load_vocabulary(
     source: TextSource, pieces: Sequence[bytes], eos: Collection[int]
@@ -41,7 +52,7 @@ def make_vocabulary(
     ends = sorted(token for token in eos if token < len(pieces))
     marked = sorted({*special, *ends})
     wrapper = _Wrapper(list(pieces), ends[0] if ends else None, marked, encode)
-    found = LLTokenizer(wrapper, eos_token=ends or None)  # type: ignore[arg-type]
+    found = LLTokenizer(wrapper, eos_token=ends or None, slices=SLICES)  # type: ignore[arg-type]
     wrapper.greedy = found.greedy_tokenize
     return found
 

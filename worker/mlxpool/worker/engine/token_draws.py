@@ -16,8 +16,8 @@ from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.transfers.uploads import Upload
 
-MASK_BITS = 32  # tokens of a word of a mask
-ALL_TOKENS = 2**MASK_BITS - 1  # a word that allows each of its tokens
+WORD_BITS = 32  # tokens of a word of a mask
+ALL_TOKENS = 2**WORD_BITS - 1  # a word that allows each of its tokens
 
 
 class TokenDraws:
@@ -26,6 +26,7 @@ class TokenDraws:
     def __init__(self, vocab_size: int, upload: Upload) -> None:
         self._vocab_size = vocab_size
         self._upload = upload
+        self._whole = np.full((1, -(-vocab_size // WORD_BITS)), ALL_TOKENS, np.uint32)
         self._last: tuple[list[Sequence], SamplingBatch] | None = None
 
     def forget(self) -> None:
@@ -103,14 +104,24 @@ class TokenDraws:
         """Returns [E, vocabulary] whether a token may be drawn; None: every token may."""
         if not masks:
             return None
-        every = [masks[s.sequence] if s.sequence in masks else self._whole(s.draws) for s in spans]
-        words = self._upload(np.concatenate(every))
-        bits = words[:, :, None] >> mx.arange(MASK_BITS, dtype=mx.uint32) & 1
-        return bits.reshape(words.shape[0], -1)[:, : self._vocab_size] > 0
-
-    def _whole(self, lines: int) -> Mask:
-        """Returns the mask that allows every token."""
-        return np.full((int(lines), -(-self._vocab_size // MASK_BITS)), ALL_TOKENS, np.uint32)
+        # Only these masks go to the device; the first line of the table is of rows without one.
+        table, places = [self._whole], []
+        known = 1
+        for span in spans:
+            mask = masks.get(span.sequence)
+            if mask is None:
+                places += [0] * int(span.draws)
+            else:
+                table.append(mask)
+                places += range(known, known + len(mask))
+                known += len(mask)
+        words = self._upload(np.concatenate(table))
+        if places == [*range(1, known)]:
+            words = words[1:]
+        else:
+            words = mx.take(words, self._upload(np.array(places, dtype=np.int32)), axis=0)
+        bits = words.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
+        return bits.reshape(words.shape[0], -1)[:, : self._vocab_size].view(mx.bool_)
 
 
 def _position(span: Span) -> int:
