@@ -1,0 +1,179 @@
+"""What can be asked of the store about files and batches; the results are in batch_records.py.
+
+A batch is a stored file whose lines become jobs a thousand at a time, when there is room for them.
+The store finds the lines; what is in them the broker reads. See operations.py for what all
+operations have in common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlxpool.broker.store.batch_records import BatchState
+from mlxpool.broker.store.operations import Operation, Submit
+from mlxpool.broker.store.records import Name, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class CreateFile(Operation):
+    """Begin a file. Result: FileView. `keep`: seconds from now, None until it is deleted."""
+
+    admits: ClassVar[bool] = True
+    id: bytes
+    owner: str
+    tenant: str
+    name: str
+    purpose: str
+    keep: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendFile(Operation):
+    """Append `data` at `start`, the present size. Results: FileView, UnknownName.
+
+    Bytes that are there already are skipped, so a part may be sent again; a start behind the size
+    changes nothing, and the view says the size. `last`: the file is complete.
+    """
+
+    admits: ClassVar[bool] = True
+    id: bytes
+    owner: str
+    tenant: str
+    start: int
+    data: bytes
+    last: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile(Operation):
+    """Bytes of a file. Results: FilePart, UnknownName."""
+
+    id: bytes
+    owner: str | None
+    tenant: str | None
+    start: int = 0
+    max_bytes: int = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ListFiles(Operation):
+    """Files of a tenant, the newest first. Result: FileList."""
+
+    owner: str
+    tenant: str
+    count: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFile(Operation):
+    """Delete a file. Results: FileView, UnknownName; Refused while an open batch reads it."""
+
+    id: bytes
+    owner: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitBatch(Operation):
+    """Store a batch of a complete file. Results: BatchSubmitted, DuplicateKey, UnknownName (file).
+
+    `defaults` is for the broker, which reads the lines. Keys of batches and of jobs are apart.
+    """
+
+    admits: ClassVar[bool] = True
+    id: bytes
+    scope: Scope
+    digest: bytes
+    file: bytes
+    defaults: bytes = b""
+    deadline: float | None = None
+    keep: float | None = None
+    notify: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLines(Operation):
+    """The next lines of a batch that are no jobs yet. Results: Lines, UnknownName."""
+
+    batch: bytes
+    count: int = 1000
+    max_bytes: int = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AddLines(Operation):
+    """Make jobs of lines, in one transaction. Results: BatchView, UnknownName.
+
+    `first_line` is the batch's `next_line`, or another call was first: nothing is changed, and the
+    view says where the batch is. `lines` is how many there are, `end` where the next one begins.
+    `jobs` have `batch` and `line`; `failed` are (line, label, cause). `last`: the file ends there.
+    A job whose key is taken becomes a failed line.
+    """
+
+    batch: bytes
+    first_line: int
+    lines: int
+    end: int
+    last: bool
+    jobs: tuple[Submit, ...] = ()
+    failed: tuple[tuple[int, str, str], ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(job.size for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch(Operation):
+    """Look a batch up, with counts. Results: BatchView, UnknownName."""
+
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class ListBatches(Operation):
+    """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all."""
+
+    owner: str | None = None
+    tenant: str | None = None
+    states: tuple[BatchState, ...] = ()
+    count: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBatch(Operation):
+    """No line becomes a job any more, and at most `count` waiting jobs are cancelled.
+
+    Results: BatchView, UnknownName. Jobs in `held` are left to the broker. Repeat it while the
+    view counts waiting jobs that are not held.
+    """
+
+    name: Name
+    held: frozenset[bytes] = frozenset()
+    count: int = 1000
+    end: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class EndBatch(Operation):
+    """A fed batch without waiting jobs has ended. Results: BatchView (as it is then), UnknownName.
+
+    From now on `keep` counts for it.
+    """
+
+    batch: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcomes(Operation):
+    """What became of the lines behind `after`. Results: LineOutcomes, UnknownName."""
+
+    name: Name
+    after: int = -1
+    count: int = 200
+    max_bytes: int = 1024 * 1024

@@ -1,0 +1,118 @@
+"""What the store answers about files and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mlxpool.broker.store.records import JobState, JobView, Result, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class FileView(Result):
+    """A stored file. It is `complete` once its end is known, and then never changes."""
+
+    id: bytes
+    owner: str
+    tenant: str
+    name: str
+    purpose: str
+    size: int
+    complete: bool
+    created: float
+    forget: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileList(Result):
+    files: tuple[FileView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart(Result):
+    """Bytes of a file from `start` on; none behind its end."""
+
+    file: FileView
+    start: int
+    data: bytes
+
+
+class BatchState(StrEnum):
+    """The states of a batch. Whether its jobs have all ended is counted, see BatchView.counts."""
+
+    OPEN = "open"  # lines are left that are no jobs yet
+    FED = "fed"  # every line is a job or a failed line
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView(Result):
+    """A batch. `next_line` is the number, from 0, of the first line that is no job yet.
+
+    `next_start` is where that line begins in the file. `counts` has the number of its jobs in each
+    state, `failed` the number of lines that could not become jobs. `defaults` is what `SubmitBatch`
+    was given: the store does not read it.
+    """
+
+    id: bytes
+    scope: Scope
+    file: bytes
+    digest: bytes
+    defaults: bytes
+    state: BatchState
+    next_line: int
+    next_start: int
+    failed: int
+    counts: tuple[tuple[JobState, int], ...]
+    created: float
+    ended: float | None
+    deadline: float | None
+    keep: float | None
+    notify: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSubmitted(Result):
+    """The batch is durable. `new` is false if the same batch was there before."""
+
+    batch: BatchView
+    new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchList(Result):
+    batches: tuple[BatchView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines(Result):
+    """The next lines of a batch, without their line ends. (number, where it begins, bytes).
+
+    `end` is where the line behind the last of them begins. `last`: the file ends there.
+    """
+
+    batch: BatchView
+    lines: tuple[tuple[int, int, bytes], ...]
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LineOutcome:
+    """What became of a line: a job with its text and its packed ids, or a cause of failure."""
+
+    line: int
+    label: str
+    cause: str
+    job: JobView | None
+    text: str = ""
+    ids: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class LineOutcomes(Result):
+    """Outcomes in the order of lines. `next` goes into the following `after`; -1: the last."""
+
+    outcomes: tuple[LineOutcome, ...]
+    next: int

@@ -1,0 +1,324 @@
+"""What can be asked of the store about jobs: one frozen dataclass for each write and each read.
+
+Files and batches are in batch_operations.py. The results are in records.py; each docstring names
+those that its operation can have, and any operation can also be `Refused`. A write is told only
+after the commit that holds it, and changes nothing if its result is `Fate`, `UnknownName`,
+`DuplicateKey`, `KeyGone` or `Refused`.
+
+Ages are seconds; the store adds them to its own clock. `held` are the ids of the jobs that the
+broker runs: on disk they wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mlxpool.broker.store.records import Chunk, JobState, Name, Scope
+
+
+class Operation:
+    """Base of all operations.
+
+    `urgent`: a commit is not delayed to gather more of its kind. `admits`: it brings new work, so
+    that it is refused first when the inbox fills or the bound in bytes comes near.
+    """
+
+    __slots__ = ()
+    urgent: ClassVar[bool] = True
+    admits: ClassVar[bool] = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds in memory while it waits, beside a small constant."""
+        return 0
+
+
+# ---- the life of a job ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Operation):
+    """Store a job. Results: Submitted, DuplicateKey, KeyGone.
+
+    `request` is the packed request, which the store does not read, and `blobs` are those of its
+    message: equal blobs of all jobs are stored once. `digest` says what makes two sendings the same
+    job. `delay`: not fed before so many seconds, `not_before` not before this time of day.
+    `deadline`: seconds from now, None for no deadline. `keep`: seconds for which the result is kept
+    after the end, None until it is released. `label` is the client's name of a line of a batch.
+    `max_jobs` and `max_bytes` are what the owner may have stored in all, 0 for no bound.
+    """
+
+    admits: ClassVar[bool] = True
+    id: bytes
+    scope: Scope
+    digest: bytes
+    kind: str
+    model: str
+    request: bytes
+    seed: int
+    blobs: tuple[bytes, ...] = ()
+    priority: int = 0
+    delay: float = 0.0
+    not_before: float = 0.0
+    deadline: float | None = None
+    keep: float | None = None
+    notify: str = ""
+    batch: bytes | None = None
+    line: int = -1
+    label: str = ""
+    max_jobs: int = 0
+    max_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.request) + sum(map(len, self.blobs))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedNext(Operation):
+    """Take jobs that wait and are due, to be run. Result: Fed.
+
+    One job of each owner in turn, owners in the order of their names from the first behind
+    `after_owner`, until `count` jobs are found or `max_bytes` of requests; of one owner the
+    earliest due first. Jobs in `held` are passed over, and so are those whose `starts` is below
+    `min_starts` or from `below_starts` on. `starts` is raised before the result is told.
+    """
+
+    model: str
+    priority: int
+    count: int
+    after_owner: str = ""
+    held: frozenset[bytes] = frozenset()
+    min_starts: int = 0
+    below_starts: int = 1 << 30
+    max_bytes: int = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Operation):
+    """Append output to a job that runs. Results: Durable, Fate, UnknownName.
+
+    `chunk.pos` is the number of ids that are stored, or there is a gap and the result is `Fate`.
+    `facts` come with the first ids of a generation. `starts` becomes 0.
+    """
+
+    urgent: ClassVar[bool] = False
+    id: bytes
+    gen: int
+    chunk: Chunk
+    facts: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        return self.chunk.size
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(Operation):
+    """End a job that waits or runs, with its last output. Results: Changed, Fate, UnknownName.
+
+    `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes. A job with
+    `notify` gets a notice.
+    """
+
+    id: bytes
+    gen: int
+    state: JobState
+    end: bytes
+    cause: str = ""
+    chunk: Chunk | None = None
+    facts: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.end) + (0 if self.chunk is None else self.chunk.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Defer(Operation):
+    """Put a job that ran back: it waits and is due in `delay` seconds. Results as of Finish.
+
+    `attempts` and `charge` replace those that are stored; `starts` too, unless None.
+    """
+
+    id: bytes
+    gen: int
+    delay: float
+    attempts: int
+    charge: float
+    starts: int | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewGeneration(Operation):
+    """Begin the output of a job anew, as generation `gen` + 1 at 0. Results as of Finish.
+
+    For a worker whose model has another digest: the ids so far are deleted, its facts too.
+    """
+
+    id: bytes
+    gen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Operation):
+    """End a job that waits or runs as `cancelled`. Results: Changed, Fate, UnknownName."""
+
+    name: Name
+    end: bytes = b""
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry(Operation):
+    """Let a dead or expired job wait again. Results: Changed, Fate, UnknownName.
+
+    Its attempts, starts and charge become 0 and its quarantine ends. `new_generation`: the output
+    begins anew. `deadline`: seconds from now, None for none.
+    """
+
+    name: Name
+    new_generation: bool = False
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Operation):
+    """Delete the result of an ended job before its time. Results: Changed, Fate, UnknownName.
+
+    The key is remembered for `key_life` seconds more, as `gone`.
+    """
+
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep(Operation):
+    """Do what time asks for, at most `count` jobs of each sort. Result: Swept.
+
+    Waiting jobs past their deadline expire, unless they are `held`: the broker ends those itself.
+    Ended jobs past `forget` are gone, gone ones past `key_life` are deleted, and so are files and
+    batches past their time. `expired_end` is the packed terminal of those that expire.
+    """
+
+    held: frozenset[bytes] = frozenset()
+    count: int = 200
+    expired_end: bytes = b""
+
+
+# ---- reading jobs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob(Operation):
+    """Look a job up. Results: Found, UnknownName."""
+
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPage(Operation):
+    """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
+
+    `pos` is rounded down to a border of steps. `gen` None is the present generation; another than
+    that is JobRestarted. The page has at least one step, and else at most `max_bytes`.
+    """
+
+    name: Name
+    pos: int = 0
+    gen: int | None = None
+    max_bytes: int = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ListJobs(Operation):
+    """Jobs in order of arrival behind the number `after`. Result: JobList of seqs.
+
+    `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `reverse`: the newest
+    first, those before `after` (0: from the newest).
+    """
+
+    owner: str | None = None
+    tenant: str | None = None
+    states: tuple[JobState, ...] = ()
+    after: int = 0
+    count: int = 100
+    batch: bytes | None = None
+    reverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ListEnded(Operation):
+    """The durable feed: ended jobs behind the end number `after`. Result: JobList of end_seqs.
+
+    The numbers rise in the order of the commits, so that nothing appears later below one that was
+    read. Jobs that are gone are left out.
+    """
+
+    owner: str | None = None
+    tenant: str | None = None
+    after: int = 0
+    count: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBacklog(Operation):
+    """Which models have jobs that wait. Result: Backlog."""
+
+
+# ---- poison and notices --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetPoison(Operation):
+    """Keep a digest in quarantine for `life` seconds; 0 ends it. Result: Done."""
+
+    digest: bytes
+    life: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPoisons(Operation):
+    """The quarantine, at boot. Result: Poisons."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNotices(Operation):
+    """Notices that are due. Result: Notices."""
+
+    count: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeSent(Operation):
+    """A notice was taken, or is given up: it is deleted. Result: Done."""
+
+    end_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeFailed(Operation):
+    """A notice is tried again in `delay` seconds. Result: Done."""
+
+    end_seq: int
+    delay: float
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFigures(Operation):
+    """What the store holds. Result: StoreFigures."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJobs(Operation):
+    """Whole jobs behind the number `after`, for a copy outside. Result: Export."""
+
+    after: int = 0
+    count: int = 100
+    max_bytes: int = 4 * 1024 * 1024
+    states: tuple[JobState, ...] = field(default=())

@@ -1,0 +1,335 @@
+"""What the store answers: views of jobs, pages of output, and the results of operations.
+
+Times are seconds since 1970 on the store's clock (see clock.py), which never goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mlxpool.common.protocol.token_ids import count_of
+
+MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
+MAX_END = 4 * 1024 * 1024  # bytes of the end of a job, the answer of an unary call included
+
+
+class JobState(StrEnum):
+    """The states of a job on disk. A running job is `waiting` there: that it runs is memory."""
+
+    WAITING = "waiting"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    DEAD = "dead"
+    EXPIRED = "expired"
+    GONE = "gone"  # its result is deleted; the key is remembered until `key_life` has passed
+
+
+ENDED = frozenset({JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED})
+RETRYABLE = frozenset({JobState.DEAD, JobState.EXPIRED})
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The name of a job as its client knows it. Equal keys of two owners or tenants are two jobs.
+
+    `owner` is the key or the uid of the connection; `tenant` is whom a gateway speaks for, "" else.
+    """
+
+    owner: str
+    tenant: str
+    key: str
+
+
+# A client names a job by its scope, the broker and its operators by the job's 16 bytes of id.
+Name = Scope | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Output of a job from `pos` on, in whole steps.
+
+    `ids` are packed ids. `borders` has for each step (ids, characters): how many there are in this
+    chunk up to the step's end, so that the last entry is (count, len(text)). `logprobs` is a packed
+    list with one entry for each id; b"" if none were asked for.
+    """
+
+    pos: int
+    ids: bytes
+    text: str
+    borders: tuple[tuple[int, int], ...]
+    logprobs: bytes = b""
+
+    @property
+    def count(self) -> int:
+        """How many ids it has."""
+        return count_of(self.ids)
+
+    @property
+    def end(self) -> int:
+        """The position behind its last id."""
+        return self.pos + self.count
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes at most."""
+        return len(self.ids) + 4 * len(self.text) + 8 * len(self.borders) + len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job without its request and its output. `seq` is its number in the order of arrival.
+
+    `gen` counts the generations of its output, `pos` the durable ids of this generation. `starts`
+    counts how often it was given to a worker since its last durable id. `end` is what `Finish`
+    stored, None while it waits. `end_seq` orders the ends of all jobs, 0 while it waits. `batch`
+    and `line` say which line of which batch it is. `due`: not before this time.
+    """
+
+    seq: int
+    id: bytes
+    scope: Scope
+    digest: bytes
+    gen: int
+    kind: str
+    model: str
+    priority: int
+    seed: int
+    facts: bytes | None
+    state: JobState
+    pos: int
+    starts: int
+    attempts: int
+    charge: float
+    submitted: float
+    due: float
+    deadline: float | None
+    keep: float | None
+    forget: float | None
+    ended: float | None
+    end_seq: int
+    end: bytes | None
+    cause: str
+    size: int
+    batch: bytes | None
+    line: int
+    label: str
+    notify: str
+
+
+@dataclass(frozen=True, slots=True)
+class FedJob:
+    """A job as it is given to a worker. `request` and `blobs` are those of `Submit`.
+
+    `ids` are the packed durable ids, job.pos of them, without a gap. `deadline_left`: seconds.
+    """
+
+    job: JobView
+    request: bytes
+    blobs: tuple[bytes, ...]
+    ids: bytes
+    deadline_left: float | None
+
+
+# ---- results of single operations ----------------------------------------------------------------
+
+
+class Result:
+    """Base of all results."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Result):
+    """Nothing was changed, and the operation can be sent again later.
+
+    `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (of the owner),
+    `store_busy` (the inbox is full), `store_closed` (the disk failed, or the broker ends),
+    `store_error` (the operation itself could not be performed). `message` says it in a sentence.
+    """
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(Result):
+    """The job is durable. `new` is false if the same job was there before."""
+
+    job: JobView
+    new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicateKey(Result):
+    """The key names a job or batch with another digest; `id` is that one's."""
+
+    id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeyGone(Result):
+    """The key named a job or batch that is deleted; it is free again at `until`."""
+
+    id: bytes
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownName(Result):
+    """There is no such job or batch, or not one of this scope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate(Result):
+    """The operation does not fit what is stored, which is `job`; nothing was changed."""
+
+    job: JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Fed(Result):
+    """Jobs to be run, in the order of the round over owners. Their `starts` is one higher.
+
+    `last_owner` goes into the next `FeedNext`. `next_due` is when the earliest job that waits for
+    a time is due, None if there is none.
+    """
+
+    jobs: tuple[FedJob, ...]
+    last_owner: str
+    next_due: float | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Durable(Result):
+    """The ids of a generation below `pos` are on disk: readers may have them."""
+
+    id: bytes
+    gen: int
+    pos: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Result):
+    """The operation was performed: this is the job now. Of an end, `job.end_seq` is set."""
+
+    job: JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Result):
+    """The job as it is."""
+
+    job: JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Result):
+    """Output of a job from a step border on, in whole steps.
+
+    `chunks` begin at or before the position asked for. `job.pos` says how far the output goes, and
+    `job.state` whether it can go on. No chunks: there is nothing behind the position yet.
+    """
+
+    job: JobView
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobRestarted(Result):
+    """The generation asked for is not the present one, which begins at 0."""
+
+    job: JobView
+
+
+@dataclass(frozen=True, slots=True)
+class JobList(Result):
+    """Jobs in order. `next` goes into the following operation's `after`; 0: these are the last."""
+
+    jobs: tuple[JobView, ...]
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swept(Result):
+    """What time has ended. `more`: at least as much is left, so sweep again at once.
+
+    `next` is the earliest time at which a further sweep has something to do, None if none is known.
+    """
+
+    expired: tuple[JobView, ...]
+    forgotten: int
+    more: bool
+    next: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog(Result):
+    """For each (model, priority) how many jobs wait or run, and the earliest due time."""
+
+    waiting: tuple[tuple[str, int, int, float], ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(Result):
+    """A job ended and `job.notify` is to be told. `tries` were in vain."""
+
+    job: JobView
+    tries: int
+    due: float
+
+
+@dataclass(frozen=True, slots=True)
+class Notices(Result):
+    """Notices whose time has come, earliest first; `next` is when the following is due."""
+
+    notices: tuple[Notice, ...]
+    next: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Poisons(Result):
+    """Digests of requests in quarantine, with the seconds that are left."""
+
+    left: tuple[tuple[bytes, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Result):
+    """The operation was performed and has nothing to tell."""
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFigures(Result):
+    """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`."""
+
+    states: tuple[tuple[JobState, int], ...]
+    batches: int
+    notices: int
+    used: int
+    admit: int
+    bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedJob:
+    """A job with everything that is stored of it."""
+
+    job: JobView
+    request: bytes
+    blobs: tuple[bytes, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Export(Result):
+    """Whole jobs in order of `seq`. `next` goes into the following `after`; 0: the last."""
+
+    jobs: tuple[ExportedJob, ...]
+    next: int
