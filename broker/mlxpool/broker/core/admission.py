@@ -134,9 +134,7 @@ class Admission:
 
     # ---- first sendings ----------------------------------------------------------------------
 
-    def _accept(
-        self, event: ev.ClientGenerate, message: Generate, run: Run, now: float
-    ) -> None:
+    def _accept(self, event: ev.ClientGenerate, message: Generate, run: Run, now: float) -> None:
         """Accept a request that is not live. Raises PoolError if it is refused."""
         state = self._state
         model = state.registry.model(message.model)

@@ -69,6 +69,7 @@ class Core:
             ev.ClientGenerate: admission.on_generate,
             ev.StartJob: admission.on_start_job,
             ev.WantModel: operations.on_want,
+            ev.Quarantine: ended.on_quarantine,
             ev.CancelRequest: endings.on_cancel,
             ev.ClientAck: delivery.on_ack,
             ev.ClientPing: calls.on_ping,

@@ -63,6 +63,14 @@ class StartJob(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine(Event):
+    """Refuse requests with this digest for so many seconds; 0: no longer."""
+
+    digest: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WantModel(Event):
     """Jobs wait for a model: start its workers, as far as its breaker and its drain allow."""
 

@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import msgpack
-
 from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.packing import pack
 
 DIGEST_BYTES = 16
 
@@ -27,8 +26,7 @@ def job_digest(message: Generate) -> bytes:
         "blobs": [hashlib.sha256(blob).digest() for blob in prompt.blobs()],
         "options": canonical(message.options.to_wire()),
     }
-    packed = msgpack.packb(meaning, use_bin_type=True, unicode_errors="surrogatepass")
-    return hashlib.sha256(packed).digest()[:DIGEST_BYTES]
+    return hashlib.sha256(pack(meaning)).digest()[:DIGEST_BYTES]
 
 
 def canonical(value: Any) -> Any:

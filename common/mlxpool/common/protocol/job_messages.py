@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from mlxpool.common.checks import integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.frames import ID_BYTES, Content
 from mlxpool.common.protocol.from_client import (
     DEFAULT_WINDOW,
@@ -106,9 +105,7 @@ class Submit:
         request = {name: value for name, value in body.items() if name not in JOB_KEYS}
         generate = Generate.parse(request, blobs)
         not_before = body.get("not_before")
-        if not_before is not None and not (
-            is_number(not_before) and 0 <= not_before <= MAX_TIME
-        ):
+        if not_before is not None and not (is_number(not_before) and 0 <= not_before <= MAX_TIME):
             raise BadRequest(
                 f"not_before must be a time in seconds since 1970, got {shown(not_before)}"
             )
