@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.edge.http_gateway import HttpGateway
+from mlxpool.common.folder_lock import FolderLocked, lock_folder
 from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.broker")
@@ -32,19 +31,13 @@ def lock(run_dir: Path) -> int:
 
     Returns a descriptor to close. Raises AlreadyRunning.
     """
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
+        return lock_folder(run_dir)
+    except FolderLocked as locked:
         raise AlreadyRunning(
-            f"another broker (pid {holder}) serves the run directory {run_dir};"
+            f"another broker (pid {locked.holder}) serves the run directory {run_dir};"
             " stop it, or give another with --run-dir"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
 
 
 def raise_descriptor_limit() -> int:

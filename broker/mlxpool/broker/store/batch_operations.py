@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlxpool.broker.store.batch_records import BatchState
+from mlxpool.broker.store.batch_records import MAX_LINE, BatchState
 from mlxpool.broker.store.operations import Operation, Submit
 from mlxpool.broker.store.records import Name, Scope
 
@@ -53,6 +53,7 @@ class AppendFile(Operation):
 class ReadFile(Operation):
     """Bytes of a file. Results: FilePart, UnknownName."""
 
+    writes: ClassVar[bool] = False
     id: bytes
     owner: str | None
     tenant: str | None
@@ -64,6 +65,7 @@ class ReadFile(Operation):
 class ListFiles(Operation):
     """Files of a tenant, the newest first. Result: FileList."""
 
+    writes: ClassVar[bool] = False
     owner: str
     tenant: str
     count: int = 1000
@@ -73,6 +75,7 @@ class ListFiles(Operation):
 class DeleteFile(Operation):
     """Delete a file. Results: FileView, UnknownName; Refused while an open batch reads it."""
 
+    frees: ClassVar[bool] = True
     id: bytes
     owner: str
     tenant: str
@@ -100,9 +103,10 @@ class SubmitBatch(Operation):
 class ReadLines(Operation):
     """The next lines of a batch that are no jobs yet. Results: Lines, UnknownName."""
 
+    writes: ClassVar[bool] = False
     batch: bytes
     count: int = 1000
-    max_bytes: int = 8 * 1024 * 1024
+    max_bytes: int = MAX_LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,15 @@ class AddLines(Operation):
     """Make jobs of lines, in one transaction. Results: BatchView, UnknownName.
 
     `first_line` is the batch's `next_line`, or another call was first: nothing is changed, and the
-    view says where the batch is. `lines` is how many there are, `end` where the next one begins.
-    `jobs` have `batch` and `line`; `failed` are (line, label, cause). `last`: the file ends there.
-    A job whose key is taken becomes a failed line.
+    view says where the batch is. `next_line`, `end` and `last` are those of `Lines`. `jobs` have
+    `batch` and `line`; `failed` are (line, label, cause). A job whose key is taken becomes a failed
+    line.
     """
 
+    admits: ClassVar[bool] = True
     batch: bytes
     first_line: int
-    lines: int
+    next_line: int
     end: int
     last: bool
     jobs: tuple[Submit, ...] = ()
@@ -132,6 +137,7 @@ class AddLines(Operation):
 class ReadBatch(Operation):
     """Look a batch up, with counts. Results: BatchView, UnknownName."""
 
+    writes: ClassVar[bool] = False
     name: Name
 
 
@@ -139,6 +145,7 @@ class ReadBatch(Operation):
 class ListBatches(Operation):
     """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all."""
 
+    writes: ClassVar[bool] = False
     owner: str | None = None
     tenant: str | None = None
     states: tuple[BatchState, ...] = ()
@@ -161,9 +168,9 @@ class CancelBatch(Operation):
 
 @dataclass(frozen=True, slots=True)
 class EndBatch(Operation):
-    """A fed batch without waiting jobs has ended. Results: BatchView (as it is then), UnknownName.
+    """A fed or cancelled batch without waiting jobs has ended. Results: BatchView, UnknownName.
 
-    From now on `keep` counts for it.
+    Another batch stays as it is, and the view says so. From its end on `keep` counts for it.
     """
 
     batch: bytes
@@ -173,6 +180,7 @@ class EndBatch(Operation):
 class ReadOutcomes(Operation):
     """What became of the lines behind `after`. Results: LineOutcomes, UnknownName."""
 
+    writes: ClassVar[bool] = False
     name: Name
     after: int = -1
     count: int = 200

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from mlxpool.broker.store.records import JobState, JobView, Result, Scope
 
+MAX_LINE = 8 * 1024 * 1024  # bytes of a line of a batch
+
 
 @dataclass(frozen=True, slots=True)
 class FileView(Result):
@@ -44,20 +46,22 @@ class BatchState(StrEnum):
     FED = "fed"  # every line is a job or a failed line
     ENDED = "ended"
     CANCELLED = "cancelled"
+    GONE = "gone"  # the key is remembered until `key_life` has passed
 
 
 @dataclass(frozen=True, slots=True)
 class BatchView(Result):
     """A batch. `next_line` is the number, from 0, of the first line that is no job yet.
 
-    `next_start` is where that line begins in the file. `counts` has the number of its jobs in each
-    state, `failed` the number of lines that could not become jobs. `defaults` is what `SubmitBatch`
-    was given: the store does not read it.
+    `next_start` is where that line begins in the file, which has `file_size` bytes. `counts` has
+    the number of its jobs in each state, `failed` the number of lines that could not become jobs.
+    `defaults` is what `SubmitBatch` was given: the store does not read it.
     """
 
     id: bytes
     scope: Scope
     file: bytes
+    file_size: int
     digest: bytes
     defaults: bytes
     state: BatchState
@@ -89,13 +93,17 @@ class BatchList(Result):
 class Lines(Result):
     """The next lines of a batch, without their line ends. (number, where it begins, bytes).
 
-    `end` is where the line behind the last of them begins. `last`: the file ends there.
+    `end` is where the line behind the last of them begins. `last`: the file ends there. Empty lines
+    are counted and left out. Of a line over MAX_LINE there are MAX_LINE + 1 bytes. `deadline_left`:
+    seconds until the deadline of the batch.
     """
 
     batch: BatchView
     lines: tuple[tuple[int, int, bytes], ...]
+    next_line: int
     end: int
     last: bool
+    deadline_left: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ broker runs: on disk they wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mlxpool.broker.store.records import Chunk, JobState, Name, Scope
@@ -21,12 +21,16 @@ class Operation:
     """Base of all operations.
 
     `urgent`: a commit is not delayed to gather more of its kind. `admits`: it brings new work, so
-    that it is refused first when the inbox fills or the bound in bytes comes near.
+    that it is refused first when the inbox fills or the bound in bytes comes near. `writes`: it can
+    change what is stored. `frees`: it deletes, concerns no job that runs, and so is performed
+    before others when the disk is full.
     """
 
     __slots__ = ()
     urgent: ClassVar[bool] = True
     admits: ClassVar[bool] = False
+    writes: ClassVar[bool] = True
+    frees: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -191,6 +195,7 @@ class Release(Operation):
     The key is remembered for `key_life` seconds more, as `gone`.
     """
 
+    frees: ClassVar[bool] = True
     name: Name
 
 
@@ -203,6 +208,7 @@ class Sweep(Operation):
     batches past their time. `expired_end` is the packed terminal of those that expire.
     """
 
+    frees: ClassVar[bool] = True
     held: frozenset[bytes] = frozenset()
     count: int = 200
     expired_end: bytes = b""
@@ -215,6 +221,7 @@ class Sweep(Operation):
 class ReadJob(Operation):
     """Look a job up. Results: Found, UnknownName."""
 
+    writes: ClassVar[bool] = False
     name: Name
 
 
@@ -226,6 +233,7 @@ class FetchPage(Operation):
     that is JobRestarted. The page has at least one step, and else at most `max_bytes`.
     """
 
+    writes: ClassVar[bool] = False
     name: Name
     pos: int = 0
     gen: int | None = None
@@ -240,6 +248,7 @@ class ListJobs(Operation):
     first, those before `after` (0: from the newest).
     """
 
+    writes: ClassVar[bool] = False
     owner: str | None = None
     tenant: str | None = None
     states: tuple[JobState, ...] = ()
@@ -257,6 +266,7 @@ class ListEnded(Operation):
     read. Jobs that are gone are left out.
     """
 
+    writes: ClassVar[bool] = False
     owner: str | None = None
     tenant: str | None = None
     after: int = 0
@@ -266,6 +276,8 @@ class ListEnded(Operation):
 @dataclass(frozen=True, slots=True)
 class ReadBacklog(Operation):
     """Which models have jobs that wait. Result: Backlog."""
+
+    writes: ClassVar[bool] = False
 
 
 # ---- poison and notices --------------------------------------------------------------------------
@@ -283,11 +295,14 @@ class SetPoison(Operation):
 class ReadPoisons(Operation):
     """The quarantine, at boot. Result: Poisons."""
 
+    writes: ClassVar[bool] = False
+
 
 @dataclass(frozen=True, slots=True)
 class ReadNotices(Operation):
     """Notices that are due. Result: Notices."""
 
+    writes: ClassVar[bool] = False
     count: int = 64
 
 
@@ -295,6 +310,7 @@ class ReadNotices(Operation):
 class NoticeSent(Operation):
     """A notice was taken, or is given up: it is deleted. Result: Done."""
 
+    frees: ClassVar[bool] = True
     end_seq: int
 
 
@@ -313,12 +329,15 @@ class NoticeFailed(Operation):
 class ReadFigures(Operation):
     """What the store holds. Result: StoreFigures."""
 
+    writes: ClassVar[bool] = False
+
 
 @dataclass(frozen=True, slots=True)
 class ExportJobs(Operation):
     """Whole jobs behind the number `after`, for a copy outside. Result: Export."""
 
+    writes: ClassVar[bool] = False
     after: int = 0
     count: int = 100
     max_bytes: int = 4 * 1024 * 1024
-    states: tuple[JobState, ...] = field(default=())
+    states: tuple[JobState, ...] = ()

@@ -50,8 +50,9 @@ class Chunk:
     """Output of a job from `pos` on, in whole steps.
 
     `ids` are packed ids. `borders` has for each step (ids, characters): how many there are in this
-    chunk up to the step's end, so that the last entry is (count, len(text)). `logprobs` is a packed
-    list with one entry for each id; b"" if none were asked for.
+    chunk up to the step's end, so that the last entry is (count, len(text)). Each step has ids:
+    text without ids goes with the step behind it, or into the end of the job. `logprobs` is a
+    packed list with one entry for each id; b"" if none were asked for.
     """
 
     pos: int

@@ -1,0 +1,28 @@
+"""Chooses the store of the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxpool.broker.store.errors import StoreUnusable
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from mlxpool.broker.store.sqlite_store import SqliteOpener
+from mlxpool.broker.store.writer import Opener
+
+POSTGRES = ("postgresql://", "postgres://")
+
+
+def opener(place: str, max_bytes: int, key_life: float = KEY_LIFE) -> Opener:
+    """The opener for a folder, or for the URL of a PostgreSQL database.
+
+    Raises StoreInUse and StoreUnusable, see SqliteOpener.
+    """
+    if not place.startswith(POSTGRES):
+        return SqliteOpener(Path(place).expanduser(), max_bytes, key_life)
+    try:
+        from mlxpool.broker.store.postgres_store import PostgresOpener
+    except ImportError as error:
+        raise StoreUnusable(
+            f"a store in PostgreSQL needs psycopg ({error}): pip install 'mlxpool[postgres]'"
+        ) from None
+    return PostgresOpener(place, max_bytes, key_life)

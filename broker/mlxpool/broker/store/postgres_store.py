@@ -1,0 +1,179 @@
+"""The store in PostgreSQL, of one broker at a time: so that another machine can take it over.
+
+Whoever has the session's advisory lock has the store. A session can be lost while its broker still
+runs, and the lock with it, so each transaction also locks and compares the number of the broker.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import psycopg
+
+from mlxpool.broker.store.errors import (
+    OutOfSpace,
+    StoreError,
+    StoreFailed,
+    StoreInUse,
+    StoreUnusable,
+)
+from mlxpool.broker.store.sql import schema
+from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, SqlStore
+
+LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
+# A server that does not answer is given up, and not waited for without end; seconds, milliseconds.
+CONNECTION = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+    "application_name": "mlxpool",
+}
+
+
+class PostgresDatabase(Database):
+    """A session that has the advisory lock. Raises StoreUnusable, StoreInUse and StoreFailed."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._connection = psycopg.connect(url, autocommit=True, **cast(Any, CONNECTION))
+        except psycopg.Error as error:
+            raise StoreFailed(f"PostgreSQL cannot be reached: {error}") from error
+        try:
+            self._set_up()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _set_up(self) -> None:
+        if self._value("SHOW fsync") != "on":
+            raise StoreUnusable(
+                "this PostgreSQL runs with fsync=off: a job that is accepted could be lost with"
+                " the power; set fsync = on"
+            )
+        self.execute("SET synchronous_commit = on")
+        locked = self._value("SELECT pg_try_advisory_lock(?, hashtext(current_schema()))", LOCK)
+        if not locked:
+            raise StoreInUse(
+                "another broker has the store of jobs in this PostgreSQL database; stop it, or"
+                " give another database"
+            )
+
+    def _value(self, sql: str, *values: Any) -> Any:
+        row = self.one(sql, *values)
+        return None if row is None else row[0]
+
+    @property
+    def operation_errors(self) -> tuple[type[Exception], ...]:
+        return (psycopg.DatabaseError, UnicodeError)
+
+    def execute(self, sql: str, *values: Any) -> list[Row]:
+        cursor = self._run(sql, values)
+        return cast(list[Row], cursor.fetchall()) if cursor.description else []
+
+    def change(self, sql: str, *values: Any) -> int:
+        return self._run(sql, values).rowcount
+
+    def _run(self, sql: str, values: tuple[Any, ...]) -> psycopg.Cursor[Any]:
+        try:
+            return self._connection.execute(_translated(sql), values)
+        except psycopg.errors.DiskFull as error:
+            raise OutOfSpace(f"PostgreSQL has no room: {error}") from error
+        except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+            raise StoreFailed(f"PostgreSQL failed: {error}") from error
+
+    def begin(self) -> None:
+        self.change("BEGIN")
+
+    def commit(self) -> None:
+        self.change("COMMIT")
+
+    def rollback(self) -> None:
+        try:
+            self._connection.execute("ROLLBACK")
+        except psycopg.Error:
+            pass  # a lost session has no transaction
+
+    def lock_boot(self) -> int:
+        # Whoever takes the store over waits for this transaction, or this one sees its number.
+        return self.number("SELECT boot FROM meta FOR UPDATE")
+
+    def used_bytes(self) -> int:
+        return self.number("SELECT SUM(bytes) FROM usage")
+
+    def read_version(self) -> int:
+        if self._value("SELECT to_regclass('store_version')") is None:
+            return 0
+        return self.number("SELECT version FROM store_version")
+
+    def write_version(self, version: int) -> None:
+        self.change("CREATE TABLE IF NOT EXISTS store_version (version BIGINT NOT NULL)")
+        self.change("DELETE FROM store_version")
+        self.change("INSERT INTO store_version (version) VALUES (?)", version)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@cache
+def _translated(sql: str) -> str:
+    """A statement with the placeholders of psycopg; none has a `?` or a `%` otherwise."""
+    return sql.replace("?", "%s")
+
+
+class PostgresOpener:
+    """Opens the store at a URL such as postgresql://user@host/database."""
+
+    def __init__(self, url: str, max_bytes: int, key_life: float = KEY_LIFE) -> None:
+        self._url, self._max_bytes, self._key_life = url, max_bytes, key_life
+
+    def open(self) -> SqlStore:
+        """Open the store, and make or bring up to date its tables. Raises StoreUnusable."""
+        try:
+            return self._open()
+        except StoreUnusable:
+            raise
+        except (StoreError, psycopg.Error) as error:
+            raise StoreUnusable(f"the store of jobs cannot be opened: {error}") from error
+
+    def reopen(self) -> SqlStore:
+        """Open it after the session was lost. Raises StoreError."""
+        try:
+            return self._open()
+        except psycopg.Error as error:
+            raise StoreFailed(f"the store of jobs cannot be opened again: {error}") from error
+
+    def _open(self) -> SqlStore:
+        database = PostgresDatabase(self._url)
+        try:
+            bring_up_to_date(database)
+            return SqlStore(database, self._max_bytes, self._key_life)
+        except BaseException:
+            database.close()
+            raise
+
+    def close(self) -> None:
+        """The lock ended with the session."""
+
+
+def bring_up_to_date(
+    database: PostgresDatabase, version: int = schema.VERSION, steps: schema.Steps = schema.STEPS
+) -> None:
+    """Make the tables, or those of this version of an older one's, in one transaction."""
+    found = database.read_version()
+    if found == version:
+        return
+    schema.check_version(found, version, steps)
+    database.begin()
+    try:
+        if found:
+            schema.migrate(database, found, version, steps)
+        else:
+            schema.create(database, schema.POSTGRES, 0.0)
+        database.commit()
+    except BaseException:
+        database.rollback()
+        raise

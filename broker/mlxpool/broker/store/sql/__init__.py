@@ -1,0 +1,1 @@
+"""Operations as SQL, once for both databases: tables, rows, and a function for each operation."""

@@ -1,0 +1,360 @@
+"""The operations on batches: lines of a file that become jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxpool.broker.store.batch_operations import (
+    AddLines,
+    CancelBatch,
+    EndBatch,
+    ListBatches,
+    ReadBatch,
+    ReadLines,
+    ReadOutcomes,
+    SubmitBatch,
+)
+from mlxpool.broker.store.batch_records import (
+    MAX_LINE,
+    BatchList,
+    BatchState,
+    BatchSubmitted,
+    BatchView,
+    LineOutcome,
+    LineOutcomes,
+    Lines,
+)
+from mlxpool.broker.store.records import (
+    DuplicateKey,
+    JobState,
+    KeyGone,
+    Name,
+    Refused,
+    Result,
+    Scope,
+    Submitted,
+    UnknownName,
+)
+from mlxpool.broker.store.sql import files, rows
+from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.broker.store.sql.submitting import check_names, submit
+
+VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
+    batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
+    batch.keep, batch.notify, batch.forget"""
+
+
+def view(database: Database, row: Row) -> BatchView:
+    """The batch of a row of the columns VIEW, with its counts."""
+    id, owner, tenant, key, file, digest, defaults, state = row[:8]
+    counts = database.execute(
+        "SELECT state, COUNT(*) FROM job WHERE batch = ? GROUP BY state ORDER BY state", id
+    )
+    return BatchView(
+        id=id,
+        scope=Scope(owner, tenant, key),
+        file=file,
+        file_size=database.number("SELECT size FROM file WHERE id = ?", file),
+        digest=digest,
+        defaults=defaults,
+        state=BatchState(state),
+        next_line=row[8],
+        next_start=row[9],
+        failed=database.number("SELECT COUNT(*) FROM failed_line WHERE batch = ?", id),
+        counts=tuple((JobState(state), count) for state, count in counts),
+        created=row[10],
+        ended=row[11],
+        deadline=row[12],
+        keep=row[13],
+        notify=row[14],
+    )
+
+
+def _row(database: Database, name: Name) -> Row | None:
+    if isinstance(name, bytes):
+        return database.one(f"SELECT {VIEW} FROM batch WHERE id = ?", name)
+    if rows.has_nul(name):
+        return None
+    return database.one(
+        f"SELECT {VIEW} FROM batch WHERE owner = ? AND tenant = ? AND key = ?",
+        name.owner,
+        name.tenant,
+        name.key,
+    )
+
+
+def find(database: Database, name: Name) -> BatchView | None:
+    """The batch of this name; None if there is none, or another owner's or tenant's."""
+    row = _row(database, name)
+    return None if row is None else view(database, row)
+
+
+def _waiting(batch: BatchView) -> int:
+    return dict(batch.counts).get(JobState.WAITING, 0)
+
+
+# ---- begin and end -------------------------------------------------------------------------------
+
+
+def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
+    """Store a batch, or answer the one that its key names already."""
+    scope = asked.scope
+    row = _row(database, scope)
+    if row is not None:
+        known = view(database, row)
+        if known.state is BatchState.GONE:
+            return KeyGone(known.id, row[15])
+        if known.digest != asked.digest:
+            return DuplicateKey(known.id)
+        return BatchSubmitted(known, new=False)
+    file = files.find(database, asked.file, scope.owner, scope.tenant)
+    if file is None:
+        return UnknownName()
+    if not file.complete:
+        return Refused("store_error", f"the file has {file.size} bytes and is not complete")
+    check_names(scope, asked.notify)
+    database.change(
+        "INSERT INTO batch (id, owner, tenant, key, file, digest, defaults, state, next_line,"
+        " next_start, created, deadline, keep, notify)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, 'open', 0, 0, ?, ?, ?, ?)",
+        asked.id,
+        scope.owner,
+        scope.tenant,
+        scope.key,
+        asked.file,
+        asked.digest,
+        asked.defaults,
+        now,
+        None if asked.deadline is None else now + asked.deadline,
+        asked.keep,
+        asked.notify,
+    )
+    return BatchSubmitted(_again(database, asked.id), new=True)
+
+
+def _again(database: Database, id: bytes) -> BatchView:
+    found = find(database, id)
+    assert found is not None
+    return found
+
+
+def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
+    """Cancel what waits, some jobs at a time."""
+    batch = find(database, asked.name)
+    if batch is None:
+        return UnknownName()
+    if batch.state in (BatchState.OPEN, BatchState.FED):
+        database.change("UPDATE batch SET state = 'cancelled' WHERE id = ?", batch.id)
+    elif batch.state is not BatchState.CANCELLED:
+        return batch
+    found = database.execute(
+        f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND state = 'waiting' ORDER BY line LIMIT ?",
+        batch.id,
+        asked.count + len(asked.held),
+    )
+    waiting = [job for job in map(rows.view, found) if job.id not in asked.held]
+    for job in waiting[: asked.count]:
+        cause = "its batch was cancelled"
+        rows.end_job(database, job, JobState.CANCELLED, asked.end, cause, now)
+    return _again(database, batch.id)
+
+
+def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
+    """Note the end of a batch whose jobs have all ended."""
+    batch = find(database, asked.batch)
+    if batch is None:
+        return UnknownName()
+    over = batch.state in (BatchState.FED, BatchState.CANCELLED) and not _waiting(batch)
+    if not over or batch.ended is not None:
+        return batch
+    state = BatchState.ENDED if batch.state is BatchState.FED else batch.state
+    database.change(
+        "UPDATE batch SET state = ?, ended = ?, forget = ? WHERE id = ?",
+        state.value,
+        now,
+        None if batch.keep is None else now + batch.keep,
+        batch.id,
+    )
+    return _again(database, batch.id)
+
+
+def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
+    """Forget batches and files past their time; returns whether more may be left."""
+    found = database.execute(
+        "SELECT id, state FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
+    )
+    for id, state in found:
+        database.change("DELETE FROM failed_line WHERE batch = ?", id)
+        if state == BatchState.GONE.value:
+            database.change("DELETE FROM batch WHERE id = ?", id)
+        else:
+            database.change(
+                "UPDATE batch SET state = 'gone', defaults = ?, forget = ? WHERE id = ?",
+                b"",
+                now + key_life,
+                id,
+            )
+    old = database.execute(
+        f"SELECT {files.VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
+        " (SELECT 1 FROM batch WHERE batch.file = file.id AND batch.state = 'open')"
+        " ORDER BY forget LIMIT 4",
+        now,
+    )
+    for row in old:
+        files.drop(database, files.view(row))
+    return len(found) == count or len(old) == 4
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+
+
+def read_lines(database: Database, asked: ReadLines, now: float) -> Result:
+    """The next lines of an open batch; none of another."""
+    batch = find(database, asked.batch)
+    if batch is None:
+        return UnknownName()
+    left = None if batch.deadline is None else batch.deadline - now
+    start, number = batch.next_start, batch.next_line
+    if batch.state is not BatchState.OPEN:
+        return Lines(batch, (), number, start, True, left)
+    data = files.read_from(database, batch.file, start, asked.max_bytes)
+    at_end = start + len(data) >= batch.file_size
+    found: list[tuple[int, int, bytes]] = []
+    at, counted = 0, 0
+    while counted < asked.count and at < len(data):
+        end = data.find(b"\n", at)
+        if end < 0 and not at_end:
+            break
+        line = data[at : len(data) if end < 0 else end]
+        if line.strip():
+            found.append((number + counted, start + at, line[: MAX_LINE + 1]))
+        at = len(data) if end < 0 else end + 1
+        counted += 1
+    if not counted and data:  # one line that is longer than what was read
+        found, counted = [(number, start, data + b" " * (MAX_LINE + 1 - len(data)))], 1
+        at = _line_end(database, batch, start + len(data)) - start
+    last = start + at >= batch.file_size
+    return Lines(batch, tuple(found), number + counted, start + at, last, left)
+
+
+def _line_end(database: Database, batch: BatchView, start: int) -> int:
+    """Where the line behind that of a position begins."""
+    while part := files.read_from(database, batch.file, start, files.PART):
+        end = part.find(b"\n")
+        if end >= 0:
+            return start + end + 1
+        start += len(part)
+    return batch.file_size
+
+
+def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Result:
+    """Make jobs of lines, all or none."""
+    batch = find(database, asked.batch)
+    if batch is None:
+        return UnknownName()
+    if batch.state is not BatchState.OPEN or batch.next_line != asked.first_line:
+        return batch
+    failed = list(asked.failed)
+    for job in asked.jobs:
+        result = submit(database, job, now, room)
+        if isinstance(result, Refused):
+            raise Full(result)
+        if not isinstance(result, Submitted) or result.job.id != job.id:
+            failed.append((job.line, job.label, f"the key {job.scope.key!r} is taken"))
+        room -= job.size + rows.ROW_BYTES
+    for line, label, cause in failed:
+        database.change(
+            "INSERT INTO failed_line (batch, line, label, cause) VALUES (?, ?, ?, ?)",
+            batch.id,
+            line,
+            label.replace("\0", "\\0"),
+            cause.replace("\0", "\\0"),
+        )
+    database.change(
+        "UPDATE batch SET next_line = ?, next_start = ?, state = ? WHERE id = ?",
+        asked.next_line,
+        asked.end,
+        (BatchState.FED if asked.last else BatchState.OPEN).value,
+        batch.id,
+    )
+    return _again(database, batch.id)
+
+
+class Full(Exception):
+    """One job of several was refused, so that all are."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_batch(database: Database, asked: ReadBatch, now: float) -> Result:
+    return find(database, asked.name) or UnknownName()
+
+
+def list_batches(database: Database, asked: ListBatches, now: float) -> BatchList:
+    states = asked.states or tuple(state for state in BatchState if state is not BatchState.GONE)
+    where = f"state IN ({', '.join('?' * len(states))})"
+    values: list[Any] = [state.value for state in states]
+    for column, value in (("owner", asked.owner), ("tenant", asked.tenant)):
+        if value is not None:
+            where += f" AND {column} = ?"
+            values.append(value)
+    found = database.execute(
+        f"SELECT {VIEW} FROM batch WHERE {where} ORDER BY created DESC, id LIMIT ?",
+        *values,
+        asked.count,
+    )
+    return BatchList(tuple(view(database, row) for row in found))
+
+
+def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
+    """What became of lines, jobs and failed ones together in the order of lines."""
+    row = _row(database, asked.name)
+    if row is None:
+        return UnknownName()
+    jobs = database.execute(
+        f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND line > ? ORDER BY line LIMIT ?",
+        row[0],
+        asked.after,
+        asked.count,
+    )
+    failed = database.execute(
+        "SELECT line, label, cause FROM failed_line WHERE batch = ? AND line > ?"
+        " ORDER BY line LIMIT ?",
+        row[0],
+        asked.after,
+        asked.count,
+    )
+    both = [LineOutcome(job.line, job.label, job.cause, job) for job in map(rows.view, jobs)]
+    both += [LineOutcome(line, label, cause, None) for line, label, cause in failed]
+    both.sort(key=lambda outcome: outcome.line)
+    page: list[LineOutcome] = []
+    size = 0
+    for outcome in both[: asked.count]:
+        if page and size >= asked.max_bytes:
+            break
+        page.append(_with_output(database, outcome))
+        size += rows.ROW_BYTES + len(page[-1].text) + len(page[-1].ids)
+    return LineOutcomes(tuple(page), page[-1].line if len(page) < len(both) else -1)
+
+
+def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
+    job = outcome.job
+    if job is None:
+        return outcome
+    chunks = [
+        rows.chunk_of(row)
+        for row in database.execute(
+            "SELECT pos, ids, text, borders, logprobs FROM chunk WHERE job = ? AND gen = ?"
+            " ORDER BY pos",
+            job.seq,
+            job.gen,
+        )
+    ]
+    text = "".join(chunk.text for chunk in chunks)
+    ids = b"".join(chunk.ids for chunk in chunks)
+    return LineOutcome(outcome.line, outcome.label, outcome.cause, job, text, ids)

@@ -1,0 +1,120 @@
+"""The operations on jobs by their name, and what time does to them."""
+
+from __future__ import annotations
+
+from mlxpool.broker.store.operations import Cancel, Release, Retry, Sweep
+from mlxpool.broker.store.records import (
+    ENDED,
+    RETRYABLE,
+    Changed,
+    JobState,
+    JobView,
+    Result,
+    Swept,
+)
+from mlxpool.broker.store.sql import batches, rows
+from mlxpool.broker.store.sql.database import Database
+
+DEADLINE_CAUSE = "its deadline passed while it waited"
+
+
+def cancel(database: Database, asked: Cancel, now: float) -> Result:
+    """End a waiting job."""
+    job = rows.find(database, asked.name)
+    if job is None or job.state is not JobState.WAITING:
+        return rows.fate(database, asked.name)
+    return Changed(rows.end_job(database, job, JobState.CANCELLED, asked.end, asked.cause, now))
+
+
+def retry(database: Database, asked: Retry, now: float) -> Result:
+    """Let a dead or expired job wait; its notice that is not sent yet is dropped."""
+    job = rows.find(database, asked.name)
+    if job is None or job.state not in RETRYABLE:
+        return rows.fate(database, asked.name)
+    database.change("DELETE FROM outbox WHERE end_seq = ?", job.end_seq)
+    database.change("DELETE FROM poison WHERE digest = ?", job.digest)
+    given_back = len(job.end or b"")
+    database.change(
+        "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
+        " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
+        " cause = '', size = size - ? WHERE seq = ?",
+        int(asked.new_generation),
+        now,
+        None if asked.deadline is None else now + asked.deadline,
+        given_back,
+        job.seq,
+    )
+    rows.count_usage(database, job.scope.owner, 0, -given_back)
+    if asked.new_generation:
+        rows.drop_output(database, job)
+    return Changed(rows.by_seq(database, job.seq))
+
+
+def release(database: Database, asked: Release, now: float, key_life: float) -> Result:
+    """Delete the result of an ended job."""
+    job = rows.find(database, asked.name)
+    if job is None or job.state not in ENDED:
+        return rows.fate(database, asked.name)
+    rows.empty_job(database, job, now + key_life)
+    return Changed(rows.by_seq(database, job.seq))
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swept:
+    """Expire, forget and delete what is past its time."""
+    overdue = _overdue(database, asked, now)
+    expired = tuple(
+        rows.end_job(database, job, JobState.EXPIRED, asked.expired_end, DEADLINE_CAUSE, now)
+        for job in overdue[: asked.count]
+    )
+    forgotten = database.execute(
+        "SELECT seq FROM job WHERE forget <= ? ORDER BY forget LIMIT ?", now, asked.count
+    )
+    for (seq,) in forgotten:
+        _forget(database, seq, now, key_life)
+    database.change("DELETE FROM poison WHERE until <= ?", now)
+    of_batches = batches.sweep(database, now, key_life, asked.count)
+    more = asked.count in (len(overdue), len(forgotten)) or of_batches
+    return Swept(expired, len(forgotten), more, _next(database, now))
+
+
+def _overdue(database: Database, asked: Sweep, now: float) -> list[JobView]:
+    found = database.execute(
+        f"SELECT {rows.VIEW} FROM job WHERE state = 'waiting' AND deadline <= ?"
+        " ORDER BY deadline LIMIT ?",
+        now,
+        asked.count + len(asked.held),
+    )
+    jobs = [rows.view(row) for row in found]
+    return [job for job in jobs if job.id not in asked.held][: asked.count]
+
+
+def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
+    """An ended job is gone; a gone one is deleted with its key."""
+    job = rows.by_seq(database, seq)
+    if job.state is not JobState.GONE:
+        rows.empty_job(database, job, now + key_life)
+        return
+    database.change("DELETE FROM outbox WHERE job = ?", seq)
+    database.change("DELETE FROM job WHERE seq = ?", seq)
+
+
+def _next(database: Database, now: float) -> float | None:
+    """The earliest time of the future that ends something."""
+    times = [
+        row[0]
+        for row in (
+            database.one(
+                "SELECT deadline FROM job WHERE state = 'waiting' AND deadline > ?"
+                " ORDER BY deadline LIMIT 1",
+                now,
+            ),
+            database.one("SELECT forget FROM job WHERE forget > ? ORDER BY forget LIMIT 1", now),
+            database.one("SELECT forget FROM batch WHERE forget > ? ORDER BY forget LIMIT 1", now),
+            database.one("SELECT forget FROM file WHERE forget > ? ORDER BY forget LIMIT 1", now),
+        )
+        if row is not None
+    ]
+    return min(times, default=None)

@@ -1,0 +1,217 @@
+"""Rows of jobs: how they are read, named, counted, ended and emptied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mlxpool.broker.store.chunks import (
+    pack_borders,
+    pack_text,
+    unpack_borders,
+    unpack_text,
+)
+from mlxpool.broker.store.records import (
+    ENDED,
+    Chunk,
+    Fate,
+    JobState,
+    JobView,
+    Name,
+    Result,
+    Scope,
+    UnknownName,
+)
+from mlxpool.broker.store.sql.database import Database, Row
+
+ROW_BYTES = 512  # what a job takes beside its request and its output, about
+VIEW = """seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state, pos,
+    starts, attempts, charge, submitted, due, deadline, keep, forget, ended, end_seq, ending, cause,
+    size, batch, line, label, notify"""
+WAITING = JobState.WAITING.value
+
+
+def view(row: Row) -> JobView:
+    """The job of a row of the columns VIEW."""
+    seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state = row[:13]
+    fields: Any = (
+        *(seq, id, Scope(owner, tenant, key), digest, gen, kind, model, priority),
+        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, *row[24:]),
+    )
+    return JobView(*fields)
+
+
+def has_nul(scope: Scope) -> bool:
+    """Whether a name has a character that PostgreSQL has not in texts, so that it names nothing."""
+    return "\0" in scope.owner + scope.tenant + scope.key
+
+
+def signed(seed: int) -> int:
+    """A u64 as the integer of a database, which has a sign."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def unsigned(stored: int) -> int:
+    """Undo `signed`."""
+    return stored + (1 << 64) if stored < 0 else stored
+
+
+def find(database: Database, name: Name) -> JobView | None:
+    """The job of this name; None if there is none, or another owner's or tenant's."""
+    if isinstance(name, bytes):
+        row = database.one(f"SELECT {VIEW} FROM job WHERE id = ?", name)
+    elif has_nul(name):
+        return None
+    else:
+        row = database.one(
+            f"SELECT {VIEW} FROM job WHERE owner = ? AND tenant = ? AND key = ?",
+            name.owner,
+            name.tenant,
+            name.key,
+        )
+    return None if row is None else view(row)
+
+
+def by_seq(database: Database, seq: int) -> JobView:
+    """The job with this number, which exists."""
+    row = database.one(f"SELECT {VIEW} FROM job WHERE seq = ?", seq)
+    assert row is not None
+    return view(row)
+
+
+def fate(database: Database, name: Name) -> Result:
+    """Why an operation on this job changed no row."""
+    job = find(database, name)
+    return UnknownName() if job is None else Fate(job)
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def chunk_of(row: Row) -> Chunk:
+    """The chunk of a row (pos, ids, text, borders, logprobs)."""
+    pos, ids, text, borders, logprobs = row
+    return Chunk(pos, ids, unpack_text(text), unpack_borders(borders), logprobs)
+
+
+def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
+    """Store output; the row of its job is not touched."""
+    database.change(
+        "INSERT INTO chunk (job, gen, pos, ids, text, borders, logprobs)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        seq,
+        gen,
+        chunk.pos,
+        chunk.ids,
+        pack_text(chunk.text),
+        pack_borders(chunk.borders),
+        chunk.logprobs,
+    )
+
+
+def drop_output(database: Database, job: JobView) -> None:
+    """Delete all output of a job and its facts; it is counted no more."""
+    size = database.number(
+        "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
+        " FROM chunk WHERE job = ?",
+        job.seq,
+    )
+    database.change("DELETE FROM chunk WHERE job = ?", job.seq)
+    database.change(
+        "UPDATE job SET pos = 0, facts = NULL, size = size - ? WHERE seq = ?", size, job.seq
+    )
+    count_usage(database, job.scope.owner, 0, -size)
+
+
+# ---- what owners have stored ---------------------------------------------------------------------
+
+
+def count_usage(database: Database, owner: str, jobs: int, size: int) -> None:
+    """Add to what an owner has stored."""
+    if jobs or size:
+        database.change(
+            "INSERT INTO usage (owner, jobs, bytes) VALUES (?, ?, ?) ON CONFLICT (owner)"
+            " DO UPDATE SET jobs = usage.jobs + excluded.jobs,"
+            " bytes = usage.bytes + excluded.bytes",
+            owner,
+            jobs,
+            size,
+        )
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def end_job(
+    database: Database, job: JobView, state: JobState, ending: bytes, cause: str, now: float
+) -> JobView:
+    """Let a waiting job end: the next number of an end is its own, and a notice if it asks so."""
+    if state not in ENDED:
+        raise ValueError(f"a job cannot end as {state.value!r}")
+    end_seq = database.number("UPDATE meta SET last_end = last_end + 1 RETURNING last_end")
+    forget = None if job.keep is None else now + job.keep
+    database.change(
+        "UPDATE job SET state = ?, ending = ?, cause = ?, end_seq = ?, ended = ?, forget = ?,"
+        " starts = 0, size = size + ? WHERE seq = ?",
+        state.value,
+        ending,
+        cause,
+        end_seq,
+        now,
+        forget,
+        len(ending),
+        job.seq,
+    )
+    count_usage(database, job.scope.owner, 0, len(ending))
+    if job.notify:
+        database.change(
+            "INSERT INTO outbox (end_seq, job, tries, due) VALUES (?, ?, 0, ?)",
+            end_seq,
+            job.seq,
+            now,
+        )
+    return by_seq(database, job.seq)
+
+
+def empty_job(database: Database, job: JobView, until: float) -> None:
+    """Delete the request and the result of an ended job; its key is remembered until then."""
+    database.change("DELETE FROM chunk WHERE job = ?", job.seq)
+    drop_blobs(database, job.seq)
+    database.change(
+        "UPDATE job SET state = ?, request = ?, ending = NULL, facts = NULL, size = 0, forget = ?"
+        " WHERE seq = ?",
+        JobState.GONE.value,
+        b"",
+        until,
+        job.seq,
+    )
+    count_usage(database, job.scope.owner, -1, -job.size)
+
+
+# ---- blobs ---------------------------------------------------------------------------------------
+
+
+def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[bytes, bytes]]) -> None:
+    """Store (SHA-256, data) for a job; data that is stored already is only counted."""
+    for place, (sha, data) in enumerate(blobs):
+        if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):
+            database.change("INSERT INTO blob (sha, refs, data) VALUES (?, 1, ?)", sha, data)
+        database.change("INSERT INTO job_blob (job, place, sha) VALUES (?, ?, ?)", seq, place, sha)
+
+
+def read_blobs(database: Database, seq: int) -> tuple[bytes, ...]:
+    """The blobs of a job in their order."""
+    rows = database.execute(
+        "SELECT data FROM job_blob JOIN blob ON blob.sha = job_blob.sha WHERE job = ?"
+        " ORDER BY place",
+        seq,
+    )
+    return tuple(row[0] for row in rows)
+
+
+def drop_blobs(database: Database, seq: int) -> None:
+    """Delete the blobs that only this job has."""
+    for (sha,) in database.execute("SELECT sha FROM job_blob WHERE job = ?", seq):
+        database.change("UPDATE blob SET refs = refs - 1 WHERE sha = ?", sha)
+        database.change("DELETE FROM blob WHERE sha = ? AND refs <= 0", sha)
+    database.change("DELETE FROM job_blob WHERE job = ?", seq)

@@ -1,0 +1,190 @@
+"""The operations on jobs that run: feed, progress, ends, and back to waiting."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from mlxpool.broker.store.chunks import check, stored_size, without_gap
+from mlxpool.broker.store.operations import Defer, FeedNext, Finish, NewGeneration, Progress
+from mlxpool.broker.store.records import (
+    MAX_END,
+    Changed,
+    Durable,
+    Fed,
+    FedJob,
+    Result,
+)
+from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql.database import Database
+from mlxpool.common.protocol.token_ids import count_of
+
+PAGE = 64  # rows that are read of an owner's jobs at once
+
+
+# ---- feed ----------------------------------------------------------------------------------------
+
+
+def feed_next(database: Database, asked: FeedNext, now: float) -> Fed:
+    """Take due jobs in turns of their owners, and raise their `starts`."""
+    turns = deque((owner, _due(database, asked, owner, now)) for owner in _owners(database, asked))
+    owners = [owner for owner, _ in turns]
+    jobs: list[FedJob] = []
+    last_owner, size = asked.after_owner, 0
+    while turns and len(jobs) < asked.count and size < asked.max_bytes:
+        owner, waiting = turns.popleft()
+        seq = next(waiting, None)
+        if seq is None:
+            continue
+        job = _feed(database, seq, now)
+        jobs.append(job)
+        last_owner = owner
+        size += len(job.request) + sum(map(len, job.blobs)) + len(job.ids)
+        turns.append((owner, waiting))
+    return Fed(tuple(jobs), last_owner, _next_due(database, asked, owners, now), now)
+
+
+def _owners(database: Database, asked: FeedNext) -> Iterator[str]:
+    """Owners with waiting jobs, from the first behind `after_owner` once around."""
+    sql = (
+        "SELECT owner FROM job WHERE state = 'waiting' AND model = ? AND priority = ?"
+        " AND owner > ? ORDER BY owner LIMIT 1"
+    )
+    around = False
+    owner = asked.after_owner
+    while True:
+        row = database.one(sql, asked.model, asked.priority, owner)
+        if row is None and not around and asked.after_owner:
+            around, owner = True, ""
+            continue
+        if row is None or (around and row[0] > asked.after_owner):
+            return
+        owner = row[0]
+        yield owner
+
+
+def _due(database: Database, asked: FeedNext, owner: str, now: float) -> Iterator[int]:
+    """Numbers of an owner's jobs that may be fed, the earliest due first."""
+    last = (float("-inf"), 0)
+    while True:
+        page = database.execute(
+            "SELECT seq, id, due, starts FROM job WHERE state = 'waiting' AND model = ?"
+            " AND priority = ? AND owner = ? AND due <= ? AND (due, seq) > (?, ?)"
+            f" ORDER BY due, seq LIMIT {PAGE}",
+            asked.model,
+            asked.priority,
+            owner,
+            now,
+            *last,
+        )
+        for seq, id, due, starts in page:
+            last = (due, seq)
+            if id not in asked.held and asked.min_starts <= starts < asked.below_starts:
+                yield seq
+        if len(page) < PAGE:
+            return
+
+
+def _next_due(database: Database, asked: FeedNext, owners: list[str], now: float) -> float | None:
+    found = []
+    for owner in owners:
+        row = database.one(
+            "SELECT due FROM job WHERE state = 'waiting' AND model = ? AND priority = ?"
+            " AND owner = ? AND due > ? ORDER BY due LIMIT 1",
+            asked.model,
+            asked.priority,
+            owner,
+            now,
+        )
+        if row is not None:
+            found.append(row[0])
+    return min(found, default=None)
+
+
+def _feed(database: Database, seq: int, now: float) -> FedJob:
+    database.change("UPDATE job SET starts = starts + 1 WHERE seq = ?", seq)
+    job = rows.by_seq(database, seq)
+    stored = database.execute(
+        "SELECT pos, ids FROM chunk WHERE job = ? AND gen = ? ORDER BY pos", seq, job.gen
+    )
+    ids = without_gap((row[0], row[1]) for row in stored)
+    if count_of(ids) != job.pos:  # never seen; what is behind a gap cannot be continued
+        database.change(
+            "DELETE FROM chunk WHERE job = ? AND gen = ? AND pos >= ?", seq, job.gen, count_of(ids)
+        )
+        database.change("UPDATE job SET pos = ? WHERE seq = ?", count_of(ids), seq)
+        job = rows.by_seq(database, seq)
+    row = database.one("SELECT request FROM job WHERE seq = ?", seq)
+    assert row is not None
+    left = None if job.deadline is None else job.deadline - now
+    return FedJob(job, row[0], rows.read_blobs(database, seq), ids, left)
+
+
+# ---- output and ends -----------------------------------------------------------------------------
+
+
+def progress(database: Database, asked: Progress, now: float) -> Result:
+    """Append a chunk where the stored output ends."""
+    chunk = asked.chunk
+    check(chunk)
+    size = stored_size(chunk)
+    row = database.one(
+        "UPDATE job SET pos = ?, starts = 0, size = size + ?, facts = COALESCE(facts, ?)"
+        " WHERE id = ? AND gen = ? AND pos = ? AND state = 'waiting' RETURNING seq, owner",
+        chunk.end,
+        size,
+        asked.facts,
+        asked.id,
+        asked.gen,
+        chunk.pos,
+    )
+    if row is None:
+        return rows.fate(database, asked.id)
+    rows.add_chunk(database, row[0], asked.gen, chunk)
+    rows.count_usage(database, row[1], 0, size)
+    return Durable(asked.id, asked.gen, chunk.end)
+
+
+def finish(database: Database, asked: Finish, now: float) -> Result:
+    """Append the last chunk and end the job, or neither."""
+    if len(asked.end) > MAX_END:
+        raise ValueError(f"the end of a job has {len(asked.end)} bytes, at most {MAX_END}")
+    job = rows.find(database, asked.id)
+    if job is None or job.gen != asked.gen or job.state.value != rows.WAITING:
+        return rows.fate(database, asked.id)
+    if asked.chunk is not None:
+        appended = progress(database, Progress(asked.id, asked.gen, asked.chunk, asked.facts), now)
+        if not isinstance(appended, Durable):
+            return appended
+    return Changed(rows.end_job(database, job, asked.state, asked.end, asked.cause, now))
+
+
+def defer(database: Database, asked: Defer, now: float) -> Result:
+    """Let a job that ran wait until it is due again."""
+    row = database.one(
+        "UPDATE job SET due = ?, attempts = ?, charge = ?, starts = COALESCE(?, starts), cause = ?"
+        " WHERE id = ? AND gen = ? AND state = 'waiting' RETURNING seq",
+        now + asked.delay,
+        asked.attempts,
+        asked.charge,
+        asked.starts,
+        asked.cause,
+        asked.id,
+        asked.gen,
+    )
+    if row is None:
+        return rows.fate(database, asked.id)
+    return Changed(rows.by_seq(database, row[0]))
+
+
+def new_generation(database: Database, asked: NewGeneration, now: float) -> Result:
+    """Delete the output of a waiting job, which begins anew."""
+    row = database.one(
+        "UPDATE job SET gen = gen + 1 WHERE id = ? AND gen = ? AND state = 'waiting' RETURNING seq",
+        asked.id,
+        asked.gen,
+    )
+    if row is None:
+        return rows.fate(database, asked.id)
+    rows.drop_output(database, rows.by_seq(database, row[0]))
+    return Changed(rows.by_seq(database, row[0]))

@@ -1,0 +1,151 @@
+"""The tables, in the dialects of both databases, and the steps from older versions to this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlxpool.broker.store.errors import StoreUnusable
+from mlxpool.broker.store.sql.database import Database
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a database writes what differs."""
+
+    blob: str
+    text: str  # in the order of its bytes
+    real: str
+    integer: str
+    numbered: str  # a primary key that counts up and never names a deleted row again
+    strict: str  # behind each table
+    clustered: str  # behind a table that is stored in the order of its primary key
+
+
+SQLITE = Dialect(
+    blob="BLOB",
+    text="TEXT",
+    real="REAL",
+    integer="INTEGER",
+    numbered="INTEGER PRIMARY KEY AUTOINCREMENT",
+    strict="STRICT",
+    clustered="STRICT, WITHOUT ROWID",
+)
+POSTGRES = Dialect(
+    blob="BYTEA",
+    text='TEXT COLLATE "C"',
+    real="DOUBLE PRECISION",
+    integer="BIGINT",
+    numbered="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    strict="",
+    clustered="",
+)
+
+# Large columns come last: SQLite reads through a row up to the column that is asked for.
+TABLES = (
+    """CREATE TABLE meta (
+        one {integer} PRIMARY KEY CHECK (one = 1), boot {integer} NOT NULL,
+        wall_seen {real} NOT NULL, last_end {integer} NOT NULL
+    ) {strict}""",
+    """CREATE TABLE job (
+        seq {numbered}, id {blob} NOT NULL UNIQUE,
+        owner {text} NOT NULL, tenant {text} NOT NULL, key {text} NOT NULL,
+        digest {blob} NOT NULL, gen {integer} NOT NULL, kind TEXT NOT NULL, model {text} NOT NULL,
+        priority {integer} NOT NULL, seed {integer} NOT NULL, state TEXT NOT NULL,
+        pos {integer} NOT NULL, starts {integer} NOT NULL, attempts {integer} NOT NULL,
+        charge {real} NOT NULL, submitted {real} NOT NULL, due {real} NOT NULL, deadline {real},
+        keep {real}, forget {real}, ended {real}, end_seq {integer} UNIQUE, size {integer} NOT NULL,
+        batch {blob}, line {integer} NOT NULL, label TEXT NOT NULL, notify TEXT NOT NULL,
+        cause TEXT NOT NULL, facts {blob}, ending {blob}, request {blob} NOT NULL,
+        UNIQUE (owner, tenant, key)
+    ) {strict}""",
+    """CREATE INDEX job_waiting ON job (model, priority, owner, due, seq)
+        WHERE state = 'waiting'""",
+    """CREATE INDEX job_deadline ON job (deadline)
+        WHERE state = 'waiting' AND deadline IS NOT NULL""",
+    "CREATE INDEX job_forget ON job (forget) WHERE forget IS NOT NULL",
+    "CREATE INDEX job_state ON job (batch, state) WHERE batch IS NOT NULL",
+    "CREATE INDEX job_line ON job (batch, line) WHERE batch IS NOT NULL",
+    """CREATE TABLE chunk (
+        job {integer} NOT NULL, gen {integer} NOT NULL, pos {integer} NOT NULL, ids {blob} NOT NULL,
+        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL,
+        PRIMARY KEY (job, gen, pos)
+    ) {clustered}""",
+    """CREATE TABLE blob (
+        sha {blob} PRIMARY KEY, refs {integer} NOT NULL, data {blob} NOT NULL
+    ) {strict}""",
+    """CREATE TABLE job_blob (
+        job {integer} NOT NULL, place {integer} NOT NULL, sha {blob} NOT NULL,
+        PRIMARY KEY (job, place)
+    ) {clustered}""",
+    """CREATE TABLE usage (
+        owner {text} PRIMARY KEY, jobs {integer} NOT NULL, bytes {integer} NOT NULL
+    ) {strict}""",
+    """CREATE TABLE poison (
+        digest {blob} PRIMARY KEY, until {real} NOT NULL
+    ) {strict}""",
+    """CREATE TABLE outbox (
+        end_seq {integer} PRIMARY KEY, job {integer} NOT NULL, tries {integer} NOT NULL,
+        due {real} NOT NULL
+    ) {strict}""",
+    "CREATE INDEX outbox_due ON outbox (due)",
+    """CREATE TABLE file (
+        id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
+        purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
+        created {real} NOT NULL, forget {real}
+    ) {strict}""",
+    "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
+    """CREATE TABLE file_part (
+        file {blob} NOT NULL, start {integer} NOT NULL, data {blob} NOT NULL,
+        PRIMARY KEY (file, start)
+    ) {strict}""",
+    """CREATE TABLE batch (
+        id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, key {text} NOT NULL,
+        file {blob} NOT NULL, digest {blob} NOT NULL, defaults {blob} NOT NULL, state TEXT NOT NULL,
+        next_line {integer} NOT NULL, next_start {integer} NOT NULL, created {real} NOT NULL,
+        ended {real}, deadline {real}, keep {real}, forget {real}, notify TEXT NOT NULL,
+        UNIQUE (owner, tenant, key)
+    ) {strict}""",
+    "CREATE INDEX batch_forget ON batch (forget) WHERE forget IS NOT NULL",
+    """CREATE TABLE failed_line (
+        batch {blob} NOT NULL, line {integer} NOT NULL, label TEXT NOT NULL, cause TEXT NOT NULL,
+        PRIMARY KEY (batch, line)
+    ) {clustered}""",
+)
+
+# For each older version the statements that make the next one of it.
+Steps = Mapping[int, Sequence[str]]
+STEPS: Steps = {}
+
+
+def create(database: Database, dialect: Dialect, now: float) -> None:
+    """Make the tables in an empty database, in the transaction that is open."""
+    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
+    for statement in TABLES:
+        database.change(statement.format(**spelled))
+    database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, ?, 0)", now)
+    database.write_version(VERSION)
+
+
+def check_version(found: int, version: int = VERSION, steps: Steps = STEPS) -> None:
+    """Raises StoreUnusable for a schema of a later version, or of one that nothing leads from."""
+    if found > version:
+        raise StoreUnusable(
+            f"the store has schema {found}, this mlxpool knows schemas up to {version}:"
+            " start the mlxpool that wrote it, or a newer one"
+        )
+    missing = [older for older in range(found, version) if older not in steps]
+    if found and missing:
+        raise StoreUnusable(
+            f"the store has schema {found}, and nothing leads from {missing[0]} to {version}"
+        )
+
+
+def migrate(database: Database, found: int, version: int = VERSION, steps: Steps = STEPS) -> None:
+    """Bring the schema from `found` to `version`, in the transaction that is open."""
+    for older in range(found, version):
+        for statement in steps[older]:
+            database.change(statement)
+    database.write_version(version)

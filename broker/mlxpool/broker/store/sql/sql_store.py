@@ -1,0 +1,183 @@
+"""A store on a database: transactions of many operations, each of which succeeds alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mlxpool.broker.store import batch_operations as of_batches
+from mlxpool.broker.store import operations as of_jobs
+from mlxpool.broker.store.errors import StoreFenced
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import JobState, Refused, Result, StoreFigures
+from mlxpool.broker.store.sql import batches, changing, files, notices, reading, running
+from mlxpool.broker.store.sql.database import Database
+from mlxpool.broker.store.sql.submitting import submit
+from mlxpool.common.closing import Closing
+
+log = logging.getLogger("mlxpool.broker")
+
+KEY_LIFE = 24 * 3600.0  # seconds for which a key outlives its result
+ADMIT_SHARE = 0.8  # of the bound in bytes: above it only running jobs write
+SEEN_EVERY = 1.0  # seconds between two times that are written
+
+Handler = Callable[..., Result]
+
+
+class SqlStore(Closing):
+    """Used by one thread at a time. `begin` makes it this broker's.
+
+    Every method can raise StoreFailed, after which the store must be closed; `begin` and
+    `transaction` StoreFenced; `transaction` OutOfSpace, which leaves the store as it was.
+    """
+
+    def __init__(self, database: Database, max_bytes: int, key_life: float = KEY_LIFE) -> None:
+        self.database = database
+        self._max_bytes, self._key_life = max_bytes, key_life
+        self._boot = 0
+        row = database.one("SELECT boot, wall_seen FROM meta")
+        assert row is not None
+        self.boot_before: int = row[0]
+        self.wall_seen: float = row[1]
+        self._handlers = self._table()
+
+    def begin(self, boot: int, now: float) -> None:
+        """Take the store over; results are kept for longer by the time since it was last used."""
+        away = max(0.0, now - self.wall_seen)
+        self.database.begin()
+        try:
+            for table in ("job", "batch", "file"):
+                self.database.change(
+                    f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
+                )
+            self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
+            self.database.commit()
+        except BaseException:
+            self.database.rollback()
+            raise
+        self._boot, self.wall_seen = boot, now
+
+    def resume(self, boot: int) -> None:
+        """Go on after a failure. Raises StoreFenced if another broker took the store meanwhile."""
+        if self.boot_before != boot:
+            raise StoreFenced(_FENCED)
+        self._boot = boot
+
+    def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
+        """Perform operations in order; when it returns they are durable.
+
+        An operation that cannot be performed is `Refused` and changes nothing; the others do.
+        """
+        database = self.database
+        database.begin()
+        try:
+            if database.lock_boot() != self._boot:
+                raise StoreFenced(_FENCED)
+            results = [self._perform(operation, now) for operation in operations]
+            writes = any(operation.writes for operation in operations)
+            if writes and now - self.wall_seen >= SEEN_EVERY:
+                database.change("UPDATE meta SET wall_seen = ?", now)
+            database.commit()
+        except BaseException:
+            database.rollback()
+            raise
+        if writes and now - self.wall_seen >= SEEN_EVERY:
+            self.wall_seen = now
+        return results
+
+    def _perform(self, operation: Operation, now: float) -> Result:
+        handler = self._handlers[type(operation)]
+        known: tuple[type[Exception], ...] = (ValueError, *self.database.operation_errors)
+        self.database.savepoint()
+        try:
+            result = handler(self.database, operation, now)
+        except batches.Full as full:
+            self.database.undo()
+            return full.refused
+        except known as error:
+            self.database.undo()
+            name = type(operation).__name__
+            log.warning("an operation of the store failed", extra={"operation": name, "why": str(error)})
+            return Refused("store_error", f"{name} could not be performed: {error}")
+        self.database.release()
+        return result
+
+    # ---- what needs the store beside the database ----------------------------------------------
+
+    def admit_bound(self) -> int:
+        """Bytes in use above which no new jobs are taken."""
+        return int(ADMIT_SHARE * self._max_bytes)
+
+    def room(self) -> int:
+        """Bytes that new jobs may take; below 0 if there are too many already."""
+        return self.admit_bound() - self.database.used_bytes()
+
+    def figures(self) -> StoreFigures:
+        database = self.database
+        states = database.execute("SELECT state, COUNT(*) FROM job GROUP BY state ORDER BY state")
+        return StoreFigures(
+            tuple((JobState(state), count) for state, count in states),
+            database.number("SELECT COUNT(*) FROM batch WHERE state <> 'gone'"),
+            database.number("SELECT COUNT(*) FROM outbox"),
+            database.used_bytes(),
+            self.admit_bound(),
+            self._max_bytes,
+        )
+
+    def tend(self) -> None:
+        """Housekeeping between transactions, when nobody waits for its end."""
+
+    def free_reserve(self) -> bool:
+        """Free the space that is held for a full disk; returns whether there was any."""
+        return False
+
+    def close(self) -> None:
+        self.database.close()
+
+    def _table(self) -> dict[type[Operation], Handler]:
+        key_life = self._key_life
+
+        def with_room(handler: Handler) -> Handler:
+            return lambda database, asked, now: handler(database, asked, now, self.room())
+
+        return {
+            of_jobs.Submit: with_room(submit),
+            of_jobs.FeedNext: running.feed_next,
+            of_jobs.Progress: running.progress,
+            of_jobs.Finish: running.finish,
+            of_jobs.Defer: running.defer,
+            of_jobs.NewGeneration: running.new_generation,
+            of_jobs.Cancel: changing.cancel,
+            of_jobs.Retry: changing.retry,
+            of_jobs.Release: partial(changing.release, key_life=key_life),
+            of_jobs.Sweep: partial(changing.sweep, key_life=key_life),
+            of_jobs.ReadJob: reading.read_job,
+            of_jobs.FetchPage: reading.fetch_page,
+            of_jobs.ListJobs: reading.list_jobs,
+            of_jobs.ListEnded: reading.list_ended,
+            of_jobs.ReadBacklog: reading.read_backlog,
+            of_jobs.ExportJobs: reading.export_jobs,
+            of_jobs.ReadFigures: lambda database, asked, now: self.figures(),
+            of_jobs.SetPoison: notices.set_poison,
+            of_jobs.ReadPoisons: notices.read_poisons,
+            of_jobs.ReadNotices: notices.read_notices,
+            of_jobs.NoticeSent: notices.notice_sent,
+            of_jobs.NoticeFailed: notices.notice_failed,
+            of_batches.CreateFile: files.create_file,
+            of_batches.AppendFile: with_room(files.append_file),
+            of_batches.ReadFile: files.read_file,
+            of_batches.ListFiles: files.list_files,
+            of_batches.DeleteFile: files.delete_file,
+            of_batches.SubmitBatch: batches.submit_batch,
+            of_batches.ReadLines: batches.read_lines,
+            of_batches.AddLines: with_room(batches.add_lines),
+            of_batches.ReadBatch: batches.read_batch,
+            of_batches.ListBatches: batches.list_batches,
+            of_batches.CancelBatch: batches.cancel_batch,
+            of_batches.EndBatch: batches.end_batch,
+            of_batches.ReadOutcomes: batches.read_outcomes,
+        }
+
+
+_FENCED = "another broker has taken the store of jobs over; this broker must not write any more"

@@ -1,0 +1,105 @@
+"""`Submit`: a new job, or the one that its key names already."""
+
+from __future__ import annotations
+
+import hashlib
+
+from mlxpool.broker.store.operations import Submit
+from mlxpool.broker.store.records import (
+    DuplicateKey,
+    JobState,
+    JobView,
+    KeyGone,
+    Refused,
+    Result,
+    Scope,
+    Submitted,
+)
+from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql.database import Database
+
+
+def submit(database: Database, asked: Submit, now: float, room: int) -> Result:
+    """Store a job, unless it takes more than `room` bytes."""
+    known = rows.find(database, asked.scope)
+    if known is not None:
+        if known.state is JobState.GONE:
+            return KeyGone(known.id, known.forget or now)
+        if known.digest != asked.digest:
+            return DuplicateKey(known.id)
+        return Submitted(known, new=False)
+    size = asked.size + rows.ROW_BYTES
+    refused = _no_room(asked, size, room) or _over_quota(database, asked, size)
+    return refused or Submitted(_insert(database, asked, size, now), new=True)
+
+
+def check_names(scope: Scope, *texts: str) -> None:
+    """Raises ValueError for a NUL character, which PostgreSQL has not in texts."""
+    for text in (scope.owner, scope.tenant, scope.key, *texts):
+        if "\0" in text:
+            raise ValueError(f"a name must not contain a NUL character, got {text!r:.60}")
+
+
+def _no_room(asked: Submit, size: int, room: int) -> Refused | None:
+    if size <= room:
+        return None
+    return Refused(
+        "store_full",
+        f"the store has room for {max(0, room)} bytes of new jobs, this one takes {size}; release"
+        " results that are not needed, or raise the bound of the store",
+    )
+
+
+def _over_quota(database: Database, asked: Submit, size: int) -> Refused | None:
+    if not (asked.max_jobs or asked.max_bytes):
+        return None
+    row = database.one("SELECT jobs, bytes FROM usage WHERE owner = ?", asked.scope.owner)
+    jobs, used = (0, 0) if row is None else row
+    if asked.max_jobs and jobs >= asked.max_jobs:
+        return Refused(
+            "over_quota", f"{jobs} jobs are stored for this owner, at most {asked.max_jobs}"
+        )
+    if asked.max_bytes and used + size > asked.max_bytes:
+        return Refused(
+            "over_quota",
+            f"{used} bytes are stored for this owner, with this job {used + size},"
+            f" at most {asked.max_bytes}",
+        )
+    return None
+
+
+def _insert(database: Database, asked: Submit, size: int, now: float) -> JobView:
+    check_names(asked.scope, asked.kind, asked.model, asked.label, asked.notify)
+    scope = asked.scope
+    row = database.one(
+        "INSERT INTO job (id, owner, tenant, key, digest, gen, kind, model, priority, seed, state,"
+        " pos, starts, attempts, charge, submitted, due, deadline, keep, size, batch, line, label,"
+        " notify, cause, request)"
+        " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', ?)"
+        " RETURNING seq",
+        asked.id,
+        scope.owner,
+        scope.tenant,
+        scope.key,
+        asked.digest,
+        asked.kind,
+        asked.model,
+        asked.priority,
+        rows.signed(asked.seed),
+        rows.WAITING,
+        now,
+        max(now + asked.delay, asked.not_before),
+        None if asked.deadline is None else now + asked.deadline,
+        asked.keep,
+        size,
+        asked.batch,
+        asked.line,
+        asked.label,
+        asked.notify,
+        asked.request,
+    )
+    assert row is not None
+    seq: int = row[0]
+    rows.add_blobs(database, seq, ((hashlib.sha256(blob).digest(), blob) for blob in asked.blobs))
+    rows.count_usage(database, scope.owner, 1, size)
+    return rows.by_seq(database, seq)

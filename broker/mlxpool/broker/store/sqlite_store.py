@@ -1,0 +1,271 @@
+"""The store in SQLite: one connection that has the file for itself, and commits that are on disk.
+
+SQLite is used with a write-ahead log and synchronous=FULL, so a commit is one fsync of the log.
+The index of the log is in this process's memory (locking_mode EXCLUSIVE before the first access),
+so that no second connection can be made, by which SQLite before 3.51.3 could damage a log.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxpool.broker.store.errors import (
+    OutOfSpace,
+    StoreError,
+    StoreFailed,
+    StoreInUse,
+    StoreUnusable,
+)
+from mlxpool.broker.store.sql import schema
+from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, SqlStore
+from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, sync
+from mlxpool.common.closing import Closing
+
+MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
+PAGE = 4096  # bytes
+# In this order: the lock before the log is touched, auto_vacuum before there are tables.
+PRAGMAS = {
+    "locking_mode": "EXCLUSIVE",
+    "page_size": str(PAGE),
+    "auto_vacuum": "INCREMENTAL",
+    "journal_mode": "WAL",
+    "synchronous": "FULL",
+    "fullfsync": "1",  # macOS alone knows the difference
+    "checkpoint_fullfsync": "1",
+    "secure_delete": "ON",
+    "wal_autocheckpoint": "0",  # `tend` does it, when no answer waits for it
+    "foreign_keys": "OFF",
+    "temp_store": "MEMORY",
+    "cache_size": "-16384",  # KiB
+}
+NO_BOUND = 1 << 44  # bytes
+LOG_BYTES = 8 * 1024 * 1024  # of the log, from which on it is copied into the database
+FREE_PAGES = 256  # that are given back to the file system at once
+# The result codes after which nothing on this connection can be believed.
+BROKEN = frozenset(
+    {
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_NOMEM,
+    }
+)
+
+
+class SqliteDatabase(Database):
+    """A connection to a database file. Raises StoreError if it cannot be opened."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        if sqlite3.sqlite_version_info < MIN_VERSION:
+            raise StoreUnusable(
+                f"this Python has SQLite {sqlite3.sqlite_version}; the store of jobs needs"
+                f" {'.'.join(map(str, MIN_VERSION))} or later"
+            )
+        self.path = path
+        self._connection = sqlite3.connect(
+            path, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._set_up(max_bytes)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _set_up(self, max_bytes: int) -> None:
+        for name, value in PRAGMAS.items():
+            found = self.one(f"PRAGMA {name} = {value}")
+            if name == "journal_mode" and (found is None or found[0] != "wal"):
+                raise StoreUnusable(f"SQLite cannot use a write-ahead log for {self.path}: {found}")
+        self.execute(f"PRAGMA max_page_count = {max(64, max_bytes // PAGE)}")
+        self.begin()  # takes the lock for good
+        self.rollback()
+        if self.path.with_name(self.path.name + "-shm").exists():
+            raise StoreInUse(f"another process has {self.path} open")
+
+    @property
+    def operation_errors(self) -> tuple[type[Exception], ...]:
+        return (sqlite3.Error, OverflowError, UnicodeError)
+
+    def _translated(self, error: sqlite3.Error) -> Exception:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        if code == sqlite3.SQLITE_FULL:
+            return OutOfSpace(f"no room for {self.path}: {error}")
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return StoreInUse(f"another process has {self.path} open: {error}")
+        if code in BROKEN:
+            return StoreFailed(f"SQLite failed on {self.path}: {error} ({name})")
+        return error
+
+    def execute(self, sql: str, *values: Any) -> list[Row]:
+        try:
+            return self._connection.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+
+    def change(self, sql: str, *values: Any) -> int:
+        try:
+            return self._connection.execute(sql, values).rowcount
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+
+    def begin(self) -> None:
+        self.change("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        self.change("COMMIT")
+
+    def rollback(self) -> None:
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            pass  # a failed connection is closed by its owner
+
+    def used_bytes(self) -> int:
+        pages = self.number("PRAGMA page_count") - self.number("PRAGMA freelist_count")
+        return pages * PAGE
+
+    def read_version(self) -> int:
+        return self.number("PRAGMA user_version")
+
+    def write_version(self, version: int) -> None:
+        self.execute(f"PRAGMA user_version = {version}")
+
+    def copy_to(self, path: Path) -> None:
+        """Write a whole new database of what can be read in this one, and put it on the disk."""
+        path.unlink(missing_ok=True)
+        self.execute("VACUUM INTO ?", str(path))
+        sync(path)
+
+    def copy_log(self) -> None:
+        """Copy the log into the database file, and begin the log anew."""
+        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def log_bytes(self) -> int:
+        """The size of the log."""
+        try:
+            return os.stat(f"{self.path}-wal").st_size
+        except FileNotFoundError:
+            return 0
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class SqliteStore(SqlStore):
+    """The store in a folder that is locked for it. Raises StoreError and sqlite3.Error."""
+
+    def __init__(self, folder: StateDir, max_bytes: int, key_life: float = KEY_LIFE) -> None:
+        self._folder = folder
+        self._sqlite = database = SqliteDatabase(folder.database(), max_bytes)
+        try:
+            bring_up_to_date(database, folder)
+            super().__init__(database, max_bytes, key_life)
+        except BaseException:
+            database.close()
+            raise
+
+    def room(self) -> int:
+        return min(super().room(), self._folder.free_bytes() - 2 * LOG_BYTES)
+
+    def tend(self) -> None:
+        """Copy the log into the database when it is long, give pages back, hold the reserve."""
+        database = self._sqlite
+        if database.log_bytes() < LOG_BYTES:
+            return
+        if database.number("PRAGMA freelist_count") > FREE_PAGES:
+            database.execute(f"PRAGMA incremental_vacuum({FREE_PAGES})")
+        database.copy_log()
+        self._folder.hold_reserve()
+
+    def free_reserve(self) -> bool:
+        return self._folder.free_reserve()
+
+
+class SqliteOpener(Closing):
+    """Has a folder locked for the life of the broker, and opens the store in it.
+
+    Raises StoreInUse and StoreUnusable, see StateDir.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        key_life: float = KEY_LIFE,
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
+        self.folder = StateDir(path, reserve_bytes)
+        self._max_bytes, self._key_life = max_bytes, key_life
+
+    def open(self) -> SqliteStore:
+        """Open the store, and make or bring up to date what is there.
+
+        Raises StoreUnusable, with what to do, and leaves everything as it was.
+        """
+        try:
+            return SqliteStore(self.folder, self._max_bytes, self._key_life)
+        except StoreUnusable:
+            raise
+        except (StoreError, sqlite3.Error) as error:
+            path = self.folder.path
+            raise StoreUnusable(f"the store of jobs in {path} cannot be opened: {error}") from error
+
+    def reopen(self) -> SqliteStore:
+        """Open the store after its disk failed, as a new file made of what can be read.
+
+        After a failed fsync the old file may hold less than what is read from it. Raises
+        StoreFailed if it cannot be done now.
+        """
+        made = self.folder.path / "rebuilt.db"
+        try:
+            with SqliteDatabase(self.folder.database(), NO_BOUND) as database:
+                database.copy_to(made)
+            self.folder.replace(made)
+            return SqliteStore(self.folder, self._max_bytes, self._key_life)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreFailed(f"the store of jobs cannot be opened again: {error}") from error
+        finally:
+            made.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.folder.close()
+
+
+def bring_up_to_date(
+    database: SqliteDatabase,
+    folder: StateDir,
+    version: int = schema.VERSION,
+    steps: schema.Steps = schema.STEPS,
+    wall: Callable[[], float] = time.time,
+) -> None:
+    """Make the tables, or those of this version of an older one's, after a copy of the file."""
+    found = database.read_version()
+    if found == version:
+        return
+    schema.check_version(found, version, steps)
+    if found:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall()))
+        database.copy_to(folder.path / f"before-schema-{version}-{stamp}.db")
+        sync(folder.path)
+    database.begin()
+    try:
+        if found:
+            schema.migrate(database, found, version, steps)
+        else:
+            schema.create(database, schema.SQLITE, 0.0)
+        database.commit()
+    except BaseException:
+        database.rollback()
+        raise
+    sync(folder.path)

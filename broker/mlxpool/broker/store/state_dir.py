@@ -1,0 +1,191 @@
+"""The folder of the store: its lock, the file systems that it must not be on, its reserve."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from mlxpool.broker.store.errors import StoreInUse, StoreUnusable
+from mlxpool.common.closing import Closing
+from mlxpool.common.folder_lock import FolderLocked, lock_folder
+
+RESERVE_BYTES = 64 * 1024 * 1024  # held for a full disk, on which even deleting needs room
+# File systems on which a lock or an fsync of one machine need not hold for another.
+NETWORK = frozenset(
+    {
+        *("9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "coda", "gfs", "gfs2", "gpfs", "lustre"),
+        *("ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "webdav"),
+        *("fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
+        *("macfuse", "osxfuse"),
+    }
+)
+_DATABASE = re.compile(r"jobs-(\d+)\.db")
+
+
+class StateDir(Closing):
+    """Creates the folder if it is not there, and locks it for the life of this object.
+
+    Raises StoreInUse if another broker has it, StoreUnusable for a network file system.
+    """
+
+    def __init__(self, path: Path, reserve_bytes: int = RESERVE_BYTES) -> None:
+        self.path = path
+        self._reserve_bytes = reserve_bytes
+        create(path)
+        check_file_system(path)
+        self._lock = _lock(path)
+        self.hold_reserve()
+
+    # ---- databases -----------------------------------------------------------------------------
+
+    def database(self) -> Path:
+        """The newest database; the one to be made if there is none.
+
+        They are numbered, `jobs-1.db`: a database that is made anew from a damaged one gets the
+        next number by one rename, and its log never mixes with that of the old one.
+        """
+        return self.path / f"jobs-{max(self._numbers(), default=1)}.db"
+
+    def replacement(self) -> Path:
+        """The path of the database that is to follow the newest; `replace` puts it in place."""
+        return self.path / f"jobs-{max(self._numbers(), default=0) + 1}.db"
+
+    def replace(self, made: Path) -> Path:
+        """Make a complete copy the newest database, then delete the older ones."""
+        older = [self.path / f"jobs-{number}.db" for number in self._numbers()]
+        target = self.replacement()
+        for suffix in ("-wal", "-shm", "-journal"):
+            target.with_name(target.name + suffix).unlink(missing_ok=True)
+        sync(made)
+        os.rename(made, target)
+        sync(self.path)
+        for old in older:
+            for suffix in ("", "-wal", "-shm", "-journal"):
+                old.with_name(old.name + suffix).unlink(missing_ok=True)
+        return target
+
+    def _numbers(self) -> list[int]:
+        found = (_DATABASE.fullmatch(name) for name in os.listdir(self.path))
+        return [int(match[1]) for match in found if match]
+
+    # ---- the reserve ---------------------------------------------------------------------------
+
+    @property
+    def _reserve(self) -> Path:
+        return self.path / "reserve"
+
+    def hold_reserve(self) -> bool:
+        """Take the reserve, if it is not taken and the disk has twice its room; says if it is."""
+        if self._reserve.exists():
+            return True
+        if self.free_bytes() < 2 * self._reserve_bytes:
+            return False
+        made = self._reserve.with_suffix(".new")
+        try:
+            _allocate(made, self._reserve_bytes)
+            os.rename(made, self._reserve)
+        except OSError:
+            made.unlink(missing_ok=True)
+            return False
+        return True
+
+    def free_reserve(self) -> bool:
+        """Give the reserve to the database; returns whether it was held."""
+        held = self._reserve.exists()
+        self._reserve.unlink(missing_ok=True)
+        return held
+
+    def free_bytes(self) -> int:
+        """What the file system has left for this user."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock)
+
+
+def create(path: Path) -> None:
+    """Make the folder for this user alone, so that it survives the loss of power.
+
+    Raises StoreUnusable if it cannot be made or belongs to another user.
+    """
+    try:
+        if not path.exists():
+            path.mkdir(mode=0o700, parents=True)
+        sync(path)
+        sync(path.parent)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise StoreUnusable(f"the folder of the store of jobs cannot be made: {error}") from None
+    if owner != os.geteuid():
+        raise StoreUnusable(f"{path} belongs to uid {owner}, this is uid {os.geteuid()}")
+
+
+def sync(path: Path) -> None:
+    """Put a file or a folder on the disk itself. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves it in the drive's cache
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_system(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> str:
+    """The type of the file system that has a path, "" if it is not known.
+
+    `mounts` are pairs of a mount point and a type, by default those of this machine.
+    """
+    if mounts is None:
+        found = psutil.disk_partitions(all=True)
+        mounts = [(partition.mountpoint, partition.fstype) for partition in found]
+    real = os.path.realpath(path)
+    best, kind = -1, ""
+    for point, fstype in mounts:
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # of mounts on one point the last hides the others
+            best, kind = len(point), fstype
+    return kind
+
+
+def check_file_system(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> None:
+    """Raises StoreUnusable for a network file system."""
+    kind = file_system(path, mounts)
+    if kind in NETWORK:
+        raise StoreUnusable(
+            f"state_dir {path} is on {kind}, a network file system: locks and fsync do not hold"
+            " there; give a folder on a local disk, or use PostgreSQL"
+        )
+
+
+def _lock(path: Path) -> int:
+    try:
+        return lock_folder(path)
+    except FolderLocked as locked:
+        raise StoreInUse(
+            f"another broker (pid {locked.holder}) has the store of jobs in {path}; stop it, or"
+            " give another state_dir"
+        ) from None
+
+
+def _allocate(path: Path, size: int) -> None:
+    """A file that has its blocks. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            block = os.urandom(1 << 20)  # zeros may take no room
+            for start in range(0, size, len(block)):
+                os.write(descriptor, block[: size - start])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,252 @@
+"""The store's thread: takes what waits, commits it as one transaction, then tells the results."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from mlxpool.broker.store.clock import StoreClock
+from mlxpool.broker.store.errors import OutOfSpace, StoreError, StoreFenced
+from mlxpool.broker.store.inbox import Bounds, Inbox
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import Refused, Result
+from mlxpool.broker.store.sql.sql_store import SqlStore
+
+log = logging.getLogger("mlxpool.broker")
+
+RETRY = 1.0  # seconds after which a full or failed disk is tried again
+
+
+class Opener(Protocol):
+    """Has the store locked for the life of the broker."""
+
+    def open(self) -> SqlStore:
+        """Open it for the first time. Raises StoreUnusable."""
+
+    def reopen(self) -> SqlStore:
+        """Open it after a failure. Raises StoreFailed, StoreFenced."""
+
+    def close(self) -> None:
+        """Release the lock."""
+
+
+class HealthState(StrEnum):
+    """How the store is."""
+
+    OK = "ok"
+    FULL = "full"  # the disk has no room: new jobs are refused, output of running ones is kept
+    FAILED = "failed"  # the disk failed: everything is refused until it is opened again
+    FENCED = "fenced"  # another broker has the store: this broker must end
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What operators and the broker see. `busy` is for how many seconds the disk has not answered.
+
+    `operations` and `bytes` wait or are worked on.
+    """
+
+    state: HealthState
+    reason: str
+    operations: int
+    bytes: int
+    busy: float
+
+
+class StoreWriter(threading.Thread):
+    """Start it; `offer` operations, and `take` their results when `wake` was called.
+
+    `wake` is called on this thread, after results and after changes of health. Raises StoreUnusable
+    if the store cannot be opened, StoreInUse if another broker has it.
+    """
+
+    def __init__(
+        self,
+        opener: Opener,
+        boot: int,
+        wake: Callable[[], None],
+        bounds: Bounds = Bounds(),  # noqa: B008  # frozen
+        wall: Callable[[], float] = time.time,
+        retry: float = RETRY,
+    ) -> None:
+        super().__init__(name="job-store", daemon=True)
+        self._opener, self._boot, self._wake, self._retry = opener, boot, wake, retry
+        self._inbox = Inbox(bounds)
+        self._results: deque[tuple[Operation, Result]] = deque()
+        self._store = opener.open()
+        self._clock = StoreClock(self._store.wall_seen, wall)
+        self._store.begin(boot, self._clock.now())
+        # Taken and not answered: kept over turns only while the disk has no room for them.
+        self._open: list[Operation] = []
+        self._state, self._reason = HealthState.OK, ""
+        self._busy_since: float | None = None
+
+    # ---- on the broker's thread ----------------------------------------------------------------
+
+    def offer(self, operation: Operation) -> Refused | None:
+        """Have an operation performed. None: its result will come; else it is refused now."""
+        return self._inbox.offer(operation)
+
+    def take(self) -> list[tuple[Operation, Result]]:
+        """The results since the last call, in the order of the commits."""
+        taken = []
+        while self._results:
+            taken.append(self._results.popleft())
+        return taken
+
+    @property
+    def health(self) -> Health:
+        """How the store is now."""
+        load, since = self._inbox.load(), self._busy_since
+        busy = 0.0 if since is None else time.monotonic() - since
+        return Health(self._state, self._reason, load.operations, load.bytes, busy)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Commit what waits, then close the store; returns whether that is done in time."""
+        self._inbox.close(Refused("store_closed", "the broker ends; send it again to the next one"))
+        if self.ident is None:  # it was never started
+            self._end()
+        else:
+            self.join(timeout)
+        return not self.is_alive()
+
+    # ---- on its own thread ---------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # a bug of ours must not leave operations without an answer
+            log.exception("the thread of the store ended")
+            self._give_up(HealthState.FAILED, f"the thread of the store ended: {error!r}")
+        finally:
+            self._end()
+
+    def _turn(self) -> bool:
+        """Perform one group; returns whether there may be another."""
+        until = time.monotonic() + self._retry if self._open else None
+        new = self._inbox.take(until)
+        self._open += new
+        if not self._open:
+            return not self._inbox.closed
+        self._busy_since = time.monotonic()
+        try:
+            self._perform()
+            self._store.tend()
+        except OutOfSpace as error:  # of `tend`
+            self._store.free_reserve()
+            log.warning("the disk of the store is full", extra={"why": str(error)})
+        except StoreFenced as error:
+            self._give_up(HealthState.FENCED, str(error))
+            return False
+        except StoreError as error:
+            return self._recover(str(error))
+        finally:
+            self._busy_since = None
+        if self._open and self._inbox.closed and not new:
+            self._refuse(list(self._open), "store_closed", "the broker ends and the disk is full")
+        return True
+
+    def _perform(self) -> None:
+        """Perform all open operations in one transaction, or what finds room one by one."""
+        group = list(self._open)
+        try:
+            results = self._store.transaction(group, self._clock.now())
+        except OutOfSpace as full:
+            self._perform_without_room(group, str(full))
+            return
+        self._answer(group, results)
+        self._change(HealthState.OK, "")
+
+    def _perform_without_room(self, group: list[Operation], why: str) -> None:
+        """Refuse new work, let go first what frees room, and keep in order what finds none."""
+        self._change(HealthState.FULL, why)
+        self._store.free_reserve()
+        self._refuse([operation for operation in group if operation.admits], "store_full", why)
+        others = [operation for operation in group if not operation.admits]
+        for operation in others:
+            if (operation.frees or not operation.writes) and not self._perform_alone(operation):
+                self._refuse([operation], "store_full", why)
+        for operation in others:
+            writes = operation.writes and not operation.frees
+            if writes and not self._perform_alone(operation):
+                return  # it and all behind it stay open
+        self._change(HealthState.OK, "")
+
+    def _perform_alone(self, operation: Operation) -> bool:
+        try:
+            results = self._store.transaction([operation], self._clock.now())
+        except OutOfSpace:
+            return False
+        self._answer([operation], results)
+        return True
+
+    # ---- failures ------------------------------------------------------------------------------
+
+    def _recover(self, why: str) -> bool:
+        """Refuse everything until the store is open again; returns whether it is."""
+        log.error("the disk of the store failed", extra={"why": why})
+        self._abandon(HealthState.FAILED, why)
+        self._store.close()
+        while not self._inbox.closed:
+            self._inbox.wait(self._retry)
+            try:
+                self._store = self._opener.reopen()
+                self._store.resume(self._boot)
+            except StoreFenced as error:
+                self._give_up(HealthState.FENCED, str(error))
+                return False
+            except StoreError as error:
+                self._change(HealthState.FAILED, str(error))
+                continue
+            log.warning("the store was opened again")
+            self._inbox.open()
+            self._change(HealthState.OK, "")
+            return True
+        return False
+
+    def _give_up(self, state: HealthState, why: str) -> None:
+        """Refuse everything for good."""
+        self._inbox.close(Refused("store_closed", why))
+        self._abandon(state, why)
+
+    def _abandon(self, state: HealthState, why: str) -> None:
+        self._change(state, why)
+        self._open += self._inbox.empty(Refused("store_closed", why))
+        self._refuse(list(self._open), "store_closed", why)
+
+    def _end(self) -> None:
+        self._store.close()
+        self._opener.close()
+        if self._state in (HealthState.OK, HealthState.FULL):
+            self._change(HealthState.CLOSED, "")
+        self._wake()
+
+    # ---- answers -------------------------------------------------------------------------------
+
+    def _answer(self, operations: Sequence[Operation], results: Sequence[Result]) -> None:
+        """Hand out results, and with them the room of their operations in the inbox."""
+        if len(operations) == len(self._open):
+            self._open.clear()
+        for operation in operations if self._open else ():
+            index = next(i for i, open_one in enumerate(self._open) if open_one is operation)
+            del self._open[index]
+        self._results.extend(zip(operations, results, strict=True))
+        self._inbox.done(operations)
+        if operations:
+            self._wake()
+
+    def _refuse(self, operations: Sequence[Operation], code: str, why: str) -> None:
+        self._answer(operations, [Refused(code, why)] * len(operations))
+
+    def _change(self, state: HealthState, reason: str) -> None:
+        if (state, reason) != (self._state, self._reason):
+            self._state, self._reason = state, reason
+            self._wake()

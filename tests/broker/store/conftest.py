@@ -1,0 +1,52 @@
+"""Both stores, so that one suite runs over each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxpool.broker.store.postgres_store import PostgresOpener
+from mlxpool.broker.store.sqlite_store import SqliteOpener
+from support.job_store import MAX_BYTES, RESERVE, OpenedStore
+from support.postgres_server import PostgresServer
+
+
+@pytest.fixture(scope="package")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def sqlite_store(tmp_path: Path) -> Iterator[OpenedStore]:
+    """A store in SQLite."""
+    path = tmp_path / "state"
+
+    def opener(max_bytes: int = MAX_BYTES) -> SqliteOpener:
+        return SqliteOpener(path, max_bytes, reserve_bytes=RESERVE)
+
+    opened = OpenedStore(opener)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def postgres_store(postgres: PostgresServer) -> Iterator[OpenedStore]:
+    """A store in PostgreSQL."""
+    url = postgres.new_url()
+
+    def opener(max_bytes: int = MAX_BYTES) -> PostgresOpener:
+        return PostgresOpener(url, max_bytes)
+
+    opened = OpenedStore(opener)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest) -> OpenedStore:
+    """Each of the two."""
+    opened: OpenedStore = request.getfixturevalue(f"{request.param}_store")
+    return opened

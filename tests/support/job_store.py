@@ -1,0 +1,95 @@
+"""Jobs, chunks and stores for the tests of the store of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlxpool.broker.store.operations import Finish, Operation, Progress, Submit
+from mlxpool.broker.store.records import Chunk, JobState, JobView, Result, Scope, Submitted
+from mlxpool.broker.store.sql.sql_store import SqlStore
+from mlxpool.broker.store.writer import Opener
+from mlxpool.common.protocol.token_ids import pack_ids
+
+BOOT = 7
+BEGIN = 1_000_000.0  # seconds: when the stores of tests are opened
+MAX_BYTES = 256 * 1024 * 1024
+RESERVE = 1024 * 1024
+FOREVER = 10_000.0
+
+
+def job_id(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def submit(number: int, owner: str = "a", **fields: Any) -> Submit:
+    """A job with the id and the key of a number."""
+    of: dict[str, Any] = {
+        "scope": Scope(owner, "", f"key-{number}"),
+        "digest": b"digest",
+        "kind": "generate",
+        "model": "m",
+        "request": b"request %d" % number,
+        "seed": number,
+        "keep": FOREVER,
+    }
+    return Submit(job_id(number), **{**of, **fields})
+
+
+def token(number: int, pos: int) -> int:
+    """The id that job `number` has at a position."""
+    return (number * 1_000_003 + pos * 7) % 2**32
+
+
+def chunk(number: int, pos: int, count: int = 4, step: int = 2) -> Chunk:
+    """Output of job `number`: steps of `step` ids, each id with the text `<pos>`."""
+    texts = [f"<{pos + i}>" for i in range(count)]
+    ends = [min(i + step, count) for i in range(0, count, step)]
+    borders = tuple((end, len("".join(texts[:end]))) for end in ends)
+    ids = pack_ids(token(number, pos + i) for i in range(count))
+    return Chunk(pos, ids, "".join(texts), borders)
+
+
+def progress(number: int, pos: int, count: int = 4, gen: int = 0, **fields: Any) -> Progress:
+    return Progress(job_id(number), gen, chunk(number, pos, count), **fields)
+
+
+def finish(number: int, state: JobState = JobState.DONE, **fields: Any) -> Finish:
+    return Finish(job_id(number), fields.pop("gen", 0), state, b"end", **fields)
+
+
+class OpenedStore:
+    """A store without its thread: operations are performed at once, at the time `now`."""
+
+    def __init__(self, make_opener: Callable[..., Opener]) -> None:
+        self._make_opener = make_opener
+        self.now = BEGIN
+        self.opener: Opener | None = None
+        self.open()
+
+    def open(self, boot: int = BOOT, **settings: Any) -> None:
+        """Open it, after closing it, as a broker does that starts at `now`."""
+        self.close()
+        self.opener = self._make_opener(**settings)
+        self.store: SqlStore = self.opener.open()
+        self.store.begin(boot, self.now)
+
+    def do(self, *operations: Operation) -> list[Result]:
+        """Perform operations in one transaction."""
+        return self.store.transaction(operations, self.now)
+
+    def one(self, operation: Operation) -> Any:
+        """The result of one operation."""
+        return self.do(operation)[0]
+
+    def submitted(self, number: int, **fields: Any) -> JobView:
+        """Submit a job, which must be accepted."""
+        result = self.one(submit(number, **fields))
+        assert isinstance(result, Submitted), result
+        return result.job
+
+    def close(self) -> None:
+        if self.opener is not None:
+            self.store.close()
+            self.opener.close()
+            self.opener = None
