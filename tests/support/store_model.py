@@ -38,6 +38,7 @@ class StoreModel:
         self.poisons: dict[bytes, float] = {}
         self.inbox: list[Operation] = []
         self.results: list[tuple[Operation, Result]] = []
+        self.ended_twice: list[bytes] = []
         self.refusing: str = ""  # a code: every operation is refused
         self._clock = clock
         self._seen = 0.0
@@ -152,6 +153,8 @@ class StoreModel:
 
     def _end(self, row: Row, state: JobState, end: bytes, cause: str) -> Result:
         now = self.now
+        if row.job.end_seq:
+            self.ended_twice.append(row.job.id)
         row.job = replace(
             row.job,
             state=state,

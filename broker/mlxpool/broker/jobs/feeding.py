@@ -34,6 +34,7 @@ class Backlog:
     last_owner: str = ""
     feeding: bool = False  # a FeedNext is under way
     due_since: float = math.inf  # the earliest of those that came while it is
+    pause_until: float = 0.0  # the store refused to read
     active: int = 0  # jobs of it that run
 
 
@@ -77,7 +78,9 @@ class Feeder:
     ) -> FeedNext | None:
         name, priority = group
         model = view.model_of(name)
-        if backlog.feeding or model is None or not _waits(backlog, now) or not view.admits:
+        if backlog.feeding or now < backlog.pause_until or not _waits(backlog, now):
+            return None
+        if model is None or not view.admits:
             return None
         count = self._room(model, name, priority, view, now) - backlog.active
         if backlog.due <= now and count > 0:
@@ -136,7 +139,7 @@ class Feeder:
         """The store could not read now."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
-            backlog.feeding, backlog.due = False, again_at
+            backlog.feeding, backlog.pause_until = False, again_at
 
     def started(self, group: Group) -> None:
         self.groups.setdefault(group, Backlog()).active += 1
