@@ -1,0 +1,275 @@
+"""Files and batches in both stores: parts of a file, lines that become jobs, their outcomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.store.batch_operations import (
+    AddLines,
+    AppendFile,
+    CancelBatch,
+    CreateFile,
+    DeleteFile,
+    EndBatch,
+    ListBatches,
+    ListFiles,
+    ReadBatch,
+    ReadFile,
+    ReadLines,
+    ReadOutcomes,
+    SubmitBatch,
+)
+from mlxpool.broker.store.batch_records import MAX_LINE, BatchState, BatchView, Lines
+from mlxpool.broker.store.operations import ListJobs, ReadJob, Submit, Sweep
+from mlxpool.broker.store.records import (
+    DuplicateKey,
+    JobState,
+    KeyGone,
+    Refused,
+    Scope,
+    UnknownName,
+)
+from mlxpool.broker.store.sql.files import PART
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from support.job_store import BEGIN, OpenedStore, finish, job_id, progress, submit
+
+FILE, BATCH = b"f" * 16, b"b" * 16
+SCOPE = Scope("a", "", "batch")
+
+
+def new_file(store: OpenedStore, data: bytes, **fields: Any) -> None:
+    store.do(
+        CreateFile(FILE, "a", "", "lines.jsonl", "batch", **fields),
+        AppendFile(FILE, "a", "", 0, data, last=True),
+    )
+
+
+def new_batch(store: OpenedStore, data: bytes = b"one\ntwo\nthree\n", **fields: Any) -> None:
+    new_file(store, data)
+    result = store.one(SubmitBatch(BATCH, SCOPE, b"digest", FILE, b"defaults", **fields))
+    assert result.new
+
+
+def lines(store: OpenedStore, **fields: Any) -> Lines:
+    result = store.one(ReadLines(BATCH, **fields))
+    assert isinstance(result, Lines)
+    return result
+
+
+def of_line(line: int, **fields: Any) -> Submit:
+    """The job of a line."""
+    scope = Scope("a", "", f"batch/{line}")
+    return submit(100 + line, scope=scope, batch=BATCH, line=line, label=f"l{line}", **fields)
+
+
+def add(store: OpenedStore, found: Lines, failed: tuple[int, ...] = ()) -> Any:
+    """Make jobs of lines, but for those that fail."""
+    jobs = tuple(of_line(number) for number, _, _ in found.lines if number not in failed)
+    bad = tuple((number, f"l{number}", "not JSON") for number in failed)
+    first = found.batch.next_line
+    return store.one(AddLines(BATCH, first, found.next_line, found.end, found.last, jobs, bad))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_a_file_is_made_of_parts_that_may_come_twice(store: OpenedStore) -> None:
+    data = bytes(range(256)) * 3000
+    store.one(CreateFile(FILE, "a", "", "name", "batch", keep=50.0))
+    for start, end, last in ((0, 10, False), (5, 10, False), (8, 400_000, False)):
+        store.one(AppendFile(FILE, "a", "", start, data[start:end], last))
+    ahead = store.one(AppendFile(FILE, "a", "", 500_000, b"x"))
+    assert (ahead.size, ahead.complete) == (400_000, False)
+    done = store.one(AppendFile(FILE, "a", "", 300_000, data[300_000:], last=True))
+    assert (done.size, done.complete, done.forget) == (len(data), True, BEGIN + 50)
+    again = store.one(AppendFile(FILE, "a", "", len(data), b"more"))
+    assert again == done
+    read = b""
+    while part := store.one(ReadFile(FILE, "a", "", len(read), PART + 7)).data:
+        read += part
+    assert read == data
+    assert store.store.database.number("SELECT bytes FROM usage WHERE owner = 'a'") == len(data)
+
+
+def test_a_file_belongs_to_its_owner_and_tenant(store: OpenedStore) -> None:
+    new_file(store, b"data")
+    for owner, tenant in (("b", ""), ("a", "t")):
+        assert store.one(ReadFile(FILE, owner, tenant)) == UnknownName()
+        assert store.one(DeleteFile(FILE, owner, tenant)) == UnknownName()
+        assert store.one(AppendFile(FILE, owner, tenant, 0, b"x")) == UnknownName()
+        assert store.one(ListFiles(owner, tenant)).files == ()
+        foreign = store.one(CreateFile(FILE, owner, tenant, "name", "batch"))
+        assert isinstance(foreign, Refused)
+    assert [file.name for file in store.one(ListFiles("a", "")).files] == ["lines.jsonl"]
+    assert store.one(DeleteFile(FILE, "a", "")).id == FILE
+    assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
+    assert store.store.database.number("SELECT COUNT(*) FROM file_part") == 0
+
+
+def test_a_file_that_an_open_batch_reads_is_kept(store: OpenedStore) -> None:
+    new_batch(store)
+    assert store.one(DeleteFile(FILE, "a", "")).code == "store_busy"
+    store.store.database.change("UPDATE file SET forget = ?", BEGIN)
+    store.one(Sweep())
+    assert store.one(ReadFile(FILE, "a", "")).data == b"one\ntwo\nthree\n"
+    add(store, lines(store))
+    store.one(Sweep())
+    assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+
+
+def test_lines_become_jobs_some_at_a_time(store: OpenedStore) -> None:
+    new_batch(store, b"one\n\ntwo\r\nthree", deadline=100.0)
+    first = lines(store, count=2)
+    assert first.lines == ((0, 0, b"one"),)
+    assert (first.next_line, first.end, first.last, first.deadline_left) == (2, 5, False, 100.0)
+    batch = add(store, first)
+    assert (batch.state, batch.next_line, batch.next_start) == (BatchState.OPEN, 2, 5)
+    second = lines(store, count=9)
+    assert second.lines == ((2, 5, b"two\r"), (3, 10, b"three"))
+    assert second.last
+    batch = add(store, second, failed=(3,))
+    assert (batch.state, batch.failed) == (BatchState.FED, 1)
+    assert dict(batch.counts) == {JobState.WAITING: 2}
+    assert lines(store).lines == () and lines(store).last
+    jobs = store.one(ListJobs(batch=BATCH)).jobs
+    assert [(job.line, job.label) for job in jobs] == [(0, "l0"), (2, "l2")]
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_every_line_is_found_once_over_all_parts(store: OpenedStore, count: int) -> None:
+    texts = [b"x" * (number * 977 % 5000) + b"%d" % number for number in range(300)]
+    new_batch(store, b"\n".join(texts) + b"\n")
+    found: list[bytes] = []
+    database = store.store.database
+    while True:
+        page = lines(store, count=count, max_bytes=20_000)
+        found += [data for _, _, data in page.lines]
+        if page.last:
+            break
+        database.change("UPDATE batch SET next_line = ?, next_start = ?", page.next_line, page.end)
+    assert found == texts
+
+
+def test_a_line_that_is_too_long_is_told_as_such(store: OpenedStore) -> None:
+    new_batch(store, b"a\n" + b"x" * 50_000 + b"\nb\n")
+    add(store, lines(store, max_bytes=100))
+    page = lines(store, max_bytes=100)
+    assert [len(data) for _, _, data in page.lines] == [MAX_LINE + 1]
+    assert (page.next_line, page.end) == (2, 50_003)
+    add(store, page, failed=(1,))
+    assert [data for _, _, data in lines(store, max_bytes=100).lines] == [b"b"]
+
+
+def test_lines_are_added_once(store: OpenedStore) -> None:
+    new_batch(store)
+    found = lines(store, count=2)
+    add(store, found)
+    unchanged = add(store, found)
+    assert (unchanged.next_line, dict(unchanged.counts)) == (2, {JobState.WAITING: 2})
+
+
+def test_a_taken_key_fails_its_line_alone(store: OpenedStore) -> None:
+    new_batch(store)
+    store.submitted(1, scope=Scope("a", "", "batch/1"))
+    batch = add(store, lines(store))
+    assert (batch.failed, dict(batch.counts)) == (1, {JobState.WAITING: 2})
+    outcome = store.one(ReadOutcomes(BATCH)).outcomes[1]
+    assert (outcome.line, outcome.cause, outcome.job) == (1, "the key 'batch/1' is taken", None)
+
+
+def test_lines_that_find_no_room_stay_in_the_file(store: OpenedStore) -> None:
+    store.open(max_bytes=2 * 1024 * 1024)
+    new_batch(store)
+    found = lines(store)
+    jobs = tuple(of_line(number, request=b"x" * 900_000) for number, _, _ in found.lines)
+    refused = store.one(AddLines(BATCH, 0, found.next_line, found.end, True, jobs))
+    assert isinstance(refused, Refused) and refused.code == "store_full"
+    batch = store.one(ReadBatch(BATCH))
+    assert (batch.state, batch.next_line, batch.counts) == (BatchState.OPEN, 0, ())
+    assert add(store, found).state is BatchState.FED
+
+
+# ---- begin and end -------------------------------------------------------------------------------
+
+
+def test_a_batch_is_submitted_once(store: OpenedStore) -> None:
+    new_batch(store, keep=10.0, notify="https://there")
+    again = store.one(SubmitBatch(b"c" * 16, SCOPE, b"digest", FILE))
+    assert (again.new, again.batch.id) == (False, BATCH)
+    other = store.one(SubmitBatch(b"c" * 16, SCOPE, b"other", FILE))
+    assert other == DuplicateKey(BATCH)
+    batch = store.one(ReadBatch(SCOPE))
+    assert (batch.defaults, batch.keep, batch.notify) == (b"defaults", 10.0, "https://there")
+    assert batch.file_size == 14
+    for foreign in (Scope("b", "", "batch"), Scope("a", "t", "batch"), Scope("a", "", "x\0")):
+        assert store.one(ReadBatch(foreign)) == UnknownName()
+    assert store.one(ListBatches(owner="b")).batches == ()
+    assert [each.id for each in store.one(ListBatches()).batches] == [BATCH]
+    assert store.one(ListBatches(states=(BatchState.FED,))).batches == ()
+
+
+def test_a_batch_needs_a_complete_file_of_its_owner(store: OpenedStore) -> None:
+    store.one(CreateFile(FILE, "a", "", "name", "batch"))
+    incomplete = store.one(SubmitBatch(BATCH, SCOPE, b"digest", FILE))
+    assert isinstance(incomplete, Refused) and "not complete" in incomplete.message
+    foreign = store.one(SubmitBatch(BATCH, Scope("b", "", "k"), b"digest", FILE))
+    assert foreign == UnknownName()
+
+
+def test_a_batch_ends_when_its_jobs_have(store: OpenedStore) -> None:
+    new_batch(store, keep=10.0)
+    assert store.one(EndBatch(BATCH)).state is BatchState.OPEN
+    add(store, lines(store), failed=(2,))
+    store.do(finish(100))
+    assert store.one(EndBatch(BATCH)).state is BatchState.FED
+    store.do(finish(101, JobState.DEAD))
+    ended = store.one(EndBatch(BATCH))
+    assert (ended.state, ended.ended) == (BatchState.ENDED, BEGIN)
+    store.now += 10
+    store.one(Sweep())
+    assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
+    assert store.one(SubmitBatch(b"c" * 16, SCOPE, b"digest", FILE)) == KeyGone(
+        BATCH, store.now + KEY_LIFE
+    )
+    store.now += KEY_LIFE
+    store.one(Sweep())
+    assert store.one(ReadBatch(BATCH)) == UnknownName()
+
+
+def test_a_cancelled_batch_ends_its_waiting_jobs(store: OpenedStore) -> None:
+    new_batch(store)
+    add(store, lines(store, count=2))
+    held = frozenset({job_id(100)})
+    batch = store.one(CancelBatch(SCOPE, held))
+    assert isinstance(batch, BatchView) and batch.state is BatchState.CANCELLED
+    assert dict(batch.counts) == {JobState.WAITING: 1, JobState.CANCELLED: 1}
+    assert lines(store).lines == ()  # the third is no job any more
+    assert store.one(EndBatch(BATCH)).ended is None
+    assert store.one(CancelBatch(SCOPE, count=1)).counts == ((JobState.CANCELLED, 2),)
+    ended = store.one(EndBatch(BATCH))
+    assert (ended.state, ended.ended) == (BatchState.CANCELLED, BEGIN)
+    assert store.one(CancelBatch(SCOPE)) == ended
+    assert store.one(ReadJob(job_id(101))).job.cause == "its batch was cancelled"
+
+
+def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) -> None:
+    new_batch(store, b"\n".join(b"%d" % number for number in range(7)))
+    add(store, lines(store), failed=(1, 4))
+    store.do(progress(100, 0), progress(100, 4), finish(100), finish(103, JobState.DEAD, cause="x"))
+    found, after = [], -1
+    while True:
+        page = store.one(ReadOutcomes(SCOPE, after, count=3))
+        found += page.outcomes
+        after = page.next
+        if after < 0:
+            break
+    assert [outcome.line for outcome in found] == list(range(7))
+    assert found[0].text == "".join(f"<{pos}>" for pos in range(8))
+    assert len(found[0].ids) == 32
+    assert [outcome.cause for outcome in found] == ["", "not JSON", "", "x", "not JSON", "", ""]
+    assert [outcome.label for outcome in found] == [f"l{line}" for line in range(7)]
