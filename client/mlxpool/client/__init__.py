@@ -6,6 +6,7 @@ connection or a broker is lost.
 
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.client.jobs import Job
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
@@ -22,6 +23,7 @@ __all__ = [
     "ChatTokens",
     "Client",
     "Delta",
+    "Job",
     "Pace",
     "PoolError",
     "Ranked",

@@ -9,13 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
+import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
+from mlxpool.client.jobs import Job, JobRef
 from mlxpool.client.request import (
     ChatTokens,
+    Draft,
     Question,
-    cancel,
     describe,
     detokenize,
     generate,
@@ -29,7 +31,7 @@ from mlxpool.client.stream import Delta, Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.from_client import GenerateDraft
+from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
 from mlxpool.common.transport.keys import Credentials
 
 Answer = TypeVar("Answer")
@@ -42,7 +44,7 @@ class AsyncStream:
     `async with` cancels what is not finished.
     """
 
-    def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
+    def __init__(self, connection: Connection, draft: Draft) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
@@ -281,12 +283,67 @@ class AsyncClient:
             )
         )
 
-    async def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any request of this owner by its id, 16 bytes.
+    async def submit(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        key: str | None = None,
+        keep: float | None = None,
+        not_before: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Job:
+        """Have a completion made, whoever is there to read it; see `Client.submit`."""
+        return await self._call(
+            jobs.submit(
+                model,
+                prompt,
+                messages,
+                tokens,
+                options,
+                images,
+                key=key,
+                keep=keep,
+                not_before=not_before,
+            )
+        )
 
-        Returns {state, pos} and raises BadRequest, as `Client.cancel` does.
+    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> AsyncStream:
+        """Read a job, its key or its id; see `Client.fetch`."""
+        return AsyncStream(self._connection, jobs.fetch(job, start, gen))
+
+    async def jobs(
+        self, *, after: int | None = None, state: str = "", limit: int = 0
+    ) -> list[dict[str, Any]]:
+        """The jobs of this user, each a map; see `Client.jobs`."""
+        pages = jobs.Pages(after, state, limit)
+        while not pages.complete:
+            pages.add(await self._call(pages.question()))
+        return pages.rows
+
+    async def job(self, job: JobRef) -> dict[str, Any]:
+        """The map of one job. Raises UnknownJob."""
+        return await self._call(jobs.about(READ, job))
+
+    async def retry(self, job: JobRef) -> dict[str, Any]:
+        """Let a job that is dead or expired be tried again, from the ids that it has."""
+        return await self._call(jobs.about(RETRY, job))
+
+    async def release(self, job: JobRef) -> dict[str, Any]:
+        """Delete the result of a job that has ended; its key answers Gone for some time."""
+        return await self._call(jobs.about(RELEASE, job))
+
+    async def cancel(
+        self, request: bytes | Job | None = None, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Cancel any request of this owner by its id, 16 bytes, or a job, also by its `key`.
+
+        Returns {state, pos} and raises as `Client.cancel` does.
         """
-        return await self._call(cancel(request_id))
+        return await self._call(jobs.cancel_request(request, key))
 
     async def _call(self, question: Question[Answer]) -> Answer:
         loop = asyncio.get_running_loop()

@@ -174,7 +174,8 @@ class World:
         while self.story.now < end:
             self.turn()
             self.story.settle()
-            if not any(self.waits(key) for key in self.accepted):
+            stored = [row.job.scope.key for row in self.story.store.rows.values()]
+            if not any([self.waits(key) for key in stored]):
                 break
         self.reconnect()
         self.story.settle()

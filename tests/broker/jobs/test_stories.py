@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.store.records import JobState
+from typing import Any
+
+from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.token_ids import pack_ids
+from support.core_harness import FakeWorker
 from support.job_harness import JobStory
 
 
@@ -11,7 +14,9 @@ def text_of(start: int, end: int) -> str:
     return "".join(f"<{i}>" for i in range(start, end))
 
 
-def started(story: JobStory, key: str = "a", sequences: int = 4, **body: object):  # type: ignore[no-untyped-def]
+def started(
+    story: JobStory, key: str = "a", sequences: int = 4, **body: Any
+) -> tuple[FakeWorker, JobView]:
     """A worker that runs a job; returns both."""
     worker = story.ready_worker(sequences=sequences)
     story.submit(key, **body)

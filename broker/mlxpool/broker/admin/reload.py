@@ -45,6 +45,9 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "http_max_body",
     "http_drain_timeout",
     "models_dir",
+    "state_dir",
+    "state_bytes",
+    "job_key_life",
     "log_format",
     "log_level",
 )

@@ -27,6 +27,10 @@ class CoreView:
     def poison_life(self) -> float:
         return self._state.config.poison_life
 
+    @property
+    def ack_grace(self) -> float:
+        return self._state.config.ack_grace
+
     def check(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
         self._core.admission.check_job(owner, message, digest, now)
 

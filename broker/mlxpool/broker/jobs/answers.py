@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mlxpool.broker.jobs.job_states import RUNNING
@@ -9,9 +10,11 @@ from mlxpool.broker.store.records import JobState, JobView, Name, Refused, Scope
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.job_messages import JobName
+from mlxpool.common.protocol.packing import pack
 
 BUSY_RETRY_MS = 1000
 FULL_RETRY_MS = 10_000
+MAX_LIST_BYTES = 192 * 1024  # of the rows in one answer; a body has at most MAX_BODY
 _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
     "store_full": (errors.StoreFull, FULL_RETRY_MS),
     "over_quota": (errors.OverQuota, FULL_RETRY_MS),
@@ -49,6 +52,7 @@ def row_of(job: JobView, *, running: bool) -> dict[str, Any]:
     state = RUNNING if running and job.state is JobState.WAITING else str(job.state)
     return {
         "job": job.id,
+        "seq": job.seq,
         "key": job.scope.key,
         "model": job.model,
         "state": state,
@@ -65,3 +69,13 @@ def row_of(job: JobView, *, running: bool) -> dict[str, Any]:
         "cause": job.cause,
         "bytes": job.size,
     }
+
+
+def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of these rows, as many as an answer may have bytes."""
+    size = 0
+    for index, row in enumerate(rows):
+        size += len(pack(row))
+        if size > MAX_LIST_BYTES:
+            return list(rows[:index])
+    return list(rows)

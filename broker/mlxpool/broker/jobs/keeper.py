@@ -38,11 +38,10 @@ BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
 class Keeper:
     """Builds the components and routes each event to its handler."""
 
-    def __init__(self, boot: int, view: PoolView, policy: JobPolicy, ack_grace: float) -> None:
-        """`ack_grace`: seconds that a reader may be behind its window without an ack."""
+    def __init__(self, boot: int, view: PoolView, policy: Callable[[], JobPolicy]) -> None:
+        """`policy` returns the settings in force."""
         active: dict[bytes, ActiveJob] = {}
         self._view = view
-        self._ack_grace = ack_grace
         self._outbox = outbox = Outbox(boot)
         self._feeder = Feeder()
         self.readers = Readers(outbox, active)
@@ -65,9 +64,13 @@ class Keeper:
         self._sweep_at = self._figures_at = self._readers_at = self._poll_at = math.inf
 
     @property
-    def open(self) -> bool:
-        """Whether the store takes operations."""
-        return self._open
+    def busy(self) -> bool:
+        """Whether jobs run, or are not yet on the disk as they left."""
+        return bool(self.runs.active)
+
+    def decided(self) -> list[Action]:
+        """What an event that failed had decided so far: the state holds it."""
+        return self._outbox.take()
 
     # ---- events --------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class Keeper:
     def _on_wake(self, event: ev.Wake, now: float) -> None:
         if now >= self._readers_at:
             self.readers.drop_silent(self._view.link_known)
-            self.readers.end_slow(self._ack_grace, now)
+            self.readers.end_slow(self._view.ack_grace, now)
             if self._open:
                 self.readers.read_again(now)
             self._readers_at = now + READER_INTERVAL if self.readers.all else math.inf

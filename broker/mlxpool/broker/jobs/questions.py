@@ -44,15 +44,16 @@ REFUSALS = {
     messages.RETRY: "only dead and expired jobs can be tried again",
     messages.RELEASE: "only an ended job has a result to release; cancel it first",
 }
+ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
 @dataclass(frozen=True, slots=True)
 class JobPolicy:
-    """Settings of jobs. Seconds and bytes; 0 is no bound for the quotas."""
+    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
 
     keep: float
+    keep_max: float
     quota_jobs: int = 0
-    quota_bytes: int = 0
 
 
 class Questions:
@@ -65,9 +66,10 @@ class Questions:
         feeder: Feeder,
         runs: Runs,
         readers: Readers,
-        policy: JobPolicy,
+        policy: Callable[[], JobPolicy],
     ) -> None:
-        self.policy = policy
+        """`policy` returns the settings in force."""
+        self._policy = policy
         self._outbox = outbox
         self._view = view
         self._feeder = feeder
@@ -98,7 +100,7 @@ class Questions:
 
     def _submit(self, event: ev.Asked, message: Submit, now: float) -> None:
         """Store a job. Raises PoolError for one that could never be done."""
-        generate, policy = message.generate, self.policy
+        generate, policy = message.generate, self._policy()
         digest = job_digest(generate)
         self._view.check(event.owner, generate, digest, now)
         drawn = generate.options.seed < 0
@@ -116,9 +118,8 @@ class Questions:
             message.priority,
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
-            keep=keep,
+            keep=min(keep, policy.keep_max),
             max_jobs=policy.quota_jobs,
-            max_bytes=policy.quota_bytes,
         )
 
         def then(result: Result, now: float) -> None:
@@ -164,7 +165,7 @@ class Questions:
         operation: store.Operation
         if message.after is None:
             operation = store.ListJobs(
-                event.owner, message.tenant, states, count=message.limit, reverse=True
+                event.owner, message.tenant, states, message.before, message.limit, reverse=True
             )
         else:
             operation = store.ListEnded(event.owner, message.tenant, message.after, message.limit)
@@ -174,9 +175,13 @@ class Questions:
                 self._fail(event, _other_error(result))
                 return
             rows = self._rows(result.jobs)
+            shown = answers.fitting(rows)
+            following = result.next
+            if len(shown) < len(rows):
+                following = shown[-1]["seq" if message.after is None else "end_seq"]
             if message.state:
-                rows = [row for row in rows if (row["state"] == RUNNING) is running]
-            self._send(event, messages.JobList(rows))
+                shown = [row for row in shown if (row["state"] == RUNNING) is running]
+            self._send(event, messages.JobList(shown, following))
 
         self._outbox.store(operation, then)
 
@@ -252,7 +257,9 @@ class Questions:
         return store.Release(name), then
 
     def _changed(self, event: ev.Asked, message: AboutJob, result: Result) -> None:
-        if isinstance(result, Changed):
+        """Answer with the job, also one that is as it was asked for: questions may come twice."""
+        already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
+        if isinstance(result, Changed) or (isinstance(result, Fate) and already):
             self._send(event, JobRow(self._rows([result.job])[0]))
         else:
             self._fail(event, _error_of_change(message, result))

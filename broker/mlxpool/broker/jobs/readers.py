@@ -110,6 +110,10 @@ class Readers:
             usage = Usage(completion_tokens=reader.sent)
             self._end(reader, Done("cancelled", "", usage.body()))
 
+    def has(self, id: bytes) -> bool:
+        """Whether there is a reading with this id."""
+        return any(reader.id == id for reader in self.all.values())
+
     def drop_silent(self, known: Callable[[int], bool]) -> None:
         """Forget the readings of connections that nothing was heard of for long."""
         for reader in [one for one in self.all.values() if not known(one.link)]:

@@ -20,6 +20,11 @@ class PoolView(Protocol):
         """Seconds for which a request that ended workers is refused."""
         ...
 
+    @property
+    def ack_grace(self) -> float:
+        """Seconds that a reader may be behind its window without an ack."""
+        ...
+
     def check(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
         """Raises PoolError for a request that may not become a job."""
         ...

@@ -7,12 +7,12 @@ submitted it: to others it is unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mlxpool.common.checks import integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.frames import ID_BYTES, Content
+from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.from_client import (
     DEFAULT_WINDOW,
     MAX_PRIORITY,
@@ -122,19 +122,17 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitDraft(Content):
-    """A `submit` as its user wrote it: the broker checks the values."""
+class SubmitDraft(GenerateDraft):
+    """A `submit` as its user wrote it: the broker checks the values.
+
+    `settings` have keep_ms, not_before and priority in addition.
+    """
 
     kind: ClassVar[str] = Submit.kind
-    key: str
-    draft: GenerateDraft
-    settings: Mapping[str, Any] = field(default_factory=dict)  # keep_ms, not_before, priority
+    key: str = ""
 
     def body(self) -> dict[str, Any]:
-        return {**self.draft.body(), **self.settings, "key": self.key}
-
-    def blobs(self) -> tuple[bytes, ...]:
-        return self.draft.blobs()
+        return {**GenerateDraft.body(self), "key": self.key}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +168,13 @@ class Fetch(Content):
 class ListJobs(Content):
     """Ask for jobs: with `after` for those that ended after the end with this number.
 
-    Without it for all, the newest first, or for those in one state.
+    Without it for all, the newest first, or for those in one state; with `before` for those that
+    were submitted before the one with this number.
     """
 
     kind: ClassVar[str] = "jobs"
     after: int | None = None
+    before: int = 0
     state: str = ""
     tenant: str = ""
     limit: int = DEFAULT_LISTED
@@ -182,6 +182,7 @@ class ListJobs(Content):
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
         body |= {} if self.after is None else {"after": self.after}
+        body |= {"before": self.before} if self.before else {}
         body |= {"state": self.state} if self.state else {}
         return {**body, "tenant": self.tenant} if self.tenant else body
 
@@ -195,7 +196,8 @@ class ListJobs(Content):
         if state and after is not None:
             raise BadRequest("give one of after and state")
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
-        return cls(after, state, text(body, "tenant"), limit)
+        before = integer(body, "before", 0, MAX_NUMBER) or 0
+        return cls(after, before, state, text(body, "tenant"), limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,26 @@ class AboutJob(Content):
 READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
 JOB_CALLS = frozenset({READ, RETRY, RELEASE})  # `cancel` is of streams, too
 KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
+
+Question = Submit | Fetch | ListJobs | AboutJob
+
+
+def names_a_job(message: Message) -> bool:
+    """Whether this is a `cancel` of a job; one of a stream names nothing in its body."""
+    body = message.body
+    return message.kind == CANCEL and (body.get("key") is not None or body.get("job") is not None)
+
+
+def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
+    """Check a message of one of KINDS, or a `cancel` of a job. Raises BadRequest."""
+    if kind == Submit.kind:
+        return Submit.parse(body, blobs)
+    if kind == Fetch.kind:
+        return Fetch.parse(body)
+    if kind == ListJobs.kind:
+        return ListJobs.parse(body)
+    return AboutJob(kind, JobName.parse(body))
+
 
 # ---- broker ------------------------------------------------------------------------------------
 
@@ -266,14 +288,18 @@ class JobRow(Content):
 
 @dataclass(frozen=True, slots=True)
 class JobList(Content):
-    """Answer to `jobs`: the map of each job."""
+    """Answer to `jobs`: the map of each job.
+
+    `next` is the `after` or `before` of the following question; 0: these are the last.
+    """
 
     kind: ClassVar[str] = "jobs"
     jobs: Sequence[Mapping[str, Any]]
+    next: int = 0
 
     def body(self) -> dict[str, Any]:
-        return {"jobs": list(map(dict, self.jobs))}
+        return {"jobs": list(map(dict, self.jobs)), "next": self.next}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> JobList:
-        return cls(list(body["jobs"]))
+        return cls(list(body["jobs"]), int(body["next"]))

@@ -98,7 +98,9 @@ class SqlStore(Closing):
         except known as error:
             self.database.undo()
             name = type(operation).__name__
-            log.warning("an operation of the store failed", extra={"operation": name, "why": str(error)})
+            log.warning(
+                "an operation of the store failed", extra={"operation": name, "why": str(error)}
+            )
             return Refused("store_error", f"{name} could not be performed: {error}")
         self.database.release()
         return result
