@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxpool.cli.figures import figures
 from mlxpool.cli.json_text import json_text
+from mlxpool.cli.printed_stream import print_deltas, prompt_of, result_as_json
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,
@@ -23,10 +23,6 @@ from mlxpool.cli.request_flags import (
 )
 from mlxpool.cli.style import NOTE, paint_of
 from mlxpool.common.escapes import escape_line
-from mlxpool.common.protocol.images import images_of_text
-
-if TYPE_CHECKING:
-    from mlxpool.client import Delta, Result
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -80,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
-    prompt_arguments = _prompt(prompt, options.image, chat=options.chat)
+    prompt_arguments = prompt_of(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
     with (
@@ -88,23 +84,10 @@ def run(options: argparse.Namespace) -> int:
         client.stream(options.model, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
-        shown, first = False, 0.0
-        try:
-            for delta in stream:
-                first = first or time.monotonic()
-                progress.close()
-                if options.json:
-                    print(json_text(_delta_as_json(delta)), flush=True)
-                else:
-                    print(form(delta.text), end="", flush=True)
-                shown = True
-        except BaseException:
-            if shown and not options.json:
-                print()  # ends the line of text
-            raise
+        first = print_deltas(stream, form, as_json=options.json, on_first=progress.close)
         result = stream.result
     if options.json:
-        print(json_text(as_json(result)), flush=True)
+        print(json_text(result_as_json(result)), flush=True)
     else:
         print()
         if not options.quiet:
@@ -112,36 +95,3 @@ def run(options: argparse.Namespace) -> int:
             line = escape_line(figures(result, now - started, now - first))
             print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
     return int(result.reason == "cancelled")  # by another client: the text is not complete
-
-
-def _prompt(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
-    """The prompt arguments of `stream`; images that a text does not name stand in front of it."""
-    if chat:
-        parts = [{"type": "image", "image": file} for file in images]
-        content = [*parts, {"type": "text", "text": text}] if images else text
-        return {"messages": [{"role": "user", "content": content}]}
-    named = set(images_of_text(text))
-    tags = [f"[img-{number}]" for number in range(len(images)) if number not in named]
-    return {"prompt": "".join(tags) + text, "images": images}
-
-
-def _delta_as_json(delta: Delta) -> dict[str, Any]:
-    line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
-    if delta.logprobs:
-        line["logprobs"] = delta.logprobs
-    return line
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """The last line of `run --json`."""
-    return {
-        "done": True,
-        "reason": result.reason,
-        "text": result.text,
-        "ids": result.ids,
-        "usage": result.usage,
-        "timings_ms": result.timings_ms,
-        "seed": result.seed,
-        "attempts": result.attempts,
-        **({} if result.complete is None else {"complete": result.complete}),
-    }

@@ -1,0 +1,76 @@
+"""A stream on standard output, as text or as lines of JSON; the prompt of its request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.cli.json_text import json_text
+from mlxpool.common.protocol.images import images_of_text
+
+if TYPE_CHECKING:
+    from mlxpool.client import Delta, Result
+
+
+def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
+    """The prompt arguments of `stream`; images that a text does not name stand in front of it."""
+    if chat:
+        parts = [{"type": "image", "image": file} for file in images]
+        content = [*parts, {"type": "text", "text": text}] if images else text
+        return {"messages": [{"role": "user", "content": content}]}
+    named = set(images_of_text(text))
+    tags = [f"[img-{number}]" for number in range(len(images)) if number not in named]
+    return {"prompt": "".join(tags) + text, "images": images}
+
+
+def print_deltas(
+    stream: Iterable[Delta],
+    form: Callable[[str], str],
+    *,
+    as_json: bool,
+    on_first: Callable[[], None] = lambda: None,
+) -> float:
+    """Print a stream as it comes; returns the time of its first delta, 0 if there was none.
+
+    `form` makes its text printable. `on_first` is called before each delta is printed. Raises the
+    stream's error, after a line of text that it cut short was ended.
+    """
+    shown, first = False, 0.0
+    try:
+        for delta in stream:
+            first = first or time.monotonic()
+            on_first()
+            if as_json:
+                print(json_text(_delta_as_json(delta)), flush=True)
+            else:
+                print(form(delta.text), end="", flush=True)
+            shown = True
+    except BaseException:
+        if shown and not as_json:
+            print()  # ends the line of text
+        raise
+    return first
+
+
+def _delta_as_json(delta: Delta) -> dict[str, Any]:
+    line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
+    if delta.logprobs:
+        line["logprobs"] = delta.logprobs
+    return line
+
+
+def result_as_json(result: Result) -> dict[str, Any]:
+    """The last line of a stream as JSON."""
+    return {
+        "done": True,
+        "reason": result.reason,
+        "text": result.text,
+        "ids": result.ids,
+        "usage": result.usage,
+        "timings_ms": result.timings_ms,
+        "seed": result.seed,
+        "attempts": result.attempts,
+        **({} if result.complete is None else {"complete": result.complete}),
+    }
