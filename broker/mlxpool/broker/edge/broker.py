@@ -187,6 +187,7 @@ class Broker:
             endpoints=self.endpoints.bound,
             metrics_url=None if self.http is None else self.http.url,
             gateway=self.gateway,
+            jobs=None if self.jobs is None else self.jobs.figures,
         )
         target = ReloadTarget(
             self.state.registry,

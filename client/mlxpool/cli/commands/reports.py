@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column, fitted, joined
-from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.formatting import duration, jobs_line, size
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.style import width_of
 from mlxpool.cli.tables import Cells, print_table
@@ -67,7 +67,11 @@ def ps(options: argparse.Namespace) -> int:
     print_table(
         PS,
         rows,
-        above=[*joined(parts, width), *joined(_gateway(answer.get("gateway")), width)],
+        above=[
+            *joined(parts, width),
+            *joined(_gateway(answer.get("gateway")), width),
+            *joined(jobs_line(answer.get("jobs")), width),
+        ],
         errors=[f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")],
         notes=[*_last_exits(rows), *dumps],
     )
