@@ -84,6 +84,7 @@ PAGES = {
     "docs/configuration.md": Page(),
     "docs/demo-model.md": Page(),
     "docs/embeddings.md": Page(),
+    "docs/jobs.md": Page(),
     "docs/structured-output.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(

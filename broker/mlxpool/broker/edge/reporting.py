@@ -38,7 +38,10 @@ class Reporter:
         gateway: HttpGateway | None,
         jobs: Callable[[], JobFigures] | None,
     ) -> None:
-        """`jobs` is None where there are none. `endpoints` are those of back and admin beside the run directory's."""
+        """`endpoints` are those of back and admin beside the run directory's.
+
+        `jobs` is None where there are none.
+        """
         self._pool = pool
         self._lifecycle = lifecycle
         self._lag = lag

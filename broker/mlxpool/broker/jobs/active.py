@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mlxpool.broker.jobs.job_states import TRANSITIONS, JobPhase
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import MAX_CHUNK, Chunk, FedJob, JobView
 from mlxpool.common.protocol.deltas import Delta, size_of
@@ -42,6 +43,7 @@ class ActiveJob:
     facts: bytes | None = None  # of its first worker, until they are on the disk
     writing: Operation | None = None
     outcome: Operation | None = None  # how it leaves, once all its ids are on the disk
+    phase: JobPhase = JobPhase.RUNNING  # what it is once its outcome is on the disk
     ran: bool = True  # the core has its run
     write_at: float = math.inf  # when its steps are written; infinity: it has none, or they are
     yield_at: int = 0  # ids at which an idle job gives its place back; 0: nobody waits for it
@@ -55,6 +57,13 @@ class ActiveJob:
     @property
     def id(self) -> bytes:
         return self.job.id
+
+    def move(self, event: str) -> None:
+        """Change phase. Raises ValueError, and changes nothing, for an illegal event."""
+        following = TRANSITIONS[self.phase].get(event)
+        if following is None:
+            raise ValueError(f"job {self.id.hex()} is {self.phase.value}: no {event!r} there")
+        self.phase = following
 
     def take(self, row: Delta) -> None:
         """Take output of its run."""

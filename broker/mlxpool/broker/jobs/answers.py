@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlxpool.broker.jobs.job_states import RUNNING
-from mlxpool.broker.store.records import JobState, JobView, Name, Refused, Scope
+from mlxpool.broker.jobs.job_states import phase_of
+from mlxpool.broker.store.records import JobView, Name, Refused, Scope
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.job_messages import JobName
@@ -47,15 +47,14 @@ def restarted(job: JobView) -> PoolError:
     )
 
 
-def row_of(job: JobView, *, running: bool) -> dict[str, Any]:
+def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
     """The map of one job, see docs/protocol.md, `jobs`. Times are seconds since 1970."""
-    state = RUNNING if running and job.state is JobState.WAITING else str(job.state)
     return {
         "job": job.id,
         "seq": job.seq,
         "key": job.scope.key,
         "model": job.model,
-        "state": state,
+        "state": phase_of(job.state, runs=runs).value,
         "gen": job.gen,
         "ids": job.pos,
         "priority": job.priority,

@@ -12,7 +12,7 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
-from mlxpool.broker.jobs.job_states import RUNNING
+from mlxpool.broker.jobs.job_states import JobPhase, phase_of
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
@@ -44,6 +44,7 @@ REFUSALS = {
     messages.RETRY: "only dead and expired jobs can be tried again",
     messages.RELEASE: "only an ended job has a result to release; cancel it first",
 }
+RUNNING = JobPhase.RUNNING.value
 ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
@@ -140,7 +141,7 @@ class Questions:
         job = result.job
         if result.new:
             self._feeder.came((job.model, job.priority), now + max(0.0, job.due - job.submitted))
-        state = self._state(job)
+        phase = phase_of(job.state, runs=job.id in self._runs.active)
         accepted = JobAccepted(
             self._outbox.boot,
             event.link,
@@ -148,14 +149,10 @@ class Questions:
             job.scope.key,
             job.gen,
             job.seed,
-            state,
+            phase.value,
             message.generate.warnings,
         )
         self._send(event, accepted)
-
-    def _state(self, job: JobView) -> str:
-        runs = job.id in self._runs.active and job.state is JobState.WAITING
-        return RUNNING if runs else str(job.state)
 
     # ---- lists ---------------------------------------------------------------------------------
 
@@ -187,7 +184,7 @@ class Questions:
 
     def _rows(self, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
         active = self._runs.active
-        return [answers.row_of(job, running=job.id in active) for job in jobs]
+        return [answers.row_of(job, runs=job.id in active) for job in jobs]
 
     # ---- one job -------------------------------------------------------------------------------
 
@@ -226,7 +223,7 @@ class Questions:
                 job = result.job
                 state = str(job.state)
                 if isinstance(result, Changed):
-                    state = RUNNING if self._runs.drop(job.id) else str(JobState.WAITING)
+                    state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
                     self._readers.job_changed(job, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:

@@ -13,13 +13,13 @@ from functools import partial
 
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.answers import name_of, restarted, store_error, unknown
+from mlxpool.broker.jobs.job_states import phase_of
 from mlxpool.broker.jobs.terminals import terminal_of
 from mlxpool.broker.store.operations import FetchPage
 from mlxpool.broker.store.records import (
     ENDED,
     Chunk,
     JobRestarted,
-    JobState,
     JobView,
     KeyGone,
     Page,
@@ -214,10 +214,9 @@ class Readers:
             return False
         reader.job, reader.told = job.id, True
         of_job[(reader.link, reader.id)] = reader
-        waiting = job.state is JobState.WAITING
-        state = "running" if waiting and job.id in self._running else str(job.state)
+        phase = phase_of(job.state, runs=job.id in self._running)
         accepted = JobAccepted(
-            self._outbox.boot, reader.link, job.id, job.scope.key, job.gen, job.seed, state
+            self._outbox.boot, reader.link, job.id, job.scope.key, job.gen, job.seed, phase.value
         )
         self._outbox.send(reader.link, accepted, reader.id, reader.attempt, reader.sent)
         return True

@@ -221,6 +221,7 @@ class Runs:
 
     def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
         """Its run is over: write what there is, then the outcome."""
+        active.move(_event_of(outcome))
         active.ran, active.outcome = False, outcome
         self._write(active, now)
 
@@ -314,6 +315,19 @@ def _next_operation(active: ActiveJob, chunk: Chunk | None) -> Operation | None:
     if chunk is not None:
         return Progress(active.id, gen, chunk, active.facts)
     return outcome
+
+
+EVENTS = {
+    JobState.DONE: "finish",
+    JobState.CANCELLED: "cancel",
+    JobState.DEAD: "final",
+    JobState.EXPIRED: "deadline",
+}
+
+
+def _event_of(outcome: Operation) -> str:
+    """The event of the state table that an outcome is."""
+    return EVENTS[outcome.state] if isinstance(outcome, Finish) else "retryable"
 
 
 def _group(job: JobView) -> Group:
