@@ -1,4 +1,4 @@
-"""A stream on standard output, as text or as lines of JSON; the prompt of its request."""
+"""A stream on standard output: its prompt, text or lines of JSON, and a line of figures."""
 
 from __future__ import annotations
 
@@ -74,3 +74,19 @@ def result_as_json(result: Result) -> dict[str, Any]:
         "attempts": result.attempts,
         **({} if result.complete is None else {"complete": result.complete}),
     }
+
+
+def figures(result: Result, seconds: float, streamed: float) -> str:
+    """One line about a finished completion; times are seconds, `streamed` since the first token.
+
+    A worker reports the decode time of its own tokens only, which is too short after a failover.
+    """
+    generated = result.usage.get("completion_tokens", 0)
+    decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
+    rate = f"{generated / decode:.0f} tokens/s, " if decode and generated > 1 else ""
+    prompt = result.usage.get("prompt_tokens", 0)
+    cached = result.usage.get("cached_tokens", 0)
+    return (
+        f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
+        f" ended: {result.reason}, seed {result.seed}]"
+    )

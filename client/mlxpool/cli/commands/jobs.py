@@ -21,7 +21,7 @@ from mlxpool.cli.request_flags import (
     options_of,
     shown_form,
 )
-from mlxpool.cli.tables import print_table
+from mlxpool.cli.style import print_table
 from mlxpool.cli.target import KEY_VARIABLE, add_flags
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.bounds import seconds as seconds_of

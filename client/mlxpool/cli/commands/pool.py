@@ -85,10 +85,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument("slot", metavar="SLOT", help="as `mlxpool ps` shows it, such as demo/0")
     sub.set_defaults(run=restart)
     sub = commands.add_parser("cancel", parents=[common], help="cancel a request, or a job")
-    sub.add_argument(
+    named = sub.add_mutually_exclusive_group(required=True)
+    named.add_argument(
         "id", metavar="ID", nargs="?", help="as `mlxpool requests` shows it, or its first digits"
     )
-    sub.add_argument("--job", metavar="KEY", help="your job with this key, whether it runs or not")
+    named.add_argument(
+        "--job", metavar="KEY", help="your job with this key, whether it runs or not"
+    )
     add_connect_timeout(sub)
     sub.set_defaults(run=cancel)
 
@@ -131,8 +134,6 @@ def restart(options: argparse.Namespace) -> int:
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancel a request; exit code 1 if there is none with this id."""
-    if (options.id is None) == (options.job is None):
-        raise BadRequest("give one of ID and --job KEY")
     if options.job is not None:
         with client_of(options) as client:
             fate = client.cancel(key=options.job)

@@ -14,8 +14,7 @@ from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column, fitted, joined
 from mlxpool.cli.formatting import duration, jobs_line, size
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.style import width_of
-from mlxpool.cli.tables import Cells, print_table
+from mlxpool.cli.style import Cells, print_table, width_of
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.figures import figures
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.printed_stream import print_deltas, prompt_of, result_as_json
+from mlxpool.cli.printed_stream import figures, print_deltas, prompt_of, result_as_json
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,
