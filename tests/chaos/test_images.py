@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from chaos.engine_faults import install_fault
 from chaos.harness import LIMITS
 from support import seeing_models as seeing
-from support.pool import Pool, with_path
+from support.pool import Pool
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -22,7 +23,7 @@ PROMPT = "one [img-0] two [img-1]" + " and so on" * 20
 OPTIONS: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 30, "ignore_eos": True}
 # Ends the process once, where the file MARK does not exist yet, at the place that SITE names.
 FAULT = """\
-import importlib.abc, importlib.util, os, signal, sys
+import os, signal
 
 def end():
     try:
@@ -51,23 +52,6 @@ def arm(engine):
         return fresh
 
     engine.encode, engine.submit = encode_and_end, submit_and_end
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "mlxpool.worker.engine.model_engine":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_arm(module):
-            run(module)
-            arm(module.ModelEngine)
-
-        spec.loader.exec_module = run_and_arm
-        return spec
-
-sys.meta_path.insert(0, Finder())
 """
 
 
@@ -76,11 +60,10 @@ sys.meta_path.insert(0, Finder())
 def test_a_kill_at_an_image_changes_nothing(
     tmp_path: Path, site: str, write: Callable[[Path], Path]
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAULT)
     mark = tmp_path / "struck"
     model = write(tmp_path / "eyes")
     config = f'{CONFIG}\n[models.eyes]\npath = "{model}"\nbatch = 32\n'
-    environment = {"PYTHONPATH": with_path(tmp_path), "MARK": str(mark), "SITE": site}
+    environment = {**install_fault(tmp_path, FAULT), "MARK": str(mark), "SITE": site}
     with (
         Pool(tmp_path, config, environment=environment) as pool,
         pool.client(connect_timeout=60) as client,

@@ -11,9 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from chaos.engine_faults import install_fault
 from chaos.harness import LIMITS
 from mlxpool.client import Client, Result
-from support.pool import Pool, until, with_path
+from support.pool import Pool, until
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -37,7 +38,7 @@ OPTIONS: dict[str, Any] = {
 PLACES = (0, 1, 9, 26)  # ids, one place for each seed
 # Ends the process once for each seed, where its row has so many ids; the folder MARKS says which.
 FAULT = f"""\
-import importlib.abc, importlib.util, os, signal, sys
+import os, signal
 
 def arm(engine):
     draw = engine.draw
@@ -54,29 +55,11 @@ def arm(engine):
         draw(self, masks)
 
     engine.draw = draw_or_end
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "mlxpool.worker.engine.model_engine":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_arm(module):
-            run(module)
-            arm(module.ModelEngine)
-
-        spec.loader.exec_module = run_and_arm
-        return spec
-
-sys.meta_path.insert(0, Finder())
 """
 
 
 def test_a_kill_at_any_id_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAULT)
-    environment = {"PYTHONPATH": with_path(tmp_path), "MARKS": str(tmp_path)}
+    environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
     with (
         Pool(tmp_path, CONFIG, environment=environment) as pool,
         pool.client(connect_timeout=60) as client,

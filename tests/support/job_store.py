@@ -7,8 +7,7 @@ from typing import Any
 
 from mlxpool.broker.store.operations import Finish, Operation, Progress, Submit
 from mlxpool.broker.store.records import Chunk, JobState, JobView, Result, Scope, Submitted
-from mlxpool.broker.store.sql.sql_store import SqlStore
-from mlxpool.broker.store.writer import Opener
+from mlxpool.broker.store.sql.sql_store import Opener, SqlStore
 from mlxpool.common.protocol.token_ids import pack_ids
 
 BOOT = 7

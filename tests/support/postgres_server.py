@@ -18,6 +18,8 @@ from support.pool import PATIENCE, until
 DEBIAN = Path("/usr/lib/postgresql")  # has a folder for each major version
 USER = "mlxpool"
 NOBODY = 65534  # the server refuses to run as root
+MEMORY = Path("/dev/shm")  # where each fsync is free
+ROOM = 1 << 30  # bytes; a cluster takes about 60 MB
 SETTINGS = {
     "listen_addresses": "",
     "fsync": "on",
@@ -36,8 +38,12 @@ def _programs() -> Path | None:
     return None if found is None else Path(found).parent
 
 
+def _has_room(folder: Path) -> bool:
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > ROOM
+
+
 class PostgresServer(Closing):
-    """A cluster in a new folder below /tmp, which an unprivileged user can enter.
+    """A cluster in a new folder in memory or below /tmp, which an unprivileged user can enter.
 
     Skips the test if the programs are not installed.
     """
@@ -52,7 +58,8 @@ class PostgresServer(Closing):
                 pytest.skip("missing program: setpriv, for PostgreSQL does not run as root")
             ids = (f"--reuid={NOBODY}", f"--regid={NOBODY}")
             self._prefix = ["setpriv", *ids, "--clear-groups"]
-        self.folder = Path(tempfile.mkdtemp(prefix="mlxpool-pg-", dir="/tmp"))
+        place = MEMORY if _has_room(MEMORY) else Path("/tmp")
+        self.folder = Path(tempfile.mkdtemp(prefix="mlxpool-pg-", dir=place))
         self._programs = programs
         self._schemas = itertools.count(1)
         self.process: subprocess.Popen[bytes] | None = None

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.broker.store import sqlite_store as sqlite_store_module
 from mlxpool.broker.store.postgres_store import PostgresOpener
 from mlxpool.broker.store.sqlite_store import SqliteOpener
-from support.job_store import MAX_BYTES, RESERVE, OpenedStore
+from support.job_store import MAX_BYTES, OpenedStore
 from support.postgres_server import PostgresServer
 
 
@@ -20,12 +21,13 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def sqlite_store(tmp_path: Path) -> Iterator[OpenedStore]:
-    """A store in SQLite."""
+def sqlite_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedStore]:
+    """A store in SQLite, which does not wait for the disk: others test that it does."""
+    monkeypatch.setitem(sqlite_store_module.PRAGMAS, "synchronous", "OFF")
     path = tmp_path / "state"
 
     def opener(max_bytes: int = MAX_BYTES) -> SqliteOpener:
-        return SqliteOpener(path, max_bytes, reserve_bytes=RESERVE)
+        return SqliteOpener(path, max_bytes, reserve_bytes=1)
 
     opened = OpenedStore(opener)
     yield opened

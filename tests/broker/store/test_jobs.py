@@ -173,6 +173,12 @@ def test_owners_take_turns(store: OpenedStore) -> None:
     assert feed(store, count=2, after_owner="nobody") == [0, 4]
 
 
+def test_an_overdue_job_is_not_fed(store: OpenedStore) -> None:
+    store.submitted(1, deadline=5.0)
+    store.now += 5
+    assert feed(store) == []
+
+
 def test_only_due_jobs_of_the_model_and_priority_are_fed(store: OpenedStore) -> None:
     store.submitted(1, model="other")
     store.submitted(2, priority=1)
@@ -225,7 +231,7 @@ def test_ids_behind_a_gap_are_not_fed(store: OpenedStore) -> None:
     assert store.one(progress(1, 4)) == Durable(job_id(1), 0, 8)
 
 
-# ---- progress and ends ----------------------------------------------------------------------------
+# ---- progress and ends ---------------------------------------------------------------------------
 
 
 def test_progress_fits_where_the_output_ends(store: OpenedStore) -> None:
@@ -277,6 +283,14 @@ def test_a_job_cannot_end_as_one_that_waits_or_is_gone(store: OpenedStore) -> No
     store.submitted(1)
     for state in (JobState.WAITING, JobState.GONE):
         assert store.one(finish(1, state)).code == "store_error"
+
+
+def test_causes_may_have_any_characters(store: OpenedStore) -> None:
+    store.submitted(1)
+    cause = "a\0b\ud800é"
+    deferred = store.one(Defer(job_id(1), 0, 0.0, attempts=1, charge=0.0, cause=cause)).job
+    assert deferred.cause == "a\\0b\\ud800é"
+    assert store.one(finish(1, JobState.DEAD, cause=cause)).job.cause == deferred.cause
 
 
 def test_a_deferred_job_waits(store: OpenedStore) -> None:

@@ -27,6 +27,7 @@ from mlxpool.broker.store.operations import (
 from mlxpool.broker.store.records import (
     Chunk,
     Export,
+    ExportedJob,
     JobList,
     JobRestarted,
     JobState,
@@ -217,7 +218,8 @@ def test_everything_of_every_job_is_exported(store: OpenedStore) -> None:
         store.submitted(number, blobs=(b"blob", bytes([number])))
         store.do(progress(number, 0), progress(number, 4))
     store.do(finish(2), finish(3), Release(job_id(3)))
-    found, after = [], 0
+    found: list[ExportedJob] = []
+    after = 0
     while True:
         page = store.one(ExportJobs(after=after, max_bytes=1))
         assert isinstance(page, Export)

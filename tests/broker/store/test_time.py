@@ -75,7 +75,7 @@ def test_the_time_seen_is_in_the_store(store: OpenedStore) -> None:
     assert row is not None and row[0] == BEGIN + 55
 
 
-# ---- deadlines and results ------------------------------------------------------------------------
+# ---- deadlines and results -----------------------------------------------------------------------
 
 
 def sweep(store: OpenedStore, **fields: object) -> Swept:
@@ -199,6 +199,6 @@ def test_nothing_stays_of_a_deleted_job(store: OpenedStore) -> None:
         store.now += KEY_LIFE + 1
         sweep(store)
     database = store.store.database
-    for table in ("job", "chunk", "blob", "job_blob", "outbox"):
+    for table in ("job", "chunk", "blob", "job_blob", "outbox", "usage"):
         assert database.number(f"SELECT COUNT(*) FROM {table}") == 0
     assert store.one(ReadFigures()).states == ()

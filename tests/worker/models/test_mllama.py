@@ -1,11 +1,10 @@
-"""Llama 3.2 Vision against transformers, whose answers are stored: see seeing_reference.py."""
+"""Llama 3.2 Vision: cross-attention to images, names of weights, settings and bounds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -18,86 +17,13 @@ from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import seeing_models as seeing  # noqa: E402
 from support.engine_steps import decode, read_chunk  # noqa: E402
+from worker.models.seeing_cases import MLLAMA, Case  # noqa: E402
 from worker.models.seeing_runs import engine_of, run, sequence  # noqa: E402
 
-FEATURE_TOLERANCE = 2e-5  # absolute; the features are about 1
-LOGPROB_TOLERANCE = 1e-4
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing.write_mllama(tmp_path_factory.mktemp("mllama"))
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return np.load(seeing.EXPECTED / "mllama_images.npz")
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> ChatTokenizer:
-    return ChatTokenizer.from_folder(inspect(folder))
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> Any:
-    return load(inspect(folder))
-
-
-def test_keys_and_values_of_images_are_those_of_transformers(
-    loaded: Any, text: ChatTokenizer, expected: Any
-) -> None:
-    """Images on 2 x 2 and on 3 x 1 tiles."""
-    engine = engine_of(loaded, text)
-    seq = sequence(text, seeing.PROMPTS[1])
-    for number in range(2):
-        image = seq.images[seq.media[number].image]
-        engine.encode(image, ())
-        found = np.array(engine.encoded.get(image.key))
-        wanted = expected[f"features_{number}"]
-        assert found.shape == wanted.shape
-        assert np.abs(found - wanted).max() < FEATURE_TOLERANCE
-
-
-@pytest.mark.parametrize("number", range(len(seeing.PROMPTS)))
-def test_an_image_is_one_input(text: ChatTokenizer, expected: Any, number: int) -> None:
-    seq = sequence(text, seeing.PROMPTS[number])
-    slots = {span.start for span in seq.media}
-    assert all(span.count == 1 and span.crossed for span in seq.media)
-    ids = [seeing.FIRST_ID if at in slots else item for at, item in enumerate(seq.prompt)]
-    assert ids == expected[f"prompt_{number}"].tolist()
-
-
-@pytest.mark.parametrize("chunk", [None, 7, 1])
-@pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
-@pytest.mark.parametrize("number", range(len(seeing.PROMPTS)))
-def test_answers_are_those_of_transformers(
-    loaded: Any, text: ChatTokenizer, expected: Any, number: int, layout: str, chunk: int | None
-) -> None:
-    engine = engine_of(loaded, text, layout=layout)
-    seq = sequence(text, seeing.PROMPTS[number])
-    logprobs = run(engine, seq, chunk)
-    assert seq.ids == expected[f"ids_{number}"].tolist()
-    assert np.abs(logprobs - expected[f"logprobs_{number}"]).max() < LOGPROB_TOLERANCE
-
-
-def test_rows_with_and_without_images_share_passes(
-    loaded: Any, text: ChatTokenizer, expected: Any
-) -> None:
-    """A stream of text beside one that sees images gives the tokens that it gives alone."""
-    plain, alone = (sequence(text, ("no image here",), name) for name in (b"p", b"a"))
-    run(engine_of(loaded, text), alone)
-    engine = engine_of(loaded, text)
-    seeing_one = sequence(text, seeing.PROMPTS[1])
-    for span in seeing_one.media:
-        engine.encode(seeing_one.images[span.image], ())
-    for seq in (plain, seeing_one):
-        engine.admit(seq)
-        while seq.unread > 1:
-            assert read_chunk(engine, seq, None)
-    decode(engine, [plain, seeing_one], seeing.STEPS)
-    assert plain.ids == alone.ids
-    assert seeing_one.ids == expected["ids_1"].tolist()
+def case() -> Case:
+    return MLLAMA
 
 
 def test_a_prompt_may_end_with_an_image(loaded: Any, text: ChatTokenizer) -> None:
@@ -109,20 +35,6 @@ def test_a_prompt_may_end_with_an_image(loaded: Any, text: ChatTokenizer) -> Non
         run(engine, seq, chunk)
         found.append(seq.ids)
     assert found[0] == found[1]
-
-
-def test_a_second_conversation_finds_the_image_and_the_prefix(
-    loaded: Any, text: ChatTokenizer, expected: Any
-) -> None:
-    engine = engine_of(loaded, text)
-    first = sequence(text, seeing.PROMPTS[0])
-    run(engine, first)
-    engine.release(first)
-    again = sequence(text, seeing.PROMPTS[0], b"y")
-    run(engine, again)
-    assert engine.encoded.encoded == 1
-    assert again.cached >= again.media[0].end, "the prefix with the image was found"
-    assert again.ids == first.ids == expected["ids_0"].tolist()
 
 
 def test_a_cached_prefix_does_not_read_without_its_image(
@@ -145,21 +57,9 @@ def test_a_cached_prefix_does_not_read_without_its_image(
     assert again.ids == expected["ids_0"].tolist()
 
 
-def test_another_image_in_the_same_place_is_another_prefix(
-    loaded: Any, text: ChatTokenizer
+def test_newer_names_make_the_same_weights(
+    tmp_path: Path, text: ChatTokenizer, expected: Any
 ) -> None:
-    engine = engine_of(loaded, text)
-    run(engine, first := sequence(text, ("Look: ", 0, "?")))
-    engine.release(first)
-    run(engine, other := sequence(text, ("Look: ", 0, "?"), b"z", pictures=[1]))
-    assert other.cached <= other.media[0].start == first.media[0].start
-    assert engine.encoded.encoded == 2
-    alone = sequence(text, ("Look: ", 0, "?"), b"z", pictures=[1])
-    run(engine_of(loaded, text, prefix="off"), alone)
-    assert other.ids == alone.ids != first.ids
-
-
-def test_newer_names_make_the_same_weights(tmp_path: Path, text: ChatTokenizer) -> None:
     newer = {
         name.replace("language_model.model.", "model.language_model.")
         .replace("language_model.lm_head.", "lm_head.")
@@ -169,7 +69,7 @@ def test_newer_names_make_the_same_weights(tmp_path: Path, text: ChatTokenizer) 
     }
     engine = engine_of(load(inspect(seeing.write_mllama(tmp_path / "newer", newer))), text)
     run(engine, seq := sequence(text, seeing.PROMPTS[0]))
-    assert seq.ids == np.load(seeing.EXPECTED / "mllama_images.npz")["ids_0"].tolist()
+    assert seq.ids == expected["ids_0"].tolist()
 
 
 def test_a_checkpoint_without_its_encoder_takes_text(tmp_path: Path, folder: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlxpool.broker.store.errors import StoreUnusable
-from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener
 from mlxpool.broker.store.sqlite_store import SqliteOpener
-from mlxpool.broker.store.writer import Opener
 
 POSTGRES = ("postgresql://", "postgres://")
 

@@ -6,6 +6,7 @@ runs, and the lock with it, so each transaction also locks and compares the numb
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any, cast
 
@@ -20,9 +21,10 @@ from mlxpool.broker.store.errors import (
 )
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
-from mlxpool.broker.store.sql.sql_store import KEY_LIFE, SqlStore
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 
 LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
+LOCK_WAIT = 2.0  # seconds in which the server may notice that the last session has ended
 # A server that does not answer is given up, and not waited for without end; seconds, milliseconds.
 CONNECTION = {
     "connect_timeout": 10,
@@ -55,12 +57,14 @@ class PostgresDatabase(Database):
                 " the power; set fsync = on"
             )
         self.execute("SET synchronous_commit = on")
-        locked = self._value("SELECT pg_try_advisory_lock(?, hashtext(current_schema()))", LOCK)
-        if not locked:
-            raise StoreInUse(
-                "another broker has the store of jobs in this PostgreSQL database; stop it, or"
-                " give another database"
-            )
+        until = time.monotonic() + LOCK_WAIT
+        while not self._value("SELECT pg_try_advisory_lock(?, hashtext(current_schema()))", LOCK):
+            if time.monotonic() >= until:
+                raise StoreInUse(
+                    "another broker has the store of jobs in this PostgreSQL database; stop it, or"
+                    " give another database"
+                )
+            time.sleep(0.05)
 
     def _value(self, sql: str, *values: Any) -> Any:
         row = self.one(sql, *values)
@@ -115,6 +119,10 @@ class PostgresDatabase(Database):
         self.change("INSERT INTO store_version (version) VALUES (?)", version)
 
     def close(self) -> None:
+        try:  # by itself the lock ends when the server notices the end of the session
+            self._connection.execute("SELECT pg_advisory_unlock_all()")
+        except psycopg.Error:
+            pass
         self._connection.close()
 
 
@@ -124,7 +132,7 @@ def _translated(sql: str) -> str:
     return sql.replace("?", "%s")
 
 
-class PostgresOpener:
+class PostgresOpener(Opener):
     """Opens the store at a URL such as postgresql://user@host/database."""
 
     def __init__(self, url: str, max_bytes: int, key_life: float = KEY_LIFE) -> None:
@@ -149,7 +157,7 @@ class PostgresOpener:
     def _open(self) -> SqlStore:
         database = PostgresDatabase(self._url)
         try:
-            bring_up_to_date(database)
+            schema.bring_up_to_date(database, schema.POSTGRES, copy=_no_copy)
             return SqlStore(database, self._max_bytes, self._key_life)
         except BaseException:
             database.close()
@@ -159,21 +167,5 @@ class PostgresOpener:
         """The lock ended with the session."""
 
 
-def bring_up_to_date(
-    database: PostgresDatabase, version: int = schema.VERSION, steps: schema.Steps = schema.STEPS
-) -> None:
-    """Make the tables, or those of this version of an older one's, in one transaction."""
-    found = database.read_version()
-    if found == version:
-        return
-    schema.check_version(found, version, steps)
-    database.begin()
-    try:
-        if found:
-            schema.migrate(database, found, version, steps)
-        else:
-            schema.create(database, schema.POSTGRES, 0.0)
-        database.commit()
-    except BaseException:
-        database.rollback()
-        raise
+def _no_copy(version: int) -> None:
+    """Copies of a server's database are made by its operator."""

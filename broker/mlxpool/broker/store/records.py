@@ -194,7 +194,7 @@ class Fed(Result):
     """Jobs to be run, in the order of the round over owners. Their `starts` is one higher.
 
     `last_owner` goes into the next `FeedNext`. `next_due` is when the earliest job that waits for
-    a time is due, None if there is none.
+    a time is due; None if there is none, and if as many were fed as were asked for.
     """
 
     jobs: tuple[FedJob, ...]

@@ -10,22 +10,19 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlxpool.broker.store.errors import (
     OutOfSpace,
-    StoreError,
     StoreFailed,
     StoreInUse,
     StoreUnusable,
 )
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
-from mlxpool.broker.store.sql.sql_store import KEY_LIFE, SqlStore
-from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, sync
-from mlxpool.common.closing import Closing
+from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
+from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private, sync
 
 MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
 PAGE = 4096  # bytes
@@ -45,7 +42,7 @@ PRAGMAS = {
     "cache_size": "-16384",  # KiB
 }
 NO_BOUND = 1 << 44  # bytes
-LOG_BYTES = 8 * 1024 * 1024  # of the log, from which on it is copied into the database
+LOG_BYTES = 32 * 1024 * 1024  # of the log, from which on it is copied into the database
 FREE_PAGES = 256  # that are given back to the file system at once
 # The result codes after which nothing on this connection can be believed.
 BROKEN = frozenset(
@@ -71,6 +68,7 @@ class SqliteDatabase(Database):
                 f" {'.'.join(map(str, MIN_VERSION))} or later"
             )
         self.path = path
+        make_private(path)
         self._connection = sqlite3.connect(
             path, timeout=0, isolation_level=None, check_same_thread=False
         )
@@ -144,12 +142,21 @@ class SqliteDatabase(Database):
     def copy_to(self, path: Path) -> None:
         """Write a whole new database of what can be read in this one, and put it on the disk."""
         path.unlink(missing_ok=True)
+        make_private(path)
         self.execute("VACUUM INTO ?", str(path))
         sync(path)
 
     def copy_log(self) -> None:
         """Copy the log into the database file, and begin the log anew."""
         self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def give_back(self, pages: int) -> None:
+        """Give free pages back to the file system, outside a transaction."""
+        try:
+            # `execute` makes one step, which is one page; a script is run to its end.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({pages})")
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
 
     def log_bytes(self) -> int:
         """The size of the log."""
@@ -169,11 +176,18 @@ class SqliteStore(SqlStore):
         self._folder = folder
         self._sqlite = database = SqliteDatabase(folder.database(), max_bytes)
         try:
-            bring_up_to_date(database, folder)
+            if schema.bring_up_to_date(database, schema.SQLITE, copy=self.copy_before):
+                sync(folder.path)
             super().__init__(database, max_bytes, key_life)
         except BaseException:
             database.close()
             raise
+
+    def copy_before(self, version: int) -> None:
+        """Keep a copy from before the change to a version of the schema."""
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        self._sqlite.copy_to(self._folder.path / f"before-schema-{version}-{stamp}.db")
+        sync(self._folder.path)
 
     def room(self) -> int:
         return min(super().room(), self._folder.free_bytes() - 2 * LOG_BYTES)
@@ -184,7 +198,7 @@ class SqliteStore(SqlStore):
         if database.log_bytes() < LOG_BYTES:
             return
         if database.number("PRAGMA freelist_count") > FREE_PAGES:
-            database.execute(f"PRAGMA incremental_vacuum({FREE_PAGES})")
+            database.give_back(FREE_PAGES)
         database.copy_log()
         self._folder.hold_reserve()
 
@@ -192,7 +206,7 @@ class SqliteStore(SqlStore):
         return self._folder.free_reserve()
 
 
-class SqliteOpener(Closing):
+class SqliteOpener(Opener):
     """Has a folder locked for the life of the broker, and opens the store in it.
 
     Raises StoreInUse and StoreUnusable, see StateDir.
@@ -214,10 +228,14 @@ class SqliteOpener(Closing):
         Raises StoreUnusable, with what to do, and leaves everything as it was.
         """
         try:
-            return SqliteStore(self.folder, self._max_bytes, self._key_life)
+            try:
+                return self._open()
+            except OutOfSpace:
+                self.folder.free_reserve()
+                return self._open()
         except StoreUnusable:
             raise
-        except (StoreError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error) as error:
             path = self.folder.path
             raise StoreUnusable(f"the store of jobs in {path} cannot be opened: {error}") from error
 
@@ -232,40 +250,14 @@ class SqliteOpener(Closing):
             with SqliteDatabase(self.folder.database(), NO_BOUND) as database:
                 database.copy_to(made)
             self.folder.replace(made)
-            return SqliteStore(self.folder, self._max_bytes, self._key_life)
+            return self._open()
         except (sqlite3.Error, OSError) as error:
             raise StoreFailed(f"the store of jobs cannot be opened again: {error}") from error
         finally:
             made.unlink(missing_ok=True)
 
+    def _open(self) -> SqliteStore:
+        return SqliteStore(self.folder, self._max_bytes, self._key_life)
+
     def close(self) -> None:
         self.folder.close()
-
-
-def bring_up_to_date(
-    database: SqliteDatabase,
-    folder: StateDir,
-    version: int = schema.VERSION,
-    steps: schema.Steps = schema.STEPS,
-    wall: Callable[[], float] = time.time,
-) -> None:
-    """Make the tables, or those of this version of an older one's, after a copy of the file."""
-    found = database.read_version()
-    if found == version:
-        return
-    schema.check_version(found, version, steps)
-    if found:
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall()))
-        database.copy_to(folder.path / f"before-schema-{version}-{stamp}.db")
-        sync(folder.path)
-    database.begin()
-    try:
-        if found:
-            schema.migrate(database, found, version, steps)
-        else:
-            schema.create(database, schema.SQLITE, 0.0)
-        database.commit()
-    except BaseException:
-        database.rollback()
-        raise
-    sync(folder.path)

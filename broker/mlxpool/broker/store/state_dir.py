@@ -127,6 +127,12 @@ def create(path: Path) -> None:
         raise StoreUnusable(f"{path} belongs to uid {owner}, this is uid {os.geteuid()}")
 
 
+def make_private(path: Path) -> None:
+    """Make an empty file that no other user can read, unless it is there. Raises OSError."""
+    if not path.exists():  # closing a descriptor of a file ends this process's locks on it
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
 def sync(path: Path) -> None:
     """Put a file or a folder on the disk itself. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -9,31 +9,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from mlxpool.broker.store.clock import StoreClock
-from mlxpool.broker.store.errors import OutOfSpace, StoreError, StoreFenced
+from mlxpool.broker.store.errors import OutOfSpace, StoreError, StoreFenced, StoreUnusable
 from mlxpool.broker.store.inbox import Bounds, Inbox
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Refused, Result
-from mlxpool.broker.store.sql.sql_store import SqlStore
+from mlxpool.broker.store.sql.sql_store import Opener
 
 log = logging.getLogger("mlxpool.broker")
 
 RETRY = 1.0  # seconds after which a full or failed disk is tried again
-
-
-class Opener(Protocol):
-    """Has the store locked for the life of the broker."""
-
-    def open(self) -> SqlStore:
-        """Open it for the first time. Raises StoreUnusable."""
-
-    def reopen(self) -> SqlStore:
-        """Open it after a failure. Raises StoreFailed, StoreFenced."""
-
-    def close(self) -> None:
-        """Release the lock."""
 
 
 class HealthState(StrEnum):
@@ -64,7 +50,7 @@ class StoreWriter(threading.Thread):
     """Start it; `offer` operations, and `take` their results when `wake` was called.
 
     `wake` is called on this thread, after results and after changes of health. Raises StoreUnusable
-    if the store cannot be opened, StoreInUse if another broker has it.
+    if the store cannot be opened or written; then the opener is still the caller's to close.
     """
 
     def __init__(
@@ -82,11 +68,25 @@ class StoreWriter(threading.Thread):
         self._results: deque[tuple[Operation, Result]] = deque()
         self._store = opener.open()
         self._clock = StoreClock(self._store.wall_seen, wall)
-        self._store.begin(boot, self._clock.now())
+        try:
+            self._begin()
+        except BaseException:
+            self._store.close()
+            raise
         # Taken and not answered: kept over turns only while the disk has no room for them.
         self._open: list[Operation] = []
         self._state, self._reason = HealthState.OK, ""
         self._busy_since: float | None = None
+
+    def _begin(self) -> None:
+        for attempt in (1, 2):
+            try:
+                return self._store.begin(self._boot, self._clock.now())
+            except OutOfSpace as error:
+                if attempt == 2 or not self._store.free_reserve():
+                    raise StoreUnusable(f"the disk of the store is full: {error}") from None
+            except StoreError as error:
+                raise StoreUnusable(f"the store cannot be used: {error}") from error
 
     # ---- on the broker's thread ----------------------------------------------------------------
 

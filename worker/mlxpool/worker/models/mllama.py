@@ -35,6 +35,7 @@ from mlxpool.worker.models.vision import mllama as images
 from mlxpool.worker.models.vision.cross_attention import CrossAttentionLayer, ImageKeysValues
 from mlxpool.worker.models.vision.mllama import TiledEncoder
 from mlxpool.worker.models.vision.preprocessing import tiled
+from mlxpool.worker.models.vision.text_part import WithTextPart
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -123,7 +124,7 @@ def _vision(
     )
 
 
-class SeeingLlama:
+class SeeingLlama(WithTextPart):
     """See model_plan.SeeingModel."""
 
     def __init__(
@@ -133,25 +134,13 @@ class SeeingLlama:
         layers: tuple[DecoderLayer, ...],
         builder: LayerBuilder,
     ) -> None:
-        self.text = text
+        super().__init__(text)
         self.encoder = encoder.build(builder)
         self.readers = [
             ImageKeysValues(layer, builder, f"model.layers.{index}")
             for index, layer in enumerate(layers)
             if isinstance(layer, CrossAttentionLayer)
         ]
-
-    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
-        return self.text(tokens, batch)
-
-    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
-        return self.text.hidden_states(tokens, batch)
-
-    def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model."""
-        return self.text.logits_of(hidden)
 
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch

@@ -32,6 +32,7 @@ from mlxpool.worker.models import qwen3
 from mlxpool.worker.models.vision import qwen3_vl as images
 from mlxpool.worker.models.vision.preprocessing import free_size
 from mlxpool.worker.models.vision.qwen3_vl import QwenTower
+from mlxpool.worker.models.vision.text_part import WithTextPart
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -121,24 +122,12 @@ def _vision(config: Mapping[str, Any], text: ModelPlan, hidden: int, layers: int
     )
 
 
-class SeeingQwen:
+class SeeingQwen(WithTextPart):
     """See model_plan.SeeingModel."""
 
     def __init__(self, text: Model, tower: QwenTower, builder: LayerBuilder) -> None:
-        self.text = text
+        super().__init__(text)
         self.tower = tower.build(builder)
-
-    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
-        return self.text(tokens, batch)
-
-    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
-        return self.text.hidden_states(tokens, batch)
-
-    def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model."""
-        return self.text.logits_of(hidden)
 
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch

@@ -267,8 +267,8 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
             "INSERT INTO failed_line (batch, line, label, cause) VALUES (?, ?, ?, ?)",
             batch.id,
             line,
-            label.replace("\0", "\\0"),
-            cause.replace("\0", "\\0"),
+            rows.storable(label),
+            rows.storable(cause),
         )
     database.change(
         "UPDATE batch SET next_line = ?, next_start = ?, state = ? WHERE id = ?",

@@ -70,11 +70,12 @@ def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swep
         for job in overdue[: asked.count]
     )
     forgotten = database.execute(
-        "SELECT seq FROM job WHERE forget <= ? ORDER BY forget LIMIT ?", now, asked.count
+        "SELECT seq FROM job WHERE forget <= ? ORDER BY forget, seq LIMIT ?", now, asked.count
     )
     for (seq,) in forgotten:
         _forget(database, seq, now, key_life)
     database.change("DELETE FROM poison WHERE until <= ?", now)
+    database.change("DELETE FROM usage WHERE jobs = 0 AND bytes = 0")
     of_batches = batches.sweep(database, now, key_life, asked.count)
     more = asked.count in (len(overdue), len(forgotten)) or of_batches
     return Swept(expired, len(forgotten), more, _next(database, now))
@@ -83,7 +84,7 @@ def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swep
 def _overdue(database: Database, asked: Sweep, now: float) -> list[JobView]:
     found = database.execute(
         f"SELECT {rows.VIEW} FROM job WHERE state = 'waiting' AND deadline <= ?"
-        " ORDER BY deadline LIMIT ?",
+        " ORDER BY deadline, seq LIMIT ?",
         now,
         asked.count + len(asked.held),
     )

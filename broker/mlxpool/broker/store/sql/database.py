@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlxpool.common.closing import Closing
@@ -63,6 +64,17 @@ class Database(Closing):
         """Set it, in the transaction that is open."""
 
     # ---- what both have in common ------------------------------------------------------------
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Begin, and commit at the end of the `with`, or undo everything after an exception."""
+        self.begin()
+        try:
+            yield
+            self.commit()
+        except BaseException:
+            self.rollback()
+            raise
 
     def one(self, sql: str, *values: Any) -> Row | None:
         """The first row, if there is one."""

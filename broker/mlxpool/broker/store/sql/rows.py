@@ -46,6 +46,11 @@ def has_nul(scope: Scope) -> bool:
     return "\0" in scope.owner + scope.tenant + scope.key
 
 
+def storable(text: str) -> str:
+    """A message as both databases can store it: without NUL and halves of surrogate pairs."""
+    return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()
+
+
 def signed(seed: int) -> int:
     """A u64 as the integer of a database, which has a sign."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
@@ -155,7 +160,7 @@ def end_job(
         " starts = 0, size = size + ? WHERE seq = ?",
         state.value,
         ending,
-        cause,
+        storable(cause),
         end_seq,
         now,
         forget,

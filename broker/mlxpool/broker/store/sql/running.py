@@ -27,21 +27,37 @@ PAGE = 64  # rows that are read of an owner's jobs at once
 
 def feed_next(database: Database, asked: FeedNext, now: float) -> Fed:
     """Take due jobs in turns of their owners, and raise their `starts`."""
-    turns = deque((owner, _due(database, asked, owner, now)) for owner in _owners(database, asked))
-    owners = [owner for owner, _ in turns]
     jobs: list[FedJob] = []
     last_owner, size = asked.after_owner, 0
-    while turns and len(jobs) < asked.count and size < asked.max_bytes:
-        owner, waiting = turns.popleft()
-        seq = next(waiting, None)
-        if seq is None:
-            continue
+    seen: list[str] = []
+    for owner, seq in _turns(database, asked, now, seen):
         job = _feed(database, seq, now)
         jobs.append(job)
         last_owner = owner
         size += len(job.request) + sum(map(len, job.blobs)) + len(job.ids)
-        turns.append((owner, waiting))
-    return Fed(tuple(jobs), last_owner, _next_due(database, asked, owners, now), now)
+        if len(jobs) >= asked.count or size >= asked.max_bytes:
+            return Fed(tuple(jobs), last_owner, None, now)
+    return Fed(tuple(jobs), last_owner, _next_due(database, asked, seen, now), now)
+
+
+def _turns(
+    database: Database, asked: FeedNext, now: float, seen: list[str]
+) -> Iterator[tuple[str, int]]:
+    """One job of each owner, then a second one, and so on; owners that were asked are `seen`."""
+    again: deque[tuple[str, Iterator[int]]] = deque()
+    for owner in _owners(database, asked):
+        seen.append(owner)
+        waiting = _due(database, asked, owner, now)
+        seq = next(waiting, None)
+        if seq is not None:
+            again.append((owner, waiting))
+            yield owner, seq
+    while again:
+        owner, waiting = again.popleft()
+        seq = next(waiting, None)
+        if seq is not None:
+            yield owner, seq
+            again.append((owner, waiting))
 
 
 def _owners(database: Database, asked: FeedNext) -> Iterator[str]:
@@ -70,12 +86,14 @@ def _due(database: Database, asked: FeedNext, owner: str, now: float) -> Iterato
         page = database.execute(
             "SELECT seq, id, due, starts FROM job WHERE state = 'waiting' AND model = ?"
             " AND priority = ? AND owner = ? AND due <= ? AND (due, seq) > (?, ?)"
+            " AND (deadline IS NULL OR deadline > ?)"
             f" ORDER BY due, seq LIMIT {PAGE}",
             asked.model,
             asked.priority,
             owner,
             now,
             *last,
+            now,
         )
         for seq, id, due, starts in page:
             last = (due, seq)
@@ -168,7 +186,7 @@ def defer(database: Database, asked: Defer, now: float) -> Result:
         asked.attempts,
         asked.charge,
         asked.starts,
-        asked.cause,
+        rows.storable(asked.cause),
         asked.id,
         asked.gen,
     )

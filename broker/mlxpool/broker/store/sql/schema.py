@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxpool.broker.store.errors import StoreUnusable
@@ -120,13 +120,12 @@ Steps = Mapping[int, Sequence[str]]
 STEPS: Steps = {}
 
 
-def create(database: Database, dialect: Dialect, now: float) -> None:
+def create(database: Database, dialect: Dialect) -> None:
     """Make the tables in an empty database, in the transaction that is open."""
     spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
     for statement in TABLES:
         database.change(statement.format(**spelled))
-    database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, ?, 0)", now)
-    database.write_version(VERSION)
+    database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, 0, 0)")
 
 
 def check_version(found: int, version: int = VERSION, steps: Steps = STEPS) -> None:
@@ -143,9 +142,29 @@ def check_version(found: int, version: int = VERSION, steps: Steps = STEPS) -> N
         )
 
 
-def migrate(database: Database, found: int, version: int = VERSION, steps: Steps = STEPS) -> None:
-    """Bring the schema from `found` to `version`, in the transaction that is open."""
-    for older in range(found, version):
-        for statement in steps[older]:
-            database.change(statement)
-    database.write_version(version)
+def bring_up_to_date(
+    database: Database,
+    dialect: Dialect,
+    copy: Callable[[int], None],
+    version: int = VERSION,
+    steps: Steps = STEPS,
+) -> bool:
+    """Make the tables, or those of `version` of older ones, in one transaction.
+
+    `copy` is called with the version before tables are changed. Returns whether anything was done.
+    Raises StoreUnusable, see `check_version`.
+    """
+    found = database.read_version()
+    if found == version:
+        return False
+    check_version(found, version, steps)
+    if found:
+        copy(version)
+    with database.transaction():
+        if not found:
+            create(database, dialect)
+        for older in range(found, version) if found else ():
+            for statement in steps[older]:
+                database.change(statement)
+        database.write_version(version)
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -45,17 +46,12 @@ class SqlStore(Closing):
     def begin(self, boot: int, now: float) -> None:
         """Take the store over; results are kept for longer by the time since it was last used."""
         away = max(0.0, now - self.wall_seen)
-        self.database.begin()
-        try:
+        with self.database.transaction():
             for table in ("job", "batch", "file"):
                 self.database.change(
                     f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
                 )
             self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
-            self.database.commit()
-        except BaseException:
-            self.database.rollback()
-            raise
         self._boot, self.wall_seen = boot, now
 
     def resume(self, boot: int) -> None:
@@ -69,20 +65,15 @@ class SqlStore(Closing):
 
         An operation that cannot be performed is `Refused` and changes nothing; the others do.
         """
-        database = self.database
-        database.begin()
-        try:
-            if database.lock_boot() != self._boot:
+        writes = any(operation.writes for operation in operations)
+        stamps = writes and now - self.wall_seen >= SEEN_EVERY
+        with self.database.transaction():
+            if self.database.lock_boot() != self._boot:
                 raise StoreFenced(_FENCED)
             results = [self._perform(operation, now) for operation in operations]
-            writes = any(operation.writes for operation in operations)
-            if writes and now - self.wall_seen >= SEEN_EVERY:
-                database.change("UPDATE meta SET wall_seen = ?", now)
-            database.commit()
-        except BaseException:
-            database.rollback()
-            raise
-        if writes and now - self.wall_seen >= SEEN_EVERY:
+            if stamps:
+                self.database.change("UPDATE meta SET wall_seen = ?", now)
+        if stamps:
             self.wall_seen = now
         return results
 
@@ -180,6 +171,20 @@ class SqlStore(Closing):
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: batches.read_outcomes,
         }
+
+
+class Opener(Closing):
+    """Has the store locked for the life of the broker; `close` releases it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def open(self) -> SqlStore:
+        """Open the store, and make or bring up to date what is there. Raises StoreUnusable."""
+
+    @abstractmethod
+    def reopen(self) -> SqlStore:
+        """Open it after a failure. Raises StoreError."""
 
 
 _FENCED = "another broker has taken the store of jobs over; this broker must not write any more"

@@ -46,7 +46,7 @@ def _no_room(asked: Submit, size: int, room: int) -> Refused | None:
     return Refused(
         "store_full",
         f"the store has room for {max(0, room)} bytes of new jobs, this one takes {size}; release"
-        " results that are not needed, or raise the bound of the store",
+        " results that are not needed, free the disk, or raise the bound of the store",
     )
 
 

@@ -26,6 +26,7 @@ from mlxpool.worker.layers.model_plan import Model, ModelPlan, VisionPlan
 from mlxpool.worker.media.settings import ImagePlaces
 from mlxpool.worker.models.vision import siglip
 from mlxpool.worker.models.vision.preprocessing import fixed_size
+from mlxpool.worker.models.vision.text_part import WithTextPart
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -130,26 +131,15 @@ class ImageEncoder:
         yield PROJECTION, (self.tower.hidden, self.hidden)
 
 
-class SeeingGemma:
+class SeeingGemma(WithTextPart):
     """See model_plan.SeeingModel."""
 
     def __init__(self, text: Model, spec: ImageEncoder, builder: LayerBuilder) -> None:
-        self.text, self.spec = text, spec
+        super().__init__(text)
+        self.spec = spec
         self.tower = spec.tower.build(builder)
         self.norm = builder.rms_norm(NORM, spec.tower.eps)
         self.projection = builder.tensor(PROJECTION)
-
-    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
-        return self.text(tokens, batch)
-
-    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
-        return self.text.hidden_states(tokens, batch)
-
-    def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model."""
-        return self.text.logits_of(hidden)
 
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch

@@ -1,0 +1,137 @@
+"""Runs a Python program on a disk that is logged, and that a test can make full, slow or bad.
+
+A library of ours is preloaded: it replaces the calls of libc by which SQLite writes. A file system
+of our own (FUSE) needs rights that a test does not have; a VFS of SQLite's would need another build
+of SQLite than the one that is served; strace sees the calls, but cannot stop one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.closing import Closing
+from support.pool import PATIENCE, until
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+TESTS = Path(__file__).parents[1]
+COMPILER = shutil.which("c++") or shutil.which("g++")
+NO_BOUND = -1
+
+
+@cache
+def library() -> Path:
+    """Builds the library, once a process. Skips the test where it cannot be built."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the calls of libc are replaced by preloading, as on Linux")
+    if COMPILER is None:
+        pytest.skip("a C++ compiler is not installed, which builds the library to preload")
+    folder = Path(tempfile.mkdtemp(prefix="mlxpool-shim-"))
+    built = folder / "disk_shim.so"
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
+    subprocess.run([COMPILER, *flags, "-o", built, SOURCE, "-ldl"], check=True, timeout=PATIENCE)
+    import atexit
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return built
+
+
+class ShimmedProcess(Closing):
+    """A program of tests/support in a process of its own, on the folder `root` with so much room.
+
+    Lines that it prints are read by `line`; it is told to go on by `tell`.
+    """
+
+    def __init__(
+        self, module: str, root: Path, *flags: str, log: Path | None = None, room: int = NO_BOUND
+    ) -> None:
+        root.mkdir(exist_ok=True)
+        control = root.with_name(root.name + ".control")
+        control.write_bytes(struct.pack("<4q", 0, room, 0, 0))
+        self._control_file = control.open("r+b")
+        self._control = mmap.mmap(self._control_file.fileno(), 32)
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(library()),
+            "DISK_SHIM_ROOT": str(root.resolve()),
+            "DISK_SHIM_CONTROL": str(control),
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+        }
+        if log is not None:
+            environment["DISK_SHIM_LOG"] = str(log)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"support.{module}", str(root), *flags],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def _set(self, index: int, value: int) -> None:
+        self._control[8 * index : 8 * index + 8] = struct.pack("<q", value)
+
+    def _get(self, index: int) -> int:
+        return int(struct.unpack("<q", self._control[8 * index : 8 * index + 8])[0])
+
+    def stall(self, on: bool) -> None:
+        """Let every write and sync wait, or go on."""
+        self._set(0, int(on))
+
+    def until_stalled(self) -> None:
+        """Wait until a call waits."""
+        until(lambda: self._get(3) > 0, "a call waits for the disk")
+
+    def leave(self, room: int) -> None:
+        """So many bytes are left on the disk; NO_BOUND: as many as you like."""
+        self._set(1, room)
+
+    def fail_syncs(self, count: int) -> None:
+        """The next syncs fail with EIO."""
+        self._set(2, count)
+
+    def line(self) -> str:
+        """The next line that the program prints; "" at its end."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def tell(self, text: str) -> None:
+        """Give the program a line to read."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, text: str) -> str:
+        """The program's line about one of ours."""
+        self.tell(text)
+        return self.line()
+
+    def wait(self) -> int:
+        """Wait for its end; returns its exit status."""
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    pass
+        self._control.close()
+        self._control_file.close()

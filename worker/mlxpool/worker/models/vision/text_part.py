@@ -1,0 +1,30 @@
+"""What models that read images have in common: their text part computes the hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlxpool.worker.layers.layer_types import ForwardBatch
+from mlxpool.worker.layers.model_plan import Model
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+class WithTextPart:
+    """Implements model_plan.Model by a text part; a subclass adds `encode_image`."""
+
+    def __init__(self, text: Model) -> None:
+        self.text = text
+
+    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.text(tokens, batch)
+
+    def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Model."""
+        return self.text.hidden_states(tokens, batch)
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """See model_plan.Model."""
+        return self.text.logits_of(hidden)
