@@ -135,14 +135,14 @@ def measure(model: str, prompt: str, tokens: int, kill_at: int) -> Measured:
     options = {"max_tokens": tokens, "temperature": 0.0, "seed": 7}
     request = {"prompt": prompt} if model == "counting" else {"messages": _asked(prompt)}
     with pool(model) as folder, Client(folder) as client:
-        undisturbed = client.generate(model, **request, **options).ids  # type: ignore[arg-type]
+        undisturbed = client.generate(model, **request, **options).ids  # type: ignore[call-overload]
         (victim,) = _workers(folder) or {}
         arrived: list[tuple[float, int, int]] = []
         killed_at = 0.0
         began = time.monotonic()
         watch = Watch(folder, began)
         try:
-            with client.stream(model, **request, **options) as stream:  # type: ignore[arg-type]
+            with client.stream(model, **request, **options) as stream:  # type: ignore[call-overload]
                 for delta in stream:
                     now = time.monotonic() - began
                     arrived += [(now, delta.pos + n, id) for n, id in enumerate(delta.ids)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chaos.harness import LIMITS
-from mlxpool.client import Client, Result
+from mlxpool.client import Client, Result, Stream
 from support.pool import Pool
 
 pytest.importorskip("mlx.core")
@@ -62,6 +62,7 @@ def kill_the_broker(pool: Pool) -> None:
 
 def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], None]) -> Result:
     """A completion with a fault after `at` ids."""
+    stream: Stream
     with client.stream("demo", PROMPT, **{"max_tokens": TOKENS, "seed": 3, **options}) as stream:
         had, struck = 0, False
         for delta in stream:

@@ -82,7 +82,8 @@ def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
 
     def ask(client: Client, seed: int) -> Result:
         options = {**OPTIONS, **({"format": None, "max_tokens": 60} if seed % 4 == 3 else {})}
-        return client.generate("demo", PROMPT, seed=seed, **options)
+        found: Result = client.generate("demo", PROMPT, seed=seed, **options)
+        return found
 
     with Pool(tmp_path, config) as pool, pool.client(connect_timeout=60) as client:
         calm, again = [ask(client, seed) for seed in seeds], 0

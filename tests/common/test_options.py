@@ -28,6 +28,7 @@ INTEGERS = {
     "top_logprobs": (0, 20),
     "num_keep": (-1, 2**31 - 1),
     "num_ctx": (0, 2**31 - 1),
+    "prompt_logprobs": (-1, 20),
 }
 NUMBERS = {
     "temperature": (0, 100),
@@ -37,7 +38,7 @@ NUMBERS = {
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
 }
-FLAGS = ("logprobs", "ignore_eos", "truncate", "shift")
+FLAGS = ("logprobs", "ignore_eos", "truncate", "shift", "echo")
 
 
 def refused(**raw: Any) -> str:
@@ -55,7 +56,9 @@ def test_every_option_has_a_check_and_is_tested_here() -> None:
 def test_the_keywords_of_the_client_are_the_options_and_the_keys_of_a_request() -> None:
     assert set(GenerateOptions.__annotations__) == {*CHECKS, *ALIASES, *REQUEST_KEYS}
     assert not GenerateOptions.__required_keys__
-    assert set(module.FLAGS) == set(CHECKS) - {"logit_bias", "format"}, "a map cannot be a flag"
+    elsewhere = {"echo", "prompt_logprobs"}  # flags of `run`, not of `chat`
+    maps = {"logit_bias", "format"}  # which cannot be flags
+    assert set(module.FLAGS) == set(CHECKS) - maps - elsewhere
 
 
 def test_nothing_is_the_defaults() -> None:
@@ -199,6 +202,29 @@ def test_a_long_value_is_shown_in_short() -> None:
 def test_a_number_out_of_range_is_refused(value: float) -> None:
     assert "must be from 0 to 100" in refused(temperature=value)
     assert "must be from -100 to 100" in refused(logit_bias={"1": value})
+
+
+@pytest.mark.parametrize(
+    ("raw", "alternatives", "reports"),
+    [
+        ({}, -1, False),
+        ({"logprobs": True, "top_logprobs": 3}, -1, False),
+        ({"echo": True}, -1, True),
+        ({"echo": True, "top_logprobs": 3}, -1, True),
+        ({"echo": True, "logprobs": True, "top_logprobs": 3}, 3, True),
+        ({"echo": True, "logprobs": True, "prompt_logprobs": -1}, -1, True),
+        ({"echo": True, "logprobs": True, "prompt_logprobs": 0}, 0, True),
+        ({"prompt_logprobs": 5}, 5, True),
+        ({"prompt_logprobs": -1}, -1, False),
+    ],
+)
+def test_what_is_reported_of_a_prompt(
+    raw: dict[str, Any], alternatives: int, reports: bool
+) -> None:
+    options = Options.parse(raw)
+    assert (options.prompt_alternatives, options.reports_prompt) == (alternatives, reports)
+    assert not options.prompt_only
+    assert Options.parse({**raw, "max_tokens": 0}).prompt_only == reports
 
 
 # ---- the way there and back ----------------------------------------------------------------------

@@ -86,6 +86,7 @@ PAGES = {
     "docs/embeddings.md": Page(),
     "docs/jobs.md": Page(),
     "docs/structured-output.md": Page(),
+    "docs/choices.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(
         instead={"mlxpool gateway &": "mlxpool gateway --port 8080 &"},

@@ -198,7 +198,7 @@ def test_another_content_type(http: httpx.Client) -> None:
         ({"max_tokens": 0}, "max_tokens", "bad_request"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "bad_request"),
         ({"seed": -1}, "seed", "bad_request"),
-        ({"n": 33}, "n", "bad_request"),
+        ({"n": 65}, "n", "bad_request"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "bad_request"),
         ({"stop": [""]}, "stop", "bad_request"),
         ({"store": True}, "store", "unsupported_parameter"),

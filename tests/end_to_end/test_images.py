@@ -93,7 +93,8 @@ def test_the_same_image_in_two_conversations_is_encoded_once(pool: Pool, client:
 
 def test_another_image_in_the_same_place_is_never_taken_for_it(client: Client) -> None:
     def ask(file: bytes, **options: Any) -> Result:
-        return client.generate("eyes", messages=[message(("Same ", 0), [file])], **OPTIONS)
+        found: Result = client.generate("eyes", messages=[message(("Same ", 0), [file])], **OPTIONS)
+        return found
 
     answers = [ask(file).ids for file in FILES]
     assert answers[0] != answers[1]

@@ -70,6 +70,9 @@ SAMPLES: tuple[Any, ...] = (
 )  # fmt: skip
 # What a schema cannot say: the rest of one field is told by another, or by the text itself.
 UNSAID: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (5, 21, 33),  # not with stream, and not less than n
+    "max_tokens": (0,),  # with echo or prompt_logprobs
+    "prompt_logprobs": (0, 1, 5),  # not with stream
     "logprobs": (None, False),  # top_logprobs of no use without it
     "text_1": (["x", "y"], ["x"] * 65, ["y"] * 33),  # as many as text_2 has
     "keep_alive": ("x", "auto", "none", "low", "float", "text", "", "x" * 300, "x" * 1025),

@@ -88,15 +88,45 @@ def test_absent_fields_of_ollama_leave_the_pools_defaults() -> None:
     assert (request.options, request.stream, request.think) == ({}, True, None)
 
 
-def test_each_choice_of_each_prompt_has_its_own_seed() -> None:
+def test_each_prompt_is_asked_for_with_all_its_choices() -> None:
     body = {"model": "m", "prompt": ["a", [1, 2]], "n": 2, "seed": 5}
-    every = openai_requests.completion(body).arguments()
-    assert [(one.get("prompt"), one.get("tokens"), one["seed"]) for one in every] == [
+    request = openai_requests.completion(body)
+    assert [(a.get("prompt"), a.get("tokens"), a["seed"]) for a in request.arguments()] == [
         ("a", None, 5),
-        ("a", None, 6),
         (None, [1, 2], 5),
-        (None, [1, 2], 6),
     ]
+    assert (request.choices, request.candidates) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"n": 65}, "n", "from 1 to 64"),
+        ({"n": 3, "best_of": 2}, "best_of", "'best_of' is 2, must be at least 'n', 3"),
+        ({"best_of": 65}, "best_of", "from 1 to 64"),
+        ({"best_of": 2, "stream": True}, "best_of", "the best are known at the end"),
+        ({"prompt": ["a", "b", "c"], "best_of": 22}, "n", "3 prompts with 22 choices"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1|from 1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without 'stream'"),
+    ],
+)
+def test_choices_that_cannot_be_had_are_refused(
+    change: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(HttpError, match=words) as caught:
+        openai_requests.completion({"model": "m", "prompt": "a", **change})
+    assert caught.value.param == param
+
+
+def test_best_of_asks_for_log_probabilities_that_are_not_shown() -> None:
+    body = {"model": "m", "prompt": "a", "n": 2, "best_of": 4, "echo": True, "max_tokens": 0}
+    request = openai_requests.completion(body)
+    assert (request.choices, request.candidates, request.logprobs) == (2, 4, False)
+    assert request.options["logprobs"] and not request.prompt_logprobs
+    assert Options.parse(request.options).prompt_alternatives == -1
+    same = openai_requests.completion({**body, "best_of": 2, "stream": True, "logprobs": 3})
+    assert same.logprobs and Options.parse(same.options).prompt_alternatives == 3
 
 
 def test_the_largest_seed_allows_one_choice_only() -> None:

@@ -91,8 +91,9 @@ class ComputeHarness:
         **options: Any,
     ) -> None:
         tokens = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
+        shared = options.pop("shared", False)
         chosen = Options.parse(options)
-        sequence = Sequence(bytes([name] * 16), 1, tokens, chosen, name, count, ids)
+        sequence = Sequence(bytes([name] * 16), 1, tokens, chosen, name, count, ids, shared=shared)
         if chosen.shift:  # `num_ctx` is the context
             keep = kept_tokens(chosen.num_keep, len(tokens), chosen.num_ctx)
             sequence.shift = ContextShift(chosen.num_ctx, keep)

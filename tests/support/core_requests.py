@@ -22,6 +22,6 @@ def new_request(
         body["prompt"] = "a"
     message = Generate.parse({"model": "m", **body}, blobs)
     reader = Reader(1, 1, message.window, message.batch)
-    return Request(
-        ident, owner, b"", message, "m", Run(0), reader, 0.0, 1.0, 1.0, 1.0, arrival, state
-    )
+    request = Request(ident, owner, b"", message, "m", Run(0), reader, 0.0, 1.0, 1.0, 1.0, arrival)
+    request.state = state
+    return request

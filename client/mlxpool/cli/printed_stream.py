@@ -11,7 +11,7 @@ from mlxpool.cli.json_text import json_text
 from mlxpool.common.protocol.images import images_of_text
 
 if TYPE_CHECKING:
-    from mlxpool.client import Delta, Result
+    from mlxpool.client import Choices, Delta, Result
 
 
 def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
@@ -27,14 +27,15 @@ def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any
 
 def print_deltas(
     stream: Iterable[Delta],
-    form: Callable[[str], str],
+    add: Callable[[Delta], None],
     *,
     as_json: bool,
+    choices: int = 1,
     on_first: Callable[[], None] = lambda: None,
 ) -> float:
     """Print a stream as it comes; returns the time of its first delta, 0 if there was none.
 
-    `form` makes its text printable. `on_first` is called before each delta is printed. Raises the
+    `add` prints a delta as text. `on_first` is called before each delta is printed. Raises the
     stream's error, after a line of text that it cut short was ended.
     """
     shown, first = False, 0.0
@@ -43,9 +44,9 @@ def print_deltas(
             first = first or time.monotonic()
             on_first()
             if as_json:
-                print(json_text(_delta_as_json(delta)), flush=True)
+                print(json_text(_delta_as_json(delta, choices)), flush=True)
             else:
-                print(form(delta.text), end="", flush=True)
+                add(delta)
             shown = True
     except BaseException:
         if shown and not as_json:
@@ -54,16 +55,21 @@ def print_deltas(
     return first
 
 
-def _delta_as_json(delta: Delta) -> dict[str, Any]:
+def _delta_as_json(delta: Delta, choices: int) -> dict[str, Any]:
     line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
+    if choices > 1:
+        line["index"] = delta.index
+    if delta.prompt:
+        line["prompt"] = delta.prompt
     if delta.logprobs:
         line["logprobs"] = delta.logprobs
     return line
 
 
-def result_as_json(result: Result) -> dict[str, Any]:
-    """The last line of a stream as JSON."""
+def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
+    """The last line of a stream as JSON, one for each choice."""
     return {
+        **({"index": result.index} if choices > 1 else {}),
         "done": True,
         "reason": result.reason,
         "text": result.text,
@@ -90,3 +96,47 @@ def figures(result: Result, seconds: float, streamed: float) -> str:
         f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
         f" ended: {result.reason}, seed {result.seed}]"
     )
+
+
+def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
+    """As `figures`, about all choices of a prompt; about a single one the same."""
+    if len(choices) == 1:
+        return figures(choices[0], seconds, streamed)
+    usage = choices.usage
+    prompt, cached = usage["prompt_tokens"], usage["cached_tokens"]
+    return (
+        f"[{len(choices)} choices, {usage['completion_tokens']} tokens, prompt {prompt}"
+        f" ({cached} cached), {seconds:.2f} s, seeds from {choices.seed}]"
+    )
+
+
+class ChoicesOutput:
+    """Prints choice 0 as it comes, and the others behind it when all have ended.
+
+    A single choice has no title.
+    """
+
+    def __init__(self, choices: int, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._texts = [""] * choices  # of the later ones
+        self._begun = choices == 1
+
+    def add(self, delta: Delta) -> None:
+        """Print a delta of choice 0, or keep that of another."""
+        if not self._begun:
+            self._begun = True
+            self._write(_title(0))
+        if delta.index:
+            self._texts[delta.index] += delta.text
+        else:
+            self._write(delta.text)
+
+    def end(self) -> None:
+        """Print the others: all have ended."""
+        for index, text in enumerate(self._texts[1:], 1):
+            self._write(f"\n{_title(index)}{text}")
+
+
+def _title(index: int) -> str:
+    """The line in front of a choice."""
+    return f"--- choice {index}\n"

@@ -6,6 +6,7 @@ connection or a broker is lost.
 
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.client.choices import Choices, ChoicesStream
 from mlxpool.client.jobs import Job
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
@@ -16,11 +17,15 @@ from mlxpool.common.errors import PoolError
 
 if TYPE_CHECKING:
     from mlxpool.client.aio import AsyncClient, AsyncStream
+    from mlxpool.client.aio_choices import AsyncChoicesStream
 
 __all__ = [
+    "AsyncChoicesStream",
     "AsyncClient",
     "AsyncStream",
     "ChatTokens",
+    "Choices",
+    "ChoicesStream",
     "Client",
     "Delta",
     "Job",
@@ -36,7 +41,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import `aio` at the first use: asyncio takes as long to import as everything else here."""
-    if name in ("AsyncClient", "AsyncStream"):
+    if name in ("AsyncChoicesStream", "AsyncClient", "AsyncStream"):
         from importlib import import_module
 
         return getattr(import_module("mlxpool.client.aio"), name)

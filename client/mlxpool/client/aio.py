@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
+from mlxpool.client.aio_choices import AsyncChoicesStream
+from mlxpool.client.choices import Choices, drafts_of
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef
+from mlxpool.client.loop_calls import call_in_loop
 from mlxpool.client.request import (
     ChatTokens,
     Draft,
@@ -51,12 +54,17 @@ class AsyncStream:
         self._open = connection.open(draft, self._put)
 
     def _put(self, delta: Delta | None) -> None:
-        _call_in_loop(self._loop, lambda: self._queue.put_nowait(delta))
+        call_in_loop(self._loop, lambda: self._queue.put_nowait(delta))
 
     @property
     def id(self) -> bytes:
         """The request's id, 16 bytes."""
         return self._open.state.id
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a broker has accepted the request; also true once the stream has ended."""
+        return bool(self._open.state.boot or self._open.state.over)
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -146,6 +154,7 @@ class AsyncClient:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
         self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
 
+    @overload
     def stream(
         self,
         model: str,
@@ -154,12 +163,88 @@ class AsyncClient:
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
+        n: None = None,
         **options: Unpack[GenerateOptions],
-    ) -> AsyncStream:
+    ) -> AsyncStream: ...
+
+    @overload
+    def stream(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncChoicesStream: ...
+
+    def stream(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream | AsyncChoicesStream:
         """Start a completion; takes the arguments of `Client.stream`, and raises what it does."""
-        return AsyncStream(
-            self._connection, generate(model, prompt, messages, tokens, options, images)
-        )
+        draft = generate(model, prompt, messages, tokens, options, images)
+        if n is None:
+            return AsyncStream(self._connection, draft)
+        return AsyncChoicesStream(self._connection, drafts_of(draft, n))
+
+    def streams(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[AsyncStream]:
+        """Start `n` choices, with a stream for each to be read by itself; else as `stream`."""
+        drafts = drafts_of(generate(model, prompt, messages, tokens, options, images), n)
+        started: list[AsyncStream] = []
+        try:
+            for draft in drafts:
+                started.append(AsyncStream(self._connection, draft))
+        except BaseException:
+            for one in started:
+                one.close()
+            raise
+        return started
+
+    @overload
+    async def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Result: ...
+
+    @overload
+    async def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Choices: ...
 
     async def generate(
         self,
@@ -169,16 +254,18 @@ class AsyncClient:
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
+        n: int | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Result:
-        """A whole completion; takes the arguments of `stream`, and raises the stream's error.
+    ) -> Result | Choices:
+        """A whole completion, or `n`; takes the arguments of `stream`, and raises its error.
 
         Cancelling the task cancels the request.
         """
-        stream = self.stream(
-            model, prompt, messages=messages, tokens=tokens, images=images, **options
-        )
-        async with stream:
+        draft = generate(model, prompt, messages, tokens, options, images)
+        if n is not None:
+            async with AsyncChoicesStream(self._connection, drafts_of(draft, n)) as choices:
+                return await choices.read()
+        async with AsyncStream(self._connection, draft) as stream:
             return await stream.read()
 
     async def models(self) -> list[dict[str, Any]]:
@@ -357,7 +444,7 @@ class AsyncClient:
             else:
                 answer.set_result(reply)
 
-        self._connection.ask(question, lambda reply: _call_in_loop(loop, lambda: resolve(reply)))
+        self._connection.ask(question, lambda reply: call_in_loop(loop, lambda: resolve(reply)))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -393,11 +480,3 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-
-def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Have the loop run a call, from the connection's thread; a closed loop runs nothing."""
-    try:
-        loop.call_soon_threadsafe(call)
-    except RuntimeError:
-        pass

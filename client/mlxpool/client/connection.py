@@ -19,7 +19,15 @@ from typing import TypeVar
 
 from mlxpool.client.calls import Calls
 from mlxpool.client.dealer import Dealer
-from mlxpool.client.request import Draft, Question, deadline_of, is_durable, sent_again
+from mlxpool.client.request import (
+    Draft,
+    Question,
+    deadline_of,
+    index_of,
+    is_durable,
+    reports_prompt,
+    sent_again,
+)
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, Frame, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
@@ -147,8 +155,11 @@ class Connection:
 
     def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream:
         """Send what begins a stream. Raises TooLarge or BadRequest if it cannot be sent."""
-        start = draft.start if isinstance(draft, Fetch) else 0
-        state = StreamState(os.urandom(frames.ID_BYTES), start)
+        ident = os.urandom(frames.ID_BYTES)
+        if isinstance(draft, Fetch):
+            state = StreamState(ident, draft.start)
+        else:
+            state = StreamState(ident, reports=reports_prompt(draft), index=index_of(draft))
         parts = encoded(draft, state.id, attempt=state.attempt)
         seconds = deadline_of(draft)
         deadline = None if seconds is None else time.monotonic() + seconds

@@ -13,7 +13,7 @@ from mlxpool.client.stream import StreamState
 from mlxpool.common.checks import is_number, shown
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
-from mlxpool.common.protocol import from_client
+from mlxpool.common.protocol import choice, from_client
 from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Content, Message
 from mlxpool.common.protocol.from_client import (
     KEEP_FOREVER,
@@ -134,8 +134,21 @@ def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> Gen
         return replace(draft, settings=settings)
     ids = pack_ids(state.ids)
     check_size(ids)
-    resume = Resume(ids, state.facts, state.seed, state.barren_boots)
+    reported = len(state.prompt)
+    resume = Resume(ids, state.facts, state.seed, state.barren_boots, reported)
     return replace(draft, settings=settings, resume=resume)
+
+
+def reports_prompt(draft: GenerateDraft) -> bool:
+    """Whether the tokens of the prompt are reported; of options that the broker refuses: as is."""
+    wanted = draft.options.get("prompt_logprobs")
+    return draft.options.get("echo") is True or (type(wanted) is int and wanted >= 0)
+
+
+def index_of(draft: GenerateDraft) -> int:
+    """The number of the choice that it asks for."""
+    given = draft.settings.get(choice.KEY)
+    return int(given["index"]) if isinstance(given, Mapping) else 0
 
 
 def is_durable(draft: Draft) -> bool:

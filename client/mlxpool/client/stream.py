@@ -8,14 +8,14 @@ that sending was accepted, and only if their `pos` is the number of ids received
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.checks import mapping
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import deltas
-from mlxpool.common.protocol.deltas import Usage
+from mlxpool.common.protocol.deltas import PROMPT_KEY, Usage
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.job_messages import JobAccepted
 from mlxpool.common.protocol.resume import Facts
@@ -33,6 +33,8 @@ class Delta:
     ids: tuple[int, ...] = ()
     pos: int = 0
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
+    prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, if asked for
+    index: int = 0  # of the choice, where a request has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,10 @@ class Result:
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
     warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
     complete: bool | None = None  # whether it is all that its format asks for; None: it has none
+    prompt: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # its tokens, if echo or prompt_logprobs asks for them
+    index: int = 0  # of the choice, where a request has several
 
 
 # ---- what the broker says ------------------------------------------------------------------------
@@ -56,13 +62,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and token ids of a stream: of a `delta` message, or of a row of `deltas`."""
+    """Text and token ids of a stream: of a `delta` message, or of a row of `deltas`.
+
+    `prompt`: what it reports of tokens of the prompt, which come before all ids.
+    """
 
     text: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[Mapping[str, object], ...] = ()
     facts: Facts | None = None
     complete: bool = True  # False: the message announced another number of ids
+    prompt: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,8 @@ def parse_frame(message: Message) -> Frame | None:
 def frame_of_row(row: deltas.Delta) -> Frame:
     """The frame in a row of `deltas`."""
     facts = Facts.from_worker(row.facts) if row.facts else None
-    piece = Piece(row.text, tuple(unpack_ids(row.ids)), tuple(row.logprobs or ()), facts)
+    prompt, logprobs = _divided(row.logprobs)
+    piece = Piece(row.text, tuple(unpack_ids(row.ids)), logprobs, facts, prompt=prompt)
     return Frame(piece, row.attempt, row.pos)
 
 
@@ -109,13 +120,26 @@ def _parse_delta(message: Message) -> Piece:
     body = message.body
     ids = tuple(unpack_ids(message.blobs[0])) if message.blobs else ()
     facts = mapping(body.get("facts"))
+    prompt, logprobs = _divided(body.get("logprobs"))
     return Piece(
         str(body.get("text", "")),
         ids,
-        tuple(body.get("logprobs") or ()),
+        logprobs,
         Facts.from_worker(facts) if facts else None,
         complete=body.get("n", len(ids)) == len(ids),
+        prompt=prompt,
     )
+
+
+Entries = tuple[Mapping[str, Any], ...]
+
+
+def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entries]:
+    """The entries of a message: those about tokens of the prompt, and those of its ids."""
+    if not entries:
+        return (), ()
+    of_prompt = sum(PROMPT_KEY in entry for entry in entries)
+    return tuple(entries[:of_prompt]), tuple(entries[of_prompt:])
 
 
 # ---- the state -----------------------------------------------------------------------------------
@@ -139,6 +163,9 @@ class StreamState:
     texts: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, object]] = field(default_factory=list)
     facts: Facts | None = None
+    prompt: list[Mapping[str, object]] = field(default_factory=list)
+    reports: bool = False  # whether the tokens of the prompt are reported
+    index: int = 0  # of the choice
     gap: str = ""  # why the newest sending brings nothing usable any more; "": it may
     result: Result | None = None
     error: PoolError | None = None
@@ -216,15 +243,31 @@ class StreamState:
         if pos != self.position or not piece.complete:
             self.gap = f"a frame begins at token {pos}, {self.position} were received"
             return None
+        if self.reports and not self._takes_report(piece):
+            self.gap = f"{len(self.prompt)} tokens of the prompt were received, others are missing"
+            return None
+        self.prompt += piece.prompt
         self.ids += piece.ids
         self.texts.append(piece.text)
         self.logprobs += piece.logprobs
         self.facts = self.facts or piece.facts
-        if piece.ids:
+        if piece.ids or piece.prompt:
             self.barren_boots = 0
-        return Delta(piece.text, piece.ids, pos, piece.logprobs)
+        return Delta(piece.text, piece.ids, pos, piece.logprobs, piece.prompt, self.index)
+
+    def _takes_report(self, piece: Piece) -> bool:
+        """Whether a piece goes on with the report of the prompt, which is whole before all ids."""
+        if piece.prompt and piece.prompt[0].get(PROMPT_KEY) != len(self.prompt):
+            return False
+        facts = self.facts or piece.facts
+        size = 0 if facts is None else facts.prompt_tokens or 0
+        return not piece.ids or len(self.prompt) + len(piece.prompt) >= size
 
     def _done(self, pos: int, done: Done) -> Delta | None:
+        size = self.facts.prompt_tokens or 0 if self.facts else 0
+        if self.reports and done.reason != "cancelled" and len(self.prompt) < size:
+            self.gap = f"the stream ended with {len(self.prompt)} of {size} tokens of the prompt"
+            return None
         rest = self._append(pos, Piece(done.text))
         if rest is not None:
             self._finish(done)
@@ -242,4 +285,6 @@ class StreamState:
             logprobs=tuple(self.logprobs),
             warnings=self.warnings,
             complete=done.complete,
+            prompt=tuple(self.prompt),
+            index=self.index,
         )

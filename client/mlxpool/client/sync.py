@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
+from mlxpool.client.choices import Choices, ChoicesStream, drafts_of
 from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef
@@ -130,6 +131,7 @@ class Client(Closing):
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
         self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
 
+    @overload
     def stream(
         self,
         model: str,
@@ -138,17 +140,73 @@ class Client(Closing):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
+        n: None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Stream:
+    ) -> Stream: ...
+
+    @overload
+    def stream(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> ChoicesStream: ...
+
+    def stream(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream | ChoicesStream:
         """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
         `messages` are maps with role and content, `tokens` are token ids. `images` are the bytes or
         the paths of image files, which a prompt names by `[img-n]`; in a message the part
-        {type: "image", image: …} gives one, see "Images". The options are listed below. Raises
+        {type: "image", image: …} gives one, see "Images". `n`, 1 to 64: several choices, that is,
+        completions with seed, seed + 1, …, in one stream. The options are listed below. Raises
         BadRequest for what cannot be sent; every other error ends the stream and is raised where
         that is read.
         """
-        return Stream(self._connection, generate(model, prompt, messages, tokens, options, images))
+        draft = generate(model, prompt, messages, tokens, options, images)
+        if n is None:
+            return Stream(self._connection, draft)
+        return ChoicesStream(self._connection, drafts_of(draft, n))
+
+    @overload
+    def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Choices: ...
 
     def generate(
         self,
@@ -158,12 +216,15 @@ class Client(Closing):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
+        n: int | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Result:
-        """A whole completion; takes the arguments of `stream`, and raises the stream's error."""
-        with self.stream(
-            model, prompt, messages=messages, tokens=tokens, images=images, **options
-        ) as stream:
+    ) -> Result | Choices:
+        """A whole completion, or `n`; takes the arguments of `stream`, and raises its error."""
+        draft = generate(model, prompt, messages, tokens, options, images)
+        if n is not None:
+            with ChoicesStream(self._connection, drafts_of(draft, n)) as choices:
+                return choices.read()
+        with Stream(self._connection, draft) as stream:
             return stream.read()
 
     def models(self) -> list[dict[str, Any]]:

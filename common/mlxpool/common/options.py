@@ -162,6 +162,29 @@ class Options:
         int, IntegerIn(0, MAX_COUNT), "context of this request (default, 0: the model's)"
     ] = 0
     format: Annotated[Mapping[str, Any] | None, check_format] = None  # what the answer has to be
+    echo: Annotated[bool, _boolean] = False  # the text begins with the prompt's
+    # Alternatives of each token of the prompt; -1: none is reported; None: as echo and logprobs.
+    prompt_logprobs: Annotated[int | None, IntegerIn(-1, MAX_TOP_LOGPROBS)] = None
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the tokens of the prompt are reported."""
+        return self.echo or self.prompt_alternatives >= 0
+
+    @property
+    def prompt_alternatives(self) -> int:
+        """The alternatives that are reported for each token of the prompt.
+
+        -1: tokens are reported without log-probabilities, or not at all.
+        """
+        if self.prompt_logprobs is not None:
+            return self.prompt_logprobs
+        return self.top_logprobs if self.echo and self.logprobs else -1
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is reported and no token is generated: max_tokens is 0."""
+        return self.reports_prompt and self.max_tokens == 0
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Options:
@@ -220,6 +243,8 @@ def _nearest(name: object) -> str:
     """The hint in the error for an unknown option."""
     if name in REQUEST_KEYS:
         return "; it is a key of the request, beside its options"
+    if name in ("n", "best_of"):
+        return "; send a request for each completion, with seed + i and the key `choice`"
     near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES, *REQUEST_KEYS], n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
@@ -250,6 +275,8 @@ class GenerateOptions(TypedDict, total=False):
     num_keep: int | None  # first tokens that truncate and shift keep; -1: the prompt
     num_ctx: int | None  # context of this request; 0: the model's, which it may not exceed
     format: Mapping[str, Any] | None  # what the answer has to be, see docs/structured-output.md
+    echo: bool | None  # give the prompt first, with its tokens; see docs/choices.md
+    prompt_logprobs: int | None  # report the prompt's tokens with so many alternatives; -1: do not
     deadline_ms: int | None  # milliseconds from acceptance to the end
     queue_ms: int | None  # milliseconds that the request may wait for a worker
     first_token_ms: int | None  # milliseconds to the first token

@@ -30,35 +30,45 @@ MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but n
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice to generate: the model and the keyword arguments of the client's `stream`.
+    """A prompt to complete: the model and the keyword arguments of the client's `stream`.
 
-    `repeated`: an earlier choice of the request has the same prompt. `thinks`: a prompt of token
-    ids ends inside the model's thoughts.
+    `n`: how often, see `AsyncClient.streams`. `thinks`: a prompt of token ids ends inside the
+    model's thoughts.
     """
 
     model: str
     arguments: Mapping[str, Any]
     chat: ChatFormats = NO_CHAT
     tools: Sequence[Mapping[str, Any]] = ()
-    repeated: bool = False
+    n: int = 1
     thinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUpdate:
-    """New output of one choice; the last update of a choice has its `result`."""
+    """New output of one choice; the last update of a choice has its `result`.
+
+    `prompt`: what it reports of tokens of the prompt.
+    """
 
     choice: int
     events: tuple[Event, ...]
     logprobs: tuple[Mapping[str, Any], ...] = ()
     result: Result | None = None
+    prompt: tuple[Mapping[str, Any], ...] = ()
 
 
 class Choice:
-    """One stream of the pool and the parser of its text."""
+    """One stream of the pool and the parser of its text.
 
-    def __init__(self, number: int, stream: AsyncStream, request: ChoiceRequest) -> None:
+    `repeated`: an earlier choice of the request has the same prompt.
+    """
+
+    def __init__(
+        self, number: int, stream: AsyncStream, request: ChoiceRequest, *, repeated: bool = False
+    ) -> None:
         self.stream = stream
+        self.repeated = repeated
         self.started = False  # a delta has arrived
         self._number = number
         self._request = request
@@ -73,7 +83,8 @@ class Choice:
         self.started = True
         text = "".join([delta.text for delta in deltas])
         pushed = self._get_parser().push(text) if text else ()
-        return ChoiceUpdate(self._number, tuple(pushed), _logprobs(deltas))
+        prompt = tuple(entry for delta in deltas for entry in delta.prompt)
+        return ChoiceUpdate(self._number, tuple(pushed), _logprobs(deltas), prompt=prompt)
 
     def _get_parser(self) -> Parser:
         if self._parser is None:
@@ -98,6 +109,16 @@ def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[st
     return found
 
 
+def _started(
+    client: AsyncClient, request: ChoiceRequest, deadline: float | None
+) -> list[AsyncStream]:
+    arguments = _stream_arguments(request, deadline)
+    if request.n > 1:
+        return client.streams(request.model, n=request.n, **arguments)
+    stream: AsyncStream = client.stream(request.model, **arguments)
+    return [stream]
+
+
 class Generation:
     """All choices of a request. Leaving the context cancels the unfinished ones.
 
@@ -117,19 +138,20 @@ class Generation:
         """
         self._exchange = exchange
         self._prompt_field = "messages" if "messages" in requests[0].arguments else "prompt"
-        self._requests = requests
         self._choices: list[Choice] = []
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue(
             MAX_UNWRITTEN_UPDATES
         )
         self._tasks: list[asyncio.Task[None]] = []
-        for number, request in enumerate(requests):
+        for request in requests:
             try:
-                stream = client.stream(request.model, **_stream_arguments(request, deadline))
+                streams = _started(client, request, deadline)
             except PoolError:
                 self.close()
                 raise
-            self._choices.append(Choice(number, stream, request))
+            for index, stream in enumerate(streams):
+                number = len(self._choices)
+                self._choices.append(Choice(number, stream, request, repeated=index > 0))
         exchange.model, exchange.pool_id = requests[0].model, self.id
 
     @property
@@ -145,8 +167,10 @@ class Generation:
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Every update of any choice; None for each `timeout` seconds without one.
 
-        Raises HttpError for the first error of a choice, and if an operator cancels a choice.
+        The first comes when every choice is accepted. Raises HttpError for the first error of a
+        choice, and if an operator cancels a choice.
         """
+        held: list[ChoiceUpdate] = []
         unfinished = len(self._choices)
         while unfinished:
             try:
@@ -163,12 +187,16 @@ class Generation:
                 self._exchange.first_token = time.monotonic()
             if update.result is not None:
                 unfinished -= 1
-                counted = self._requests[update.choice].repeated
+                counted = self._choices[update.choice].repeated
                 self._exchange.count(update.result.usage, prompt=not counted)
                 if update.result.reason == "cancelled":
                     message = "the request was cancelled by an operator"
                     raise HttpError(503, message, "cancelled", retry=False)
-            yield update
+            held.append(update)
+            if all(choice.stream.accepted for choice in self._choices):
+                for one in held:
+                    yield one
+                held.clear()
 
     async def _next(self) -> ChoiceUpdate:
         if len(self._choices) == 1:

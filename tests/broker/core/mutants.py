@@ -170,8 +170,8 @@ MUTANTS = (
     _broker(
         "losses are counted for ever",
         "core/token_ingest",
-        "            run.resumes_without_progress = 0 if row.ids else"
-        " run.resumes_without_progress\n",
+        "            if row.ids or row.logprobs:\n"
+        "                run.resumes_without_progress = 0\n",
         "",
     ),
     _broker(

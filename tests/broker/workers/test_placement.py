@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from mlxpool.broker.requests.request import Request
-from mlxpool.broker.workers.placement import (
-    MAX_PREFIXES,
-    choose_worker,
-    prefix_keys,
-    remember_prefixes,
-)
+from mlxpool.broker.routing.worker_speed import WorkerSpeed
+from mlxpool.broker.workers.placement import choose_pair, demand_of
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.protocol.from_client import Generate
@@ -25,54 +21,85 @@ def worker(name: str, free: int, ready_at: float = 1.0, **fields: int) -> Worker
     return made
 
 
+def chosen(workers: list[Worker], *requests: Request) -> tuple[Request, Worker] | None:
+    return choose_pair(requests, workers, WorkerSpeed())
+
+
+def worker_for(workers: list[Worker], request: Request) -> Worker | None:
+    pair = chosen(workers, request)
+    return None if pair is None else pair[1]
+
+
+def send(worker: Worker, request: Request, run: int = 1) -> None:
+    """The worker is given a request, which ends at once."""
+    worker.route.sent(run, demand_of(request, 100))
+    worker.route.ended(run)
+
+
 def test_without_workers_none_is_chosen() -> None:
-    assert choose_worker([], request(1)) is None
-    assert choose_worker([worker("a", 0), worker("b", 2, unseen=2)], request(1)) is None
+    assert chosen([], request(1)) is None
+    assert chosen([worker("a", 0), worker("b", 2, unseen=2)], request(1)) is None
 
 
 def test_a_worker_that_is_not_ready_gets_nothing() -> None:
     suspect = worker("a", 9)
     suspect.move("suspect")
-    assert choose_worker([suspect], request(1)) is None
+    assert worker_for([suspect], request(1)) is None
     other = worker("b", 1)
-    assert choose_worker([suspect, other], request(1)) is other
+    assert worker_for([suspect, other], request(1)) is other
 
 
-def test_the_worker_with_most_credit_is_chosen_then_the_longest_ready() -> None:
+def test_of_equal_costs_the_worker_with_most_credit_is_chosen_then_the_longest_ready() -> None:
     few, many = worker("a", 1), worker("b", 3, unseen=1)
-    assert choose_worker([few, many], request(1)) is many
+    assert worker_for([few, many], request(1)) is many
     young, old = worker("a", 2, ready_at=9.0), worker("b", 2, ready_at=3.0)
-    assert choose_worker([young, old], request(1)) is old
+    assert worker_for([young, old], request(1)) is old
 
 
 def with_prompt(prompt: str, session: str = "", owner: str = "uid:1") -> Request:
     return new_request(owner=owner, prompt=prompt, session=session)
 
 
-def test_a_worker_that_knows_the_prompts_head_goes_before_an_emptier_one() -> None:
+def test_a_worker_that_was_sent_the_prompts_beginning_goes_before_an_emptier_one() -> None:
     few, many = worker("a", 1), worker("b", 3)
-    head = "x" * 300
-    remember_prefixes(few, prefix_keys(with_prompt(head + "one")))
-    assert choose_worker([few, many], with_prompt(head + "two")) is few
-    assert choose_worker([few, many], with_prompt("y" + head)) is many
+    beginning = "x" * 3000
+    send(few, with_prompt(beginning + "one"))
+    assert worker_for([few, many], with_prompt(beginning + "two")) is few
+    assert worker_for([few, many], with_prompt("y" + beginning)) is many
 
 
-def test_a_known_session_goes_before_a_known_head() -> None:
-    by_head, by_session = worker("a", 9), worker("b", 1)
-    remember_prefixes(by_head, prefix_keys(with_prompt("hello")))
-    remember_prefixes(by_session, prefix_keys(with_prompt("other", "s1")))
-    both = [by_head, by_session]
-    assert choose_worker(both, with_prompt("hello", "s1")) is by_session
-    assert choose_worker(both, with_prompt("hello", "s2")) is by_head
-    assert choose_worker(both, with_prompt("third", "s1", owner="uid:2")) is by_head
+def test_a_session_is_known_by_its_owner_and_name() -> None:
+    one, other = worker("a", 1), worker("b", 3)
+    send(one, with_prompt("z" * 3000, "s1"))
+    later = "not the same beginning" + "z" * 3000
+    assert worker_for([one, other], with_prompt(later, "s1")) is one
+    assert worker_for([one, other], with_prompt(later, "s1", owner="uid:2")) is other
+    assert worker_for([one, other], with_prompt(later, "s2")) is other
 
 
-def test_messages_are_known_by_the_first_of_them() -> None:
-    def chat(last: str) -> Request:
-        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": last}]
-        return new_request(messages=messages)
+def test_a_busy_worker_is_left_although_it_knows_the_prompt() -> None:
+    busy, idle = worker("a", 1), worker("b", 1)
+    send(busy, with_prompt("x" * 3000))
+    waiting = with_prompt("q" * 40_000)
+    busy.route.sent(7, demand_of(waiting, 100))  # it has 10,000 tokens to read first
+    assert worker_for([busy, idle], with_prompt("x" * 3000)) is idle
+    busy.route.has_read(7)
+    assert worker_for([busy, idle], with_prompt("x" * 3000)) is busy
 
-    assert prefix_keys(chat("a")) == prefix_keys(chat("b"))
+
+def test_a_later_request_of_the_owner_passes_one_that_would_lose_more() -> None:
+    free, full = worker("a", 1), worker("b", 0)
+    first, second = with_prompt("x" * 8000), with_prompt("y" * 8000)
+    send(full, first)
+    send(free, second)
+    assert chosen([free, full], first, second) == (second, free)
+    assert chosen([free, full], first) == (first, free), "no request waits beside a free worker"
+
+
+def test_the_model_learns_how_long_answers_are() -> None:
+    short = new_request(options={"max_tokens": 5})
+    assert demand_of(short, 80).output_tokens == 5
+    assert demand_of(request(1), 80).output_tokens == 80
 
 
 def test_all_text_of_a_chat_counts() -> None:
@@ -87,12 +114,3 @@ def test_all_text_of_a_chat_counts() -> None:
     assert message.size == sum(len(word.encode()) for word in words)
     assert message.prompt.body() == {"messages": messages, "tools": [{"name": "clock"}]}
     assert Generate.parse({**body, "tools": []}, ()).prompt.body() == {"messages": messages}
-
-
-def test_known_prefixes_are_bounded() -> None:
-    one = worker("a", 1)
-    for number in range(MAX_PREFIXES + 10):
-        remember_prefixes(one, [b"%d" % number])
-    remember_prefixes(one, [b"10"])
-    assert len(one.prefixes) == MAX_PREFIXES
-    assert next(iter(one.prefixes)) == b"11" and list(one.prefixes)[-1] == b"10"

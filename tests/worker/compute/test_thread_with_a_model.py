@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.compute.messages import StepDeltas, Unusable
-from mlxpool.worker.compute.model_source import ModelSource
-from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.spans import Span
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
@@ -25,13 +22,13 @@ from support.worker_checkpoints import write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention.layouts import SlabLayout  # noqa: E402
-from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
+from support.model_sources import source_of  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]
@@ -42,31 +39,6 @@ on_cpu = pytest.mark.skipif(device.on_gpu(), reason="a GPU refuses `deterministi
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
-
-
-def source_of(
-    folder: Path,
-    kind: type[ModelEngine] = ModelEngine,
-    *,
-    deterministic: bool = False,
-    **settings: Any,
-) -> Callable[[ModelConfig], ModelSource]:
-    """Opens the folder with an engine of these settings, without its warm-up, which takes long."""
-
-    def open_source(config: ModelConfig) -> ModelSource:
-        found = inspect(folder)
-        text = ChatTokenizer.from_folder(found)
-
-        def build(on_progress: object) -> Engine:
-            loaded = load(found, deterministic=deterministic)
-            engine = kind(loaded, text, **{"blocks": 40, **settings})
-            engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
-            return engine
-
-        opened = Opened("", found.context, found.plan.vocab_size, text)
-        return ModelSource(opened, build, config.sequences)
-
-    return open_source
 
 
 def prompt_of(size: int, salt: int = 0) -> list[int]:

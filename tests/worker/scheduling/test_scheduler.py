@@ -89,15 +89,15 @@ def spans(step: Step) -> list[tuple[Sequence, int, int, int]]:
 
 def test_waiting_sequences_are_admitted_in_order_up_to_the_free_slots() -> None:
     live = [sequence(), *(sequence(phase=Phase.WAITING) for _ in range(3))]
-    assert scheduler.next_admissions(live, 3) == live[1:3]
-    assert scheduler.next_admissions(live, 1) == []
+    assert [*scheduler.next_admissions(live, 3)] == live[1:3]
+    assert [*scheduler.next_admissions(live, 1)] == []
 
 
 def test_preempted_sequences_are_admitted_first_in_order_of_arrival() -> None:
     fresh, *gone = (sequence(phase=Phase.WAITING) for _ in range(3))
     for one in gone:
         one.preempt()
-    assert scheduler.next_admissions([fresh, *gone], 8) == [*gone, fresh]
+    assert [*scheduler.next_admissions([fresh, *gone], 8)] == [*gone, fresh]
 
 
 # ---- the spans of a step -------------------------------------------------------------------------

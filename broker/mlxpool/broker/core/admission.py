@@ -241,6 +241,7 @@ def _set_ids(run: Run, message: Generate) -> None:
     """Have the run go on from what the client has."""
     run.ids = bytearray(message.resume_ids)
     run.measured_ids = run.taken
+    run.reported = 0 if message.resume is None else message.resume.reported
     if message.resume is not None:
         run.facts = run.facts or message.resume.facts
         resumes = message.resume.resumes
@@ -277,6 +278,16 @@ def _bound_factor(message: Generate) -> int:
     return RESUME_FACTOR if message.resume_ids else 1
 
 
+def _places(message: Generate) -> int:
+    """How many requests a message stands for: the first of some choices for all of them.
+
+    So they are refused together. The later ones are checked one by one: others may have come
+    between them.
+    """
+    choice = message.choice
+    return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1
+
+
 def _check_images(state: State, model: Model, message: Generate) -> None:
     """Raises BadRequest for images if the files of the model are known to take none.
 
@@ -293,10 +304,14 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
     """Raises QueueFull if the model's queue is full by count or bytes."""
     factor, queue = _bound_factor(message), model.queue
     limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
-    if len(queue) >= limit or queue.bytes + message.size > most:
+    # Those for which a worker has room now will not wait.
+    room = 0 if queue else max((worker.credit() for worker in model.workers), default=0)
+    places = max(1, _places(message) - room)
+    if len(queue) + places > limit or queue.bytes + places * message.size > most:
+        more = f"; {places} more do not fit" if places > 1 else ""
         raise QueueFull(
             f"{len(queue)} requests with {queue.bytes} bytes of prompt wait for"
-            f" model {message.model!r}, at most {limit} and {most}; retry later",
+            f" model {message.model!r}, at most {limit} and {most}{more}; retry later",
             retry_after_ms=QUEUE_RETRY_MS,
         )
 
@@ -304,10 +319,12 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
 def _check_live_requests(state: State, owner: str, message: Generate) -> None:
     """Raises OverQuota if the owner has as many live requests as it may."""
     live, most = state.owned[owner], _bound_factor(message) * state.config.quota_requests
-    if 0 < most <= live:
+    places = _places(message)
+    if 0 < most < live + places:
+        more = f", and sends {places} choices" if places > 1 else ""
         raise OverQuota(
-            f"{owner} has {live} live requests, at most {most} (quota_requests); wait until one"
-            " ends",
+            f"{owner} has {live} live requests{more}, at most {most} (quota_requests); wait until"
+            " one ends",
             details={"owner": owner, "value": live, "bound": most},
             retry_after_ms=QUEUE_RETRY_MS,
         )
@@ -324,7 +341,7 @@ def _check_waiting_tokens(state: State, owner: str, message: Generate) -> None:
         for request in model.queue
         if request.owner == owner
     )
-    if waiting + prompt_tokens(message) > most:
+    if waiting + _places(message) * prompt_tokens(message) > most:
         raise OverQuota(
             f"{owner} has about {waiting} tokens of prompt waiting, with this request more than"
             f" {most} (quota_tokens); wait until some are read",

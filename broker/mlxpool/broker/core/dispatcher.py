@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import takewhile
 
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.outbox import Outbox
@@ -10,14 +12,16 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.routing.route_choice import MAX_PASSED
 from mlxpool.broker.workers.placement import (
-    choose_worker,
+    choose_pair,
+    demand_of,
     fits_facts,
-    prefix_keys,
-    remember_prefixes,
+    group_of,
 )
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.config.schema import CACHE_AWARE
 from mlxpool.common.errors import ModelUnavailable
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_worker import Work
@@ -39,22 +43,32 @@ class Dispatcher:
             if not any(worker.credit() for worker in workers):
                 break
             workers = self._assign_resumed(request, workers, now)
-        while (fresh := model.queue.head()) is not None:
-            worker = choose_worker(workers, fresh)
-            if worker is None and fresh.message.prompt.images:
-                fresh = model.queue.head(without_images=True)
-                worker = None if fresh is None else choose_worker(workers, fresh)
-            if fresh is None or worker is None:
-                break
-            self._assign(fresh, worker, now)
+        while (pair := self._choose_fresh(model, workers)) is not None:
+            self._assign(*pair, now)
         self._fail_incompatible(model, now)
         self._pool.update_idle_timer(model, now)
 
+    def _choose_fresh(self, model: Model, workers: list[Worker]) -> tuple[Request, Worker] | None:
+        """The fresh request that is assigned next, and its worker; None: none can be."""
+        heads = model.queue.heads()
+        often_passed = [request for request in heads if request.passed >= MAX_PASSED]
+        pair = _choose(model, often_passed[:1] or heads, workers)
+        if pair is None and any(request.message.prompt.images for request in heads):
+            text = model.queue.head(without_images=True)
+            pair = None if text is None else _choose(model, [text], workers)
+        if pair is None and any(request.message.choice for request in heads):
+            pair = _behind_choices(model, workers)
+        if pair is not None:
+            for request in takewhile(lambda each: each is not pair[0], heads):
+                request.passed += 1
+        return pair
+
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
         """Assign it, or reserve a worker for it; returns the workers that others may have."""
-        worker = choose_worker(workers, request)
-        if worker is not None:
-            self._assign(request, worker, now)
+        model = self._state.model_of(request)
+        pair = _choose(model, [request], workers)
+        if pair is not None:
+            self._assign(*pair, now)
             return workers
         if not request.run.batch_bound:
             return workers
@@ -81,7 +95,8 @@ class Dispatcher:
 
     def _assign(self, request: Request, worker: Worker, now: float) -> None:
         state, run = self._state, request.run
-        state.model_of(request).queue.take(request)
+        model = state.model_of(request)
+        model.queue.take(request)
         request.move("assign")
         state.last_run += 1
         run.lease(worker.epoch, worker.slot, state.last_run)
@@ -95,17 +110,51 @@ class Dispatcher:
             worker.reading.add((request.id, run.number))
         if run.batch_bound:
             worker.batch_bounds[run.number] = run.batch_bound
-        remember_prefixes(worker, prefix_keys(request))
+        if (group := group_of(request)) is not None:
+            worker.route.has_group(group)
+        if len(model.slots) > 1 and _cache_aware(model):
+            worker.route.sent(run.number, demand_of(request, model.answer_tokens))
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
+
+
+def _cache_aware(model: Model) -> bool:
+    return model.config.routing == CACHE_AWARE
+
+
+def _choose(
+    model: Model, waiting: Sequence[Request], workers: Sequence[Worker]
+) -> tuple[Request, Worker] | None:
+    return choose_pair(
+        waiting, workers, model.speed, model.answer_tokens, cache_aware=_cache_aware(model)
+    )
+
+
+def _behind_choices(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
+    """The first request that may go past choices, which wait for the worker of their group."""
+    if not any(worker.credit() for worker in workers):
+        return None
+    waiting: set[tuple[str, str]] = set()
+    for request in model.queue.in_turn():
+        group = group_of(request)
+        if group in waiting:
+            continue
+        pair = _choose(model, [request], workers)
+        if pair is not None:
+            return pair
+        if group is None:
+            break  # an image that no worker has room for, or a request that runs alone
+        waiting.add(group)
+    return None
 
 
 def work_of(request: Request, deadline_ms: int) -> Work:
     """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
-        resume = Resume(bytes(run.ids), run.facts, resumes=run.resumes_without_progress)
+        losses, reported = run.resumes_without_progress, run.reported
+        resume = Resume(bytes(run.ids), run.facts, resumes=losses, reported=reported)
     return Work(
         message.prompt,
         message.options,
@@ -114,4 +163,5 @@ def work_of(request: Request, deadline_ms: int) -> Work:
         resume,
         suspect=run.charge > 0,
         owner=request.owner,
+        shared=message.choice is not None and message.choice.of > 1,
     )

@@ -14,10 +14,11 @@ from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.requests.output_buffer import append
-from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request import Request, Run
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers import exit_causes
-from mlxpool.common.protocol.deltas import Delta, RunEnd
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.protocol.deltas import Delta, RunEnd, count_of_report, report_begin
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -106,14 +107,30 @@ class TokenIngest:
             why = exit_causes.wrong_position(row.pos, request.run.taken)
             self._failover.condemn(worker, why, now)
             return
+        if request is not None and not _continues_report(request.run, row):
+            why = exit_causes.wrong_report(request.run.reported)
+            self._failover.condemn(worker, why, now)
+            return
         if row.end is not None:
-            worker.end_lease(key)
+            self._end_lease(worker, row)
+        elif row.n:
+            worker.route.has_read(number)
         if request is not None:
             self._first_or_last(request, row, touched, now)
         if row.end is not None:
             self._pool.served(worker, now)
             self._pool.stop_if_drained(worker)
             self._pool.work_ended(self._state.model_of_worker(worker), now)
+
+    def _end_lease(self, worker: Worker, row: Delta) -> None:
+        """The worker has ended the run of a row."""
+        cached = None
+        if row.end is not None and "code" not in row.end:
+            end = RunEnd.parse(row.end)
+            counted = end.usage.get("cached_tokens")
+            cached = counted if isinstance(counted, int) else None
+            self._state.model_of_worker(worker).answered(row.pos + row.n)
+        worker.end_lease((row.id, row.attempt), cached)
 
     def _first_or_last(
         self, request: Request, row: Delta, touched: dict[bytes, Request], now: float
@@ -123,13 +140,15 @@ class TokenIngest:
             facts = Facts.from_worker(row.facts)
             run.facts = run.facts or facts
             run.prompt_tokens = facts.prompt_tokens or 0
-        if row.n or row.text:
+        if row.n or row.text or row.logprobs:
             if row.n and not run.first_token_at:
                 run.first_token_at, request.first_token_deadline = now, math.inf
                 self._delivery.set_timer(request)
             request.move("stream")
             run.ids += row.ids
-            run.resumes_without_progress = 0 if row.ids else run.resumes_without_progress
+            if row.ids or row.logprobs:
+                run.resumes_without_progress = 0
+            run.reported += count_of_report(row)
             self._state.counters.tokens += row.n
             reader.unread_bytes += append(
                 reader.unread, row.pos, row.text, row.ids, row.logprobs, row.facts
@@ -142,3 +161,8 @@ class TokenIngest:
             self._delivery.fail_with(request, Failed(row.end), now)
         else:
             self._delivery.finish(request, RunEnd.parse(row.end), now)
+
+
+def _continues_report(run: Run, row: Delta) -> bool:
+    """Whether a row reports the next tokens of the prompt, or none."""
+    return not count_of_report(row) or report_begin(row) == run.reported

@@ -12,6 +12,7 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model_states import ModelState
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import judge
+from mlxpool.broker.workers.route_observations import observe_beat, observe_prefill
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
 from mlxpool.common.errors import ModelLoadFailed, from_body, sendable
 from mlxpool.common.protocol.to_worker import Heard
@@ -62,6 +63,7 @@ class WorkerEvents:
             self._state.counters.fenced += 1
             return
         worker.beat, worker.beat_at = event.message, now
+        observe_beat(worker, self._state.model_of_worker(worker).speed)
         self._pool.measure(worker)
         self._outbox.tell(worker, Heard())
 
@@ -108,6 +110,7 @@ class WorkerEvents:
             return
         worker.watch.observe(event.sample, worker.beat_at, now, event.tick)
         model = self._state.model_of_worker(worker)
+        observe_prefill(worker, event.sample.look.usual_token_ns, model.speed)
         verdict = judge(
             worker.watch,
             self._state.config,

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from mlxpool.broker.models.model_states import ADMITTING, TRANSITIONS, ModelState, shown_state
 from mlxpool.broker.requests.call import CallQueue
 from mlxpool.broker.requests.fair_queue import Queue
+from mlxpool.broker.routing.route_cost import MAX_OUTPUT
+from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.broker.workers.worker_states import COMING, SERVING, WorkerState
 from mlxpool.common.config.schema import ModelConfig
+
+ANSWER_WEIGHT = 0.05  # of the newest answer in `Model.answer_tokens`
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +30,8 @@ class Model:
     failures: int = 0  # workers in a row that ended before they served
     retry_at: float = 0.0  # no worker is started before
     idle_since: float = 0.0  # 0: it is in use or has no ready worker
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # of its workers together
+    answer_tokens: float = MAX_OUTPUT  # of an answer, an average
     kept: float | None = None  # seconds that a client keeps it when idle; None: the setting counts
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported
@@ -37,6 +43,10 @@ class Model:
         if following is None:
             raise ValueError(f"model {self.name} is {self.state.value}: no {event!r} there")
         self.state = following
+
+    def answered(self, tokens: int) -> None:
+        """A request of the model ended with so many tokens."""
+        self.answer_tokens += ANSWER_WEIGHT * (tokens - self.answer_tokens)
 
     @property
     def workers(self) -> list[Worker]:

@@ -10,8 +10,10 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.routing.route_choice import MAX_REQUESTS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
 
@@ -63,8 +65,14 @@ class Lane:
                 self.deficits[owner] += QUANTUM
             self.owners.move_to_end(owner)
 
+    def heads(self) -> list[Request]:
+        """The first requests of the owner whose turn it is, at most MAX_REQUESTS."""
+        if self.head() is None:
+            return []
+        return list(islice(next(iter(self.owners.values())), MAX_REQUESTS))
+
     def take(self, request: Request) -> None:
-        """Remove one of the heads: its owner pays for it."""
+        """Remove a request that is given to a worker: its owner pays for it."""
         self.deficits[request.owner] -= cost(request)
         self.drop(request)
 
@@ -95,9 +103,7 @@ class Queue:
     def __iter__(self) -> Iterator[Request]:
         """In no promised order."""
         yield from self.resumed
-        for lane in reversed(self.lanes):
-            for waiting in lane.owners.values():
-                yield from waiting
+        yield from self.in_turn()
 
     def __contains__(self, request: Request) -> bool:
         return any(each is request for each in self)
@@ -123,6 +129,17 @@ class Queue:
             if request is not None:
                 return request
         return None
+
+    def heads(self) -> list[Request]:
+        """Those of the fresh ones of which one is next: of the highest priority, of one owner."""
+        lane = next((lane for lane in reversed(self.lanes) if lane.owners), None)
+        return [] if lane is None else lane.heads()
+
+    def in_turn(self) -> Iterator[Request]:
+        """The fresh ones: the highest priority first, then the owner whose turn it is."""
+        for lane in reversed(self.lanes):
+            for waiting in lane.owners.values():
+                yield from waiting
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker."""

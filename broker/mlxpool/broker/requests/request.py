@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
+from mlxpool.broker.routing.prompt_pieces import PromptPieces
 from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import StreamDelta
@@ -25,6 +26,7 @@ class Run:
     ids: bytearray = field(default_factory=bytearray)
     facts: Facts | None = None  # of its first worker
     prompt_tokens: int = 0
+    reported: int = 0  # tokens of the prompt that workers have reported
     epoch: int = 0  # 0: no worker has it
     slot: str = ""
     number: int = 0
@@ -91,6 +93,8 @@ class Request:
     queue_deadline: float  # infinity once it was given to a worker
     first_token_deadline: float  # infinity once it has a token
     arrival: int = 0  # its number in the order of arrival
+    passed: int = 0  # later requests of its owner that a worker was given before it
+    pieces: PromptPieces | None = None  # of its prompt, once a worker was chosen among several
     state: RequestState = RequestState.QUEUED
 
     def move(self, event: str) -> None:

@@ -225,7 +225,7 @@ def _sizes(state: State) -> dict[str, int]:
         "timers": len(state.timers),
         "epochs": len(state.workers),
         "places": sum(len(worker.leases) for worker in workers),
-        "prefixes": sum(len(worker.prefixes) for worker in workers),
+        "prefixes": sum(len(worker.route.index) for worker in workers),
     }
 
 

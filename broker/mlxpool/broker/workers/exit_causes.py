@@ -63,6 +63,10 @@ def wrong_position(sent: int, due: int) -> str:
     return f"it sent position {sent} where {due} was due"
 
 
+def wrong_report(due: int) -> str:
+    return f"it reported other tokens of a prompt than those from {due} on"
+
+
 # ---- exits of processes --------------------------------------------------------------------------
 
 

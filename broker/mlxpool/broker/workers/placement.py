@@ -1,49 +1,16 @@
-"""Chooses the worker for a request. Pure."""
+"""Chooses a waiting request and its worker. Pure."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
-
-import msgpack
+from collections.abc import Sequence
 
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.routing.prompt_pieces import pieces_of
+from mlxpool.broker.routing.route_choice import cheapest_pair
+from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Demand, cost_ms
+from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.worker import Worker
-
-HEAD_BYTES = 256  # of a prompt, by which a worker is taken to know its beginning
-MAX_PREFIXES = 512  # remembered of one worker
-
-
-def prefix_keys(request: Request) -> tuple[bytes, ...]:
-    """Keys of what a worker may have cached, the surer first: the session, the prompt's head."""
-    keys = [_key(b"head", _head(request))]
-    if session := request.message.session:
-        keys.insert(0, _key(b"session", request.owner.encode(), session.encode()))
-    return tuple(keys)
-
-
-def _key(*parts: bytes) -> bytes:
-    return hashlib.blake2b(b"\0".join(parts), digest_size=8).digest()
-
-
-def _head(request: Request) -> bytes:
-    prompt = request.message.prompt
-    if blobs := prompt.blobs():
-        return blobs[0][:HEAD_BYTES]
-    body: dict[str, Any] = prompt.body()
-    if "messages" in body:
-        body["messages"] = body["messages"][:1]
-    return bytes(msgpack.packb(body)[:HEAD_BYTES])
-
-
-def remember_prefixes(worker: Worker, keys: Iterable[bytes]) -> None:
-    """The worker was sent these; the oldest are dropped beyond MAX_PREFIXES."""
-    for key in keys:
-        worker.prefixes[key] = None
-        worker.prefixes.move_to_end(key)
-    while len(worker.prefixes) > MAX_PREFIXES:
-        worker.prefixes.popitem(last=False)
+from mlxpool.broker.workers.worker_states import WorkerState
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
@@ -71,24 +38,77 @@ def has_image_place(worker: Worker, request: Request) -> bool:
     return len(worker.reading) < max(1, (worker.credit() + len(worker.leases)) // 2)
 
 
-def choose_worker(workers: Sequence[Worker], request: Request) -> Worker | None:
-    """The one that knows the prompt's beginning, else the one with most credit; None if none may.
+def group_of(request: Request) -> tuple[str, str] | None:
+    """The owner and name of the choices that the request is one of; None: it is none."""
+    choice = request.message.choice
+    return None if choice is None else (request.owner, choice.group)
 
-    Of equals the one that has been ready for longest.
+
+def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
+    """Whether the request is a choice whose group another one of `workers` has.
+
+    It waits for that worker to have room. A choice that is suspected to have ended a worker goes
+    anywhere.
     """
-    free = [
-        worker
-        for worker in workers
-        if worker.credit() > 0
+    group = group_of(request)
+    if group is None or request.run.batch_bound or group in worker.route.groups:
+        return False
+    return any(
+        group in other.route.groups
+        and other.state in (WorkerState.READY, WorkerState.SUSPECT)
+        and fits_facts(other, request)
+        for other in workers
+    )
+
+
+def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
+    """Whether the worker, one of the model's `workers`, may be given the request now."""
+    return (
+        worker.credit() > 0
         and fits_facts(worker, request)
         and keeps_batch_bounds(worker, request)
         and has_image_place(worker, request)
-    ]
-    if len(free) < 2:
-        return free[0] if free else None
-    keys = prefix_keys(request)
+        and not is_bound_elsewhere(worker, request, workers)
+    )
 
-    def rank(worker: Worker) -> tuple[float, ...]:
-        return (*(key in worker.prefixes for key in keys), worker.credit(), -worker.ready_at)
 
-    return max(free, key=rank)
+def demand_of(request: Request, answer_tokens: float) -> Demand:
+    """What the request asks of a worker; answers of its model have `answer_tokens` on average."""
+    if request.pieces is None:
+        request.pieces = pieces_of(request.message.prompt)
+    wanted = request.message.options.max_tokens
+    output = min(wanted, answer_tokens) if wanted > 0 else answer_tokens
+    session = request.message.session
+    return Demand(request.pieces, round(output), (request.owner if session else "", session))
+
+
+def choose_pair(
+    waiting: Sequence[Request],
+    workers: Sequence[Worker],
+    model: WorkerSpeed,
+    answer_tokens: float = MAX_OUTPUT,
+    *,
+    cache_aware: bool = True,
+) -> tuple[Request, Worker] | None:
+    """A request of `waiting` and the worker that it is given to; None if none may be given any.
+
+    `model` is the speed of the model's workers together. Of workers that cost the same, the one
+    with most credit is chosen, then the one that has been ready for longest; all cost the same
+    where the choice is not `cache_aware`.
+    """
+    serving = [worker for worker in workers if worker.serves]
+    serving.sort(key=lambda worker: (-worker.credit(), worker.ready_at))
+    if not serving or not serving[0].credit():
+        return None
+    if len(serving) == 1 or not cache_aware:
+        pairs = ((request, worker) for request in waiting for worker in serving)
+        return next((pair for pair in pairs if may_have(pair[1], pair[0], workers)), None)
+
+    def cost(request: Request, worker: Worker) -> float:
+        demand = demand_of(request, answer_tokens)
+        return cost_ms(demand, worker.route, len(worker.leases), model)
+
+    pair = cheapest_pair(
+        waiting, serving, cost, lambda request, worker: may_have(worker, request, workers)
+    )
+    return None if pair is None else (pair.request, pair.worker)

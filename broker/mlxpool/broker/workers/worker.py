@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlxpool.broker.routing.route_cost import Route
 from mlxpool.broker.workers.liveness import Watch
 from mlxpool.broker.workers.worker_states import TRANSITIONS, WorkerState
 from mlxpool.common.protocol.from_worker import Beat, Hello
@@ -39,7 +39,7 @@ class Worker:
     batch_bounds: dict[int, int] = field(default_factory=dict)  # run number -> Run.batch_bound
     reading: set[RunKey] = field(default_factory=set)  # leases whose images it still prepares
     calls: set[bytes] = field(default_factory=set)  # ids of calls in flight
-    prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # keys it was sent
+    route: Route = field(default_factory=Route)  # for the choice among workers
     beat: Beat = field(default_factory=Beat)
     beat_at: float = 0.0
     hello: Hello | None = None
@@ -94,13 +94,18 @@ class Worker:
             return 0
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 
-    def end_lease(self, key: RunKey) -> None:
-        """The worker has confirmed the end of a run, or handed it back."""
+    def end_lease(self, key: RunKey, cached: int | None = None) -> None:
+        """The worker has confirmed the end of a run, or handed it back.
+
+        `cached` tokens of its prompt were found in the prefix cache; None: it did not say.
+        """
+        self.route.ended(key[1], cached)
         self.leases.discard(key)
         self.reading.discard(key)
         self.batch_bounds.pop(key[1], None)
 
     def end_all_leases(self) -> None:
+        self.route.drop_runs()
         self.leases.clear()
         self.reading.clear()
         self.batch_bounds.clear()

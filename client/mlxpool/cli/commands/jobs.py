@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import count, duration, size
@@ -28,6 +28,9 @@ from mlxpool.common.config.bounds import seconds as seconds_of
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
+
+if TYPE_CHECKING:
+    from mlxpool.client import Delta
 
 KEY = "the key that `mlxpool submit` printed"
 
@@ -191,11 +194,15 @@ def submit(options: argparse.Namespace) -> int:
 def fetch(options: argparse.Namespace) -> int:
     """Print the job's text; exit code 1 if it was cancelled or has failed."""
     form = shown_form(options)
+
+    def add(delta: Delta) -> None:
+        print(form(delta.text), end="", flush=True)
+
     with (
         client_of(options) as client,
         client.fetch(options.key, options.start, options.gen) as stream,
     ):
-        print_deltas(stream, form, as_json=options.json)
+        print_deltas(stream, add, as_json=options.json)
         result = stream.result
     print(json_text(result_as_json(result)) if options.json else "", flush=True)
     return int(result.reason == "cancelled")

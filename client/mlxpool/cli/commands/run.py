@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.printed_stream import figures, print_deltas, prompt_of, result_as_json
+from mlxpool.cli.printed_stream import (
+    ChoicesOutput,
+    figures_of,
+    print_deltas,
+    prompt_of,
+    result_as_json,
+)
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,
@@ -47,6 +53,24 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         default=[],
         help="an image in front of the prompt, or where it has [img-n]; may be repeated",
     )
+    run_parser.add_argument(
+        "-n",
+        "--choices",
+        dest="n",
+        type=int,
+        metavar="N",
+        help="so many choices, with seed, seed + 1, … (1 to 64)",
+    )
+    run_parser.add_argument(
+        "--echo", action="store_true", default=None, help="print the prompt first"
+    )
+    run_parser.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        metavar="N",
+        help="report the prompt's tokens with so many alternatives, with --json; without"
+        " completion for --max-tokens 0",
+    )
     add_options(run_parser)
     add_connect_timeout(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
@@ -78,19 +102,26 @@ def run(options: argparse.Namespace) -> int:
     prompt_arguments = prompt_of(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
+    choices = 1 if options.n is None else options.n
+    output = ChoicesOutput(choices, lambda text: print(form(text), end="", flush=True))
     with (
         client_of(options) as client,
-        client.stream(options.model, **prompt_arguments, **given) as stream,
+        client.stream(options.model, n=choices, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
-        first = print_deltas(stream, form, as_json=options.json, on_first=progress.close)
-        result = stream.result
+        first = print_deltas(
+            stream, output.add, as_json=options.json, choices=choices, on_first=progress.close
+        )
+        results = stream.result
     if options.json:
-        print(json_text(result_as_json(result)), flush=True)
+        for result in results:
+            print(json_text(result_as_json(result, choices)), flush=True)
     else:
+        output.end()
         print()
         if not options.quiet:
             now = time.monotonic()
-            line = escape_line(figures(result, now - started, now - first))
+            line = escape_line(figures_of(results, now - started, now - first))
             print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
-    return int(result.reason == "cancelled")  # by another client: the text is not complete
+    # Cancelled by another client: the text is not complete.
+    return int(any(result.reason == "cancelled" for result in results))

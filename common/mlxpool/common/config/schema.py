@@ -72,6 +72,10 @@ class Counting:
     fault_times: Annotated[int, Within(0, MAX_COUNT)] = 0
 
 
+CACHE_AWARE = "cache_aware"
+ROUTINGS = (CACHE_AWARE, "least_loaded")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """`[models.NAME]`."""
@@ -82,6 +86,9 @@ class ModelConfig:
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
     # Workers of this model.
     replicas: Annotated[int, Within(1, 64)] = 1
+    # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
+    # its prefix cache saves included. least_loaded: the one with most free sequences.
+    routing: Annotated[str, OneOf(ROUTINGS)] = CACHE_AWARE
     # Sequences that one worker runs at once.
     sequences: Annotated[int, Within(1, 4096)] = 8
     # Tokens of one step at most, more than sequences; 0: what suits the device.

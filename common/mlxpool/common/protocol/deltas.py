@@ -47,6 +47,7 @@ new_delta: Callable[[Fields], Delta] = partial(tuple.__new__, Delta)
 
 ROW_BYTES = 512  # an entry without its text, ids, log-probabilities
 LOGPROB_BYTES = 96  # one reported token
+PROMPT_KEY = "prompt"  # of an entry about a token of the prompt: its number there
 
 
 def size_of_logprobs(logprobs: Iterable[Mapping[str, Any]]) -> int:
@@ -62,6 +63,18 @@ def size_of(delta: Delta) -> int:
     if delta.end:
         size += 4 * len(delta.end.get("text", ""))
     return size
+
+
+def count_of_report(delta: Delta) -> int:
+    """How many tokens of the prompt a row reports: those of its log-probabilities without ids."""
+    return 0 if delta.ids or not delta.logprobs else len(delta.logprobs)
+
+
+def report_begin(delta: Delta) -> int:
+    """The number in the prompt of the first token that a row reports; -1: it has none."""
+    entry = delta.logprobs[0] if delta.logprobs else None
+    number = entry.get(PROMPT_KEY) if isinstance(entry, Mapping) else None
+    return number if type(number) is int else -1
 
 
 def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:

@@ -12,6 +12,7 @@ import msgpack
 from mlxpool.common.checks import flag, integer, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
+from mlxpool.common.protocol.choice import Choice
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
@@ -53,6 +54,7 @@ class Generate:
     batch: bool = False
     durable: bool = True
     session: str = ""
+    choice: Choice | None = None
     resume: Resume | None = None
     warnings: tuple[str, ...] = ()  # of keys that are ignored
 
@@ -84,6 +86,8 @@ class Generate:
         if not isinstance(options, dict | None):
             raise BadRequest(f"options must be a map, got {options!r:.60}")
         checked = Options.parse(options or {})
+        if checked.reports_prompt and prompt.images:
+            raise BadRequest("echo and prompt_logprobs report prompts of text; send no images")
         count = 0 if resume is None else resume.count
         if 0 < checked.max_tokens < count:
             raise BadRequest(f"resume has {count} ids, max_tokens is {checked.max_tokens}")
@@ -99,6 +103,7 @@ class Generate:
             batch=flag(body, "batch", False),
             durable=flag(body, "durable", True),
             session=text(body, "session"),
+            choice=Choice.parse(body.get("choice")),
             resume=resume,
             warnings=warnings,
         )

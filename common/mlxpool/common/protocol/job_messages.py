@@ -30,7 +30,7 @@ DEFAULT_LISTED = 100
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority"})
 # Keys of a `generate` that are about its stream, which a job does not have.
-NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable")
+NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
 MAX_NUMBER = 2**62  # of an end_seq
 
 
@@ -104,6 +104,8 @@ class Submit:
                 raise BadRequest(f"{name} is of streams, a job has none: send it without")
         request = {name: value for name, value in body.items() if name not in JOB_KEYS}
         generate = Generate.parse(request, blobs)
+        if generate.options.reports_prompt:
+            raise BadRequest("echo and prompt_logprobs are of streams: send the job without")
         not_before = body.get("not_before")
         if not_before is not None and not (is_number(not_before) and 0 <= not_before <= MAX_TIME):
             raise BadRequest(

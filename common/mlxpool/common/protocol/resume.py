@@ -107,13 +107,15 @@ class Resume:
     """The part of `generate` and `work` by which a stream goes on.
 
     `ids` are the packed ids there are already. `seed` is the one that `accepted` told, `resumes`
-    the resumes in a row that brought no new id; `work` carries its seed beside it.
+    the resumes in a row that brought no new id; `work` carries its seed beside it. `reported`: the
+    tokens of the prompt that were reported already.
     """
 
     ids: bytes = b""
     facts: Facts | None = None
     seed: int | None = None
     resumes: int = 0
+    reported: int = 0
 
     @property
     def count(self) -> int:
@@ -125,6 +127,8 @@ class Resume:
         if self.seed is not None:
             body["seed"] = self.seed
         body["resumes"] = self.resumes
+        if self.reported:
+            body["reported"] = self.reported
         if self.facts is not None:
             body["facts"] = self.facts.raw
         return body
@@ -141,6 +145,7 @@ class Resume:
         count = integer(raw, "count", 0, MAX_COUNT) or 0
         seed = integer(raw, "seed", 0, MAX_SEED)
         resumes = integer(raw, "resumes", 0, MAX_COUNT) or 0
+        reported = integer(raw, "reported", 0, MAX_COUNT) or 0
         facts = None if raw.get("facts") is None else Facts.from_client(raw["facts"])
         ids = blobs[0] if blobs else b""
         check_size(ids)
@@ -148,7 +153,7 @@ class Resume:
             raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
         if facts is not None and not facts.raw:
             facts = None  # an empty map states nothing: those of the first worker hold
-        return cls(ids, facts, seed, resumes)
+        return cls(ids, facts, seed, resumes, reported)
 
     @classmethod
     def from_broker(cls, raw: object, blobs: Sequence[bytes]) -> Resume:
@@ -166,7 +171,9 @@ class Resume:
             )
         if count_of(ids) != count:
             raise BadRequest(f"resume.count is {count}, its blob has {count_of(ids)} ids")
-        return cls(ids, facts, resumes=integer(raw, "resumes", 0, MAX_COUNT) or 0)
+        resumes = integer(raw, "resumes", 0, MAX_COUNT) or 0
+        reported = optional_count(raw.get("reported"), "resume.reported") or 0
+        return cls(ids, facts, resumes=resumes, reported=reported)
 
 
 def optional_count(value: object, name: str) -> int | None:

@@ -91,7 +91,7 @@ class Work(Content):
 
     `deadline_ms` is what is left of the request's time. `suspect`: the request may have ended a
     worker, so its prompt is read in a pass of its own. Requests of several owners are prepared in
-    turn.
+    turn. `shared`: other requests have the same prompt, see `choice`.
     """
 
     kind: ClassVar[str] = "work"
@@ -102,6 +102,7 @@ class Work(Content):
     resume: Resume | None = None
     suspect: bool = False
     owner: str = ""
+    shared: bool = False
 
     def body(self) -> dict[str, Any]:
         body = {
@@ -114,6 +115,8 @@ class Work(Content):
             body["owner"] = self.owner
         if self.suspect:
             body["suspect"] = True
+        if self.shared:
+            body["shared"] = True
         if self.resume is not None:
             body["resume"] = self.resume.body()
         return body
@@ -134,6 +137,7 @@ class Work(Content):
             Resume.from_broker(body.get("resume"), behind),
             bool(body.get("suspect")),
             _owner(body),
+            bool(body.get("shared")),
         )
 
 

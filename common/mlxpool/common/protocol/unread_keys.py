@@ -11,9 +11,11 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import ALIASES, CHECKS, REQUEST_KEYS
-from mlxpool.common.protocol import images, prompts
+from mlxpool.common.protocol import choice, images, prompts
 
-KNOWN = frozenset({"model", *prompts.KEYS, images.KEY, "options", *REQUEST_KEYS, "resume"})
+KNOWN = frozenset(
+    {"model", *prompts.KEYS, images.KEY, "options", *REQUEST_KEYS, choice.KEY, "resume"}
+)
 _AS_FORMAT = "send `format` in `options`"
 _AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
 # What servers of other interfaces know, and what to do instead.
@@ -26,9 +28,8 @@ REFUSED: Mapping[str, str] = {
     "suffix": "models complete the end of a text only",
     "context": "send the conversation as `messages`",
     "tool_choice": "leave `tools` out where the model is to call none",
-    "n": "send a request for each completion",
-    "best_of": "send a request for each completion",
-    "echo": "the prompt is not sent back",
+    "n": "send a request for each completion, with seed + i and `choice`",
+    "best_of": "send a request for each completion, with seed + i and `choice`",
 }
 MAX_WARNINGS = 8  # keys that are named
 MAX_KEY = 60  # characters of a key that are shown

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
+from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
@@ -29,7 +30,6 @@ from mlxpool.gateway.schemas import (
     option,
 )
 
-MAX_CHOICES = 32  # streams of one request
 MAX_CACHE_KEY = 256  # characters of prompt_cache_key
 MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
 MAX_TOP = 2**31 - 1
@@ -108,6 +108,9 @@ COMMON: Mapping[str, Schema] = {
     **{name: option(target) for name, target in SAMPLING.items()},
     "seed": integer(0, MAX_SEED),
     "top_k": integer(-1, MAX_COUNT),  # -1 and 0: off
+    "prompt_logprobs": described(
+        "log-probabilities of the prompt with so many alternatives", integer(0, MAX_TOP_LOGPROBS)
+    ),
 }
 REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
@@ -154,15 +157,18 @@ COMPLETION = Body(
         **COMMON,
         **structured.OF_COMPLETIONS,
         "prompt": PROMPT,
+        "max_tokens": described("0 with `echo` or `prompt_logprobs` only", integer(0, MAX_COUNT)),
+        "echo": FLAG,
+        "best_of": described(
+            "so many are computed, and the `n` most likely given", integer(1, MAX_CHOICES)
+        ),
         "logprobs": described("the number of alternatives", integer(0, MAX_TOP_LOGPROBS)),
     },
     required=("model", "prompt"),
     accepted=ACCEPTED,
     refused={
         **REFUSED,
-        "echo": ((False,), "the prompt is not repeated"),
         "suffix": (("",), "models complete the end of a text only"),
-        "best_of": ((1,), "use `n`"),
         "messages": ((), "this is /v1/completions: use `prompt`"),
         "tools": (([],), "use /v1/chat/completions"),
         "top_logprobs": ((), "here `logprobs` is the number of alternatives"),

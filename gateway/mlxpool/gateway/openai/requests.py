@@ -9,6 +9,7 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
+from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.images import take_image_urls
@@ -17,7 +18,6 @@ from mlxpool.gateway.openai.fields import (
     CHAT_TEMPLATE_KWARGS,
     COMPLETION,
     MAX_CACHE_KEY,
-    MAX_CHOICES,
     SAMPLING,
     STREAM_OPTIONS,
 )
@@ -36,22 +36,32 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A checked request. `prompts`: the prompt arguments of the client's `stream`, one each."""
+    """A checked request. `prompts`: the prompt arguments of the client's `stream`, one each.
+
+    `choices` are given of each prompt, and `candidates` are computed: the most likely are given.
+    """
 
     model: str
     prompts: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
-    choices: int  # of each prompt
+    choices: int
     stream: bool
     usage: bool  # the stream ends with usage
+    candidates: int
+    logprobs: bool  # whether the answer has them
     tools: Sequence[Mapping[str, Any]] = ()
     think_field: str = "reasoning_effort"  # that asked for thoughts
     forced: Sequence[Mapping[str, Any]] = ()  # tools of which the answer has to call one
 
     @property
-    def logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities."""
-        return "logprobs" in self.options
+    def prompt_logprobs(self) -> bool:
+        """Whether the answer has vLLM's `prompt_logprobs`."""
+        return bool(self.options.get("prompt_logprobs", -1) >= 0)
+
+    @property
+    def echo(self) -> bool:
+        """Whether the text begins with the prompt."""
+        return bool(self.options.get("echo"))
 
     @property
     def thinks(self) -> bool:
@@ -59,19 +69,8 @@ class CompletionRequest:
         return bool(self.options.get("think"))
 
     def arguments(self) -> list[dict[str, Any]]:
-        """The arguments of each choice, prompt by prompt; choice i of a prompt gets seed + i."""
-        every = []
-        for prompt in self.prompts:
-            for number in range(self.choices):
-                options = dict(self.options)
-                if "seed" in options:
-                    options["seed"] += number
-                every.append({**prompt, **options})
-        return every
-
-    def is_repeated(self, number: int) -> bool:
-        """Whether choice `number` of `arguments` has the prompt of the one before."""
-        return number % self.choices > 0
+        """The arguments of `stream` for each prompt."""
+        return [{**prompt, **self.options} for prompt in self.prompts]
 
 
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
@@ -102,10 +101,16 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
     """A checked /v1/completions. Raises HttpError naming the field."""
     COMPLETION.check(body)
-    options = {"max_tokens": DEFAULT_MAX_TOKENS, **_options(body)}
+    echo = fields.flag(body, "echo", False)
+    least = 0 if echo or body.get("prompt_logprobs") is not None else 1
+    options = {"max_tokens": DEFAULT_MAX_TOKENS, **_options(body, least)}
+    options |= {"echo": True} if echo else {}
     top = fields.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
+    if echo and top is not None and options["max_tokens"] == 1 and "format" not in options:
+        # Evaluations drop the last token, which they take to be the one that was generated.
+        options["ignore_eos"] = True
     return _request(body, _prompts(body.get("prompt")), options, ())
 
 
@@ -116,32 +121,56 @@ def _request(
     tools: Sequence[Mapping[str, Any]],
 ) -> CompletionRequest:
     choices = fields.integer(body, "n", 1, MAX_CHOICES) or 1
-    if len(prompts) * choices > MAX_CHOICES:
+    stream = fields.flag(body, "stream", False)
+    candidates = _candidates(body, choices, stream=stream)
+    if len(prompts) * candidates > MAX_CHOICES:
         message = (
-            f"{len(prompts)} prompts with {choices} choices each, at most {MAX_CHOICES} in all"
+            f"{len(prompts)} prompts with {candidates} choices each, at most {MAX_CHOICES} in all"
         )
         raise bad_request(message, "n")
-    if options.get("seed", 0) > MAX_SEED - (choices - 1):
-        raise bad_request(f"'seed' is {options['seed']}: choice {choices} has none", "seed")
-    stream = fields.flag(body, "stream", False)
+    if options.get("seed", 0) > MAX_SEED - (candidates - 1):
+        raise bad_request(f"'seed' is {options['seed']}: choice {candidates} has none", "seed")
+    if stream and body.get("prompt_logprobs") is not None:
+        raise unsupported_parameter("prompt_logprobs", "it goes without 'stream'")
+    logprobs = "logprobs" in options
+    ranked: dict[str, Any] = {}
+    if candidates > choices and not logprobs:
+        ranked = {"logprobs": True, "prompt_logprobs": options.get("prompt_logprobs", -1)}
     return CompletionRequest(
         fields.text(body, "model"),
         prompts,
-        options,
+        {**options, **ranked},
         choices,
         stream,
         _usage(body, stream),
+        candidates,
+        logprobs,
         tools,
     )
 
 
-def _options(body: Mapping[str, Any]) -> dict[str, Any]:
+def _candidates(body: Mapping[str, Any], choices: int, *, stream: bool) -> int:
+    """How many completions of each prompt are computed: `best_of`, or as many as are given."""
+    best_of = fields.integer(body, "best_of", 1, MAX_CHOICES)
+    if best_of is None:
+        return choices
+    if best_of < choices:
+        raise bad_request(f"'best_of' is {best_of}, must be at least 'n', {choices}", "best_of")
+    if stream and best_of > choices:
+        advice = "the best are known at the end: leave 'stream' out"
+        raise unsupported_parameter("best_of", advice)
+    return best_of
+
+
+def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
     given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
     options = {**DEFAULTS, **fields.options(given, SAMPLING), **openai_format(body)}
     if options.get("seed", 0) < 0:
         raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
-    max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)
+    max_tokens = fields.integer(body, "max_tokens", least_tokens, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
+    of_prompt = fields.integer(body, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    options |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
     session = fields.text(body, "prompt_cache_key", "")
     if len(session) > MAX_CACHE_KEY:
         message = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxpool.client import Result
@@ -156,6 +157,7 @@ class WholeChoice:
 
     events: list[Event] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+    prompt: list[Mapping[str, Any]] = field(default_factory=list)
     result: Result | None = None
 
     @property
@@ -167,7 +169,14 @@ class WholeChoice:
     def add(self, update: ChoiceUpdate) -> None:
         self.events += update.events
         self.logprobs += update.logprobs
+        self.prompt += update.prompt
         self.result = update.result or self.result
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of the tokens; the least there is without a token."""
+        values = [entry["logprob"] for entry in self.logprobs]
+        return sum(values) / len(values) if values else -math.inf
 
     def text(self, kind: type[Content] | type[Reasoning]) -> str:
         """All text of one kind of event."""
@@ -182,6 +191,17 @@ class WholeChoice:
             elif isinstance(event, CallArguments):
                 found[-1] = (found[-1][0], event.text)
         return found
+
+
+def best(wholes: Sequence[WholeChoice], candidates: int, choices: int) -> list[WholeChoice]:
+    """The `choices` most likely of each prompt's candidates, prompt by prompt, best first."""
+    if candidates == choices:
+        return list(wholes)
+    found: list[WholeChoice] = []
+    for begin in range(0, len(wholes), candidates):
+        of_prompt = wholes[begin : begin + candidates]
+        found += sorted(of_prompt, key=lambda one: -one.mean_logprob)[:choices]
+    return found
 
 
 def chat_choice(number: int, whole: WholeChoice, *, logprobs: bool) -> dict[str, Any]:
@@ -232,7 +252,11 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(eq=False, slots=True)
 class TextLogprobs:
-    """Log-probabilities of /v1/completions; counts the characters before each token."""
+    """Log-probabilities of /v1/completions; counts the characters before each token.
+
+    Tokens of an echoed prompt come first: its first one has none, and what the tokenizer has put
+    in front of the text has no characters.
+    """
 
     offset: int = 0
 
@@ -249,10 +273,31 @@ class TextLogprobs:
             found["tokens"].append(token)
             found["token_logprobs"].append(entry["logprob"])
             others = {str(one["token"]): one["logprob"] for one in entry.get("top") or ()}
-            found["top_logprobs"].append(others)
+            found["top_logprobs"].append(None if entry["logprob"] is None else others)
             found["text_offset"].append(self.offset)
-            self.offset += len(token)
+            self.offset += 0 if entry.get("added") else len(token)
         return found
+
+
+def vllm_prompt_logprobs(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: null for the first token, else a map from token ids, in text.
+
+    It has the token itself and the most likely ones. `rank` is null where it is not among these.
+    """
+    found: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry["logprob"] is None:
+            found.append(None)
+            continue
+        every = {str(entry["id"]): _ranked(entry, None)}
+        for rank, other in enumerate(entry["top"], 1):
+            every[str(other["id"])] = _ranked(other, rank)
+        found.append(every)
+    return found
+
+
+def _ranked(entry: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
+    return {"logprob": entry["logprob"], "rank": rank, "decoded_token": entry["token"]}
 
 
 def text_choice(
@@ -264,20 +309,57 @@ def text_choice(
 
 @dataclass(eq=False, slots=True)
 class TextChunks:
-    """The chunks of a streamed /v1/completions."""
+    """The chunks of a streamed /v1/completions.
+
+    `echoes`: how many choices of a prompt begin with it. Its log-probabilities come with the first
+    of them, and the updates of the others are held back until these are known.
+    """
 
     frame: StreamFrame
     logprobs: bool
     offsets: list[TextLogprobs]  # by choice
+    echoes: int = 0
+    prompts: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)  # by first choice
+    known: set[int] = field(default_factory=set)  # first choices whose prompts are whole
+    held: list[ChoiceUpdate] = field(default_factory=list)
 
     def head(self) -> bytes:
         return b""
 
     def update(self, update: ChoiceUpdate) -> bytes:
+        """The chunks of an update, and of those that it was waited for; may be empty."""
+        if not (self.logprobs and self.echoes > 1):
+            return self._chunk(update)
+        first = self._first(update)
+        if update.choice != first:
+            if first in self.known:
+                return self._chunk(self._with_prompt(update))
+            self.held.append(update)
+            return b""
+        self.prompts.setdefault(first, []).extend(update.prompt)
+        chunks = [self._chunk(update)]
+        if update.logprobs or update.result is not None:
+            self.known.add(first)
+            freed = [one for one in self.held if self._first(one) == first]
+            self.held = [one for one in self.held if self._first(one) != first]
+            chunks += [self._chunk(self._with_prompt(one)) for one in freed]
+        return b"".join(chunks)
+
+    def _first(self, update: ChoiceUpdate) -> int:
+        """The first choice of the prompt of an update."""
+        return update.choice - update.choice % self.echoes
+
+    def _with_prompt(self, update: ChoiceUpdate) -> ChoiceUpdate:
+        """The update with the log-probabilities that were computed for the first choice."""
+        every = self.prompts[self._first(update)]
+        return replace(update, prompt=tuple(every[entry["prompt"]] for entry in update.prompt))
+
+    def _chunk(self, update: ChoiceUpdate) -> bytes:
         """The chunk of an update; empty if it has nothing to send."""
         text = "".join(event.text for event in update.events if isinstance(event, Content))
-        wanted = self.logprobs and update.logprobs
-        logprobs = self.offsets[update.choice].add(update.logprobs) if wanted else None
+        entries = (*(update.prompt if self.echoes else ()), *update.logprobs)
+        wanted = self.logprobs and entries
+        logprobs = self.offsets[update.choice].add(entries) if wanted else None
         reason = update.result.reason if update.result is not None else None
         if not (text or logprobs or reason):
             return b""

@@ -31,10 +31,12 @@ from mlxpool.gateway.openai.responses import (
     TextChunks,
     TextLogprobs,
     WholeChoice,
+    best,
     chat_choice,
     error_event,
     text_choice,
     usage,
+    vllm_prompt_logprobs,
 )
 
 NO_FORCED_CALL = (
@@ -98,6 +100,8 @@ class OpenAIRoutes:
             chat_choice(number, whole, logprobs=request.logprobs)
             for number, whole in enumerate(wholes)
         ]
+        if request.prompt_logprobs:
+            members["prompt_logprobs"] = vllm_prompt_logprobs(wholes[0].prompt)
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
     async def completion(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
@@ -109,22 +113,28 @@ class OpenAIRoutes:
             if request.stream:
                 frame = StreamFrame(members, request.usage)
                 offsets = [TextLogprobs() for _ in range(generation.choices)]
-                chunks = TextChunks(frame, request.logprobs, offsets)
+                echoes = request.candidates if request.echo else 0
+                chunks = TextChunks(frame, request.logprobs, offsets, echoes)
                 return await self._stream(generation, request, chunks, response)
             wholes = await _collect(generation)
+        firsts = [whole for whole in wholes[:: request.candidates] for _ in range(request.choices)]
+        shown = best(wholes, request.candidates, request.choices)
         choices = []
-        for number, whole in enumerate(wholes):
-            logprobs = TextLogprobs().add(whole.logprobs) if request.logprobs else None
+        for number, (whole, first) in enumerate(zip(shown, firsts, strict=True)):
+            entries = [*(first.prompt if request.echo else ()), *whole.logprobs]
+            logprobs = TextLogprobs().add(entries) if request.logprobs else None
             reason = whole.final_result.reason
             choices.append(text_choice(number, whole.text(Content), logprobs, reason))
+            if request.prompt_logprobs:
+                choices[-1]["prompt_logprobs"] = vllm_prompt_logprobs(first.prompt)
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
     def _generate(
         self, request: CompletionRequest, model: str, chat: ChatFormats, response: ResponseWriter
     ) -> Generation:
         choices = [
-            ChoiceRequest(model, one, chat, request.tools, request.is_repeated(number))
-            for number, one in enumerate(request.arguments())
+            ChoiceRequest(model, one, chat, request.tools, request.candidates)
+            for one in request.arguments()
         ]
         return self._pool.generate(choices, response.exchange)
 
@@ -141,7 +151,7 @@ class OpenAIRoutes:
         )
         results = await write_stream(response, generation, encoding)
         if results is not None:
-            await response.write(chunks.frame.tail(results, request.choices))
+            await response.write(chunks.frame.tail(results, request.candidates))
             await response.close()
 
 
@@ -161,7 +171,7 @@ def _with_usage(
     answer: dict[str, Any], wholes: Sequence[WholeChoice], request: CompletionRequest
 ) -> dict[str, Any]:
     results = [whole.final_result for whole in wholes]
-    return {**answer, "usage": usage(results, request.choices)}
+    return {**answer, "usage": usage(results, request.candidates)}
 
 
 def _with_forced_call(request: CompletionRequest, chat: ChatFormats) -> CompletionRequest:

@@ -269,7 +269,7 @@ class PagedLayout(Layout):
 
     def blocks_of(self, row: Any) -> int:
         """See Layout."""
-        return len(row.table)
+        return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """See Layout. A block that a row shares with a prefix is left to the prefix."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
+from functools import partial
 
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generations
@@ -10,6 +12,7 @@ from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.scheduler import next_admissions, preemption_victim, running
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.shared_prompts import awaited_prompt
 
 
 class Admissions:
@@ -17,6 +20,7 @@ class Admissions:
 
     def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
         self._blocks = engine.blocks
+        self._prefix = engine.prefix
         self._generations = generations
         self._progress = progress
 
@@ -40,10 +44,12 @@ class Admissions:
     def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
         """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
 
-        Returns the deltas that `admit` returned.
+        Those that wait for a prompt that another one reads stay. Returns the deltas that `admit`
+        returned.
         """
         deltas: list[Delta] = []
-        for sequence in next_admissions(self._generations.sequences(), max_sequences):
+        live = self._generations.sequences()
+        for sequence in next_admissions(live, max_sequences, partial(self._waits, live)):
             if not self._blocks.fits(sequence):
                 deltas.append(self._refuse(sequence))
             elif self._blocks.admit(sequence, alone=not running(self._generations.sequences())):
@@ -51,6 +57,15 @@ class Admissions:
             else:
                 break  # later arrivals must not take the blocks that this one waits for
         return deltas
+
+    def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
+        """Whether a sequence waits for a prompt, which the prefix cache then keeps at once."""
+        if self._prefix is None or not self._prefix.shares:
+            return False
+        reader = awaited_prompt(sequence, live, whole=self._prefix.whole)
+        if reader is not None:
+            reader.shared = True
+        return reader is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its row. Its keys and values stay in the prefix cache if they fit."""

@@ -14,10 +14,11 @@ from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.compute.prompt_report import PromptReport, Row
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 
 log = logging.getLogger("mlxpool.worker")
@@ -37,6 +38,7 @@ class Generation:
     decode_at: float = 0.0  # its prompt was read
     piece: Callable[[int], bytes] = field(default=lambda token: b"")
     constraint: Constraint | None = None
+    report: PromptReport | None = None
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Self:
@@ -49,6 +51,7 @@ class Generation:
             admit.deadline,
             piece=piece,
             constraint=admit.constraint,
+            report=admit.report,
         )
 
     @property
@@ -63,6 +66,8 @@ class Generation:
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
         if not self.decode_at:
             self.prefill_at, self.decode_at = self.prefill_at or now, now
+            if sequence.options.prompt_only:
+                return self.last_delta(self.end("length", now))
         if token in eos and not sequence.options.ignore_eos:
             return self.last_delta(self.end("stop", now))
         ids, constraint = sequence.ids, self.constraint
@@ -80,6 +85,24 @@ class Generation:
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
+
+    def begin_report(self) -> list[Delta]:
+        """What is told of the prompt before it is read."""
+        return [] if self.report is None else self._reported(self.report.begin())
+
+    def add_to_report(self, found: PromptLogprobs) -> list[Delta]:
+        """The deltas of log-probabilities of the prompt."""
+        report = self.report
+        assert report is not None and report.reported == found.first, "no token is left out"
+        deltas = self._reported(report.add(found.logprobs))
+        self.sequence.reported = report.reported
+        return deltas
+
+    def _reported(self, rows: Iterable[Row]) -> list[Delta]:
+        position = len(self.sequence.ids)
+        return [
+            Delta(*self.key, position, text, b"", entries, self._facts()) for text, entries in rows
+        ]
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
         """A delta without a token that ends the generation."""

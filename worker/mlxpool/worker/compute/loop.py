@@ -90,6 +90,7 @@ class ComputeLoop:
         if isinstance(message, Admit):
             generation = self._begin(message, self._engine.piece)
             self._generations.add(generation)
+            deltas += generation.begin_report()
             reason = generation.finish_reason()  # a resumed completion may be complete already
             if reason is not None:
                 deltas.append(self._generations.finish(generation, reason))
@@ -134,5 +135,6 @@ class ComputeLoop:
                 "misses": counters.misses,
                 "tokens": counters.tokens,
                 "evictions": counters.evictions,
+                "evicted_tokens": counters.evicted_tokens,
                 "images": self._engine.encoded.encoded,
             }

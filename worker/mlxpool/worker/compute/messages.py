@@ -13,6 +13,7 @@ from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.prompt_report import PromptReport
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
@@ -41,7 +42,7 @@ class Admit:
 
     `detokenizer` has replayed the ids of a resume: the client has their text already.
     `received` and `deadline` are monotonic seconds. `constraint` has taken the ids, too; None: any
-    token may follow.
+    token may follow. `report`: what is told of the prompt.
     """
 
     sequence: Sequence
@@ -50,6 +51,7 @@ class Admit:
     received: float
     deadline: float = math.inf
     constraint: Constraint | None = None
+    report: PromptReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class StepDeltas:
-    """The deltas of one step, at most one of each sequence.
+    """The deltas of one step: at most one with tokens of each sequence.
 
     `fence` counts the connections to the broker: what was made for an older connection must not be
     sent over a newer one.

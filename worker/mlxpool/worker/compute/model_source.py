@@ -179,6 +179,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         source,
         folder.eos_ids,
         WITH_MLX_LM if folder.uses_mlx_lm else "",
+        WITH_MLX_LM if folder.uses_mlx_lm else "",
     )
     return ModelSource(opened, load, config.sequences, folder.weight_bytes)
 

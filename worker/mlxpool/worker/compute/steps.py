@@ -220,7 +220,11 @@ class Steps:
         self._progress.ended(fresh=flight.fresh)
         if self._flights:
             self._progress.awaits(*self._flights[0].shown)
-        deltas = self._commit(found.drawn)
+        deltas: list[Delta] = []
+        for one in found.prompts:
+            if self._is_live(one.sequence):
+                deltas += self._generations.of(one.sequence).add_to_report(one)
+        deltas += self._commit(found.drawn)
         for failed in found.failed:
             if self._is_live(failed.sequence):
                 deltas.append(self._generations.fail(failed.sequence, Internal(str(failed))))

@@ -27,7 +27,12 @@ from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
+from mlxpool.worker.scheduling.sequence import (
+    PromptLogprobs,
+    SampledToken,
+    Sequence,
+    TokenLogprob,
+)
 from mlxpool.worker.scheduling.spans import Span, require_plain
 from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET, Load, StepCost
 
@@ -102,10 +107,10 @@ class CountingEngine:
         )
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        return tokens
+        return tokens - (seq.reports and seq.submitted + tokens == seq.length)
 
     def submit(self, spans: Many[Span]) -> bool:
-        require_plain(spans, "the counting model")
+        require_plain([one for one in spans if not one.sequence.reports], "the counting model")
         for span in spans:
             seq = span.sequence
             context = self.context if seq.shift is None else seq.shift.context
@@ -126,7 +131,8 @@ class CountingEngine:
         drawing = [s.sequence for s in spans if s.draws and s.sequence in self.rows]
         for seq in drawing:
             seq.awaited -= 1
-        return StepResult([self._draw(seq) for seq in drawing], [])
+        prompts = [_reported(s) for s in spans if s.hidden and s.sequence in self.rows]
+        return StepResult([self._draw(seq) for seq in drawing], [], prompts=tuple(prompts))
 
     def forward(self, spans: Many[Span]) -> bool:
         raise NotImplementedError("the counting model draws tokens in the pass itself")
@@ -191,6 +197,20 @@ class CountingEngine:
 
     def close(self) -> None:
         self.rows.clear()
+
+
+def prompt_logprob(token: int) -> float:
+    """Returns what the model reports as the log-probability of a token of a prompt."""
+    return -token / 256
+
+
+def _reported(span: Span) -> PromptLogprobs:
+    """Returns the log-probabilities that a span reports; a token is its own alternative."""
+    seq = span.sequence
+    begin, top = max(span.start + 1, seq.reported), min(1, seq.options.prompt_alternatives)
+    ids = seq.prompt[begin : span.end + 1]
+    every = [(token, prompt_logprob(token)) for token in ids]
+    return PromptLogprobs(seq, begin, tuple(TokenLogprob(one[1], (one,) * top) for one in every))
 
 
 class CountingText:

@@ -16,7 +16,12 @@ from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.sequence import (
+    PromptLogprobs,
+    SampledToken,
+    Sequence,
+    SequenceFailed,
+)
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepCost
 
@@ -57,11 +62,13 @@ class StepResult:
 
     `drawn`: one token of each sequence, or where drafts were checked the right ones and the next,
     in order. `failed`: sequences whose logits were no numbers, which concerns no other one.
+    `prompts`: log-probabilities of prompts, where sequences report them.
     """
 
     drawn: list[SampledToken]
     failed: list[SequenceFailed]
     hidden: tuple[HiddenStates, ...] = ()
+    prompts: tuple[PromptLogprobs, ...] = ()
 
 
 class Engine(Protocol):

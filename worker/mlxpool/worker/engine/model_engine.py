@@ -29,6 +29,7 @@ from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
+from mlxpool.worker.engine.prompt_logprobs import logit_bytes, prompt_logprobs
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
@@ -42,7 +43,12 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, last_token
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
-from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.sequence import (
+    Phase,
+    PromptLogprobs,
+    Sequence,
+    SequenceFailed,
+)
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.transfers import downloads
@@ -204,7 +210,7 @@ class ModelEngine(RowEngine[CacheRow]):
         before = self._flights[-2] if len(self._flights) > 1 else None
         with self._discard_on_failure():
             sampled = self._draws.draw(asking, logits, before, masks) if asking else None
-            done, download = self._results(logits, sampled, flight.hidden)
+            done, download = self._results(logits, sampled, flight.hidden, flight.states)
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
         self._flights[-1] = replace(
             flight, undrawn=None, sampled=sampled, done=done, download=download
@@ -232,9 +238,14 @@ class ModelEngine(RowEngine[CacheRow]):
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
             asking, sampled = wants.asking, None
+            embedded = wants.embedded() if wants.hidden else ()
+            reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
+            states, hidden = (found.hidden, None) if reports else (None, found.hidden)
             if at_once and asking:
                 sampled = self._draws.draw(asking, found.logits, newest, {})
-            done, download = self._results(found.logits, sampled, found.hidden if at_once else None)
+            done, download = self._results(
+                found.logits, sampled, hidden if at_once else None, states
+            )
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
         self._flights.append(
@@ -248,39 +259,58 @@ class ModelEngine(RowEngine[CacheRow]):
                 download,
                 reads=bool(wants.chunks),
                 checks=wants.checks,
-                hidden=found.hidden,
-                embedded=wants.embedded() if wants.hidden else (),
+                hidden=hidden,
+                embedded=embedded,
                 undrawn=None if at_once else (asking, found.logits),
+                states=states,
             )
         )
         return fresh
 
     def _results(
-        self, logits: mx.array, sampled: SamplerOutput | None, hidden: mx.array | None
+        self,
+        logits: mx.array,
+        sampled: SamplerOutput | None,
+        hidden: mx.array | None,
+        states: mx.array | None = None,
     ) -> tuple[tuple[mx.array, ...], Download | None]:
         """Returns the arrays whose evaluation ends a pass, and the download of its results."""
         results = [] if sampled is None else sampled.arrays()
         if hidden is not None:
             results.append(hidden)
+        kept = () if states is None else (states,)
         if self._downloads is None or not results:
-            return tuple(results) or (logits,), None
+            return (*results, *kept) or (logits,), None
         download = self._downloads.begin(results)
-        return tuple(download.done), download
+        return (*download.done, *kept), download
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
         assert self._flights[0].undrawn is None, "`draw` comes before `collect`"
         with self._discard_on_failure():
             self._flights[0].wait()
+            finished = monotonic()
+            prompts, failed = self._prompt_logprobs(self._flights[0])
         flight = self._flights.popleft()
-        self._collected(flight, monotonic())
+        self._collected(flight, finished)
+        if prompts:
+            self._last_end = monotonic()  # the next pass has waited until now
         self._clear_buffers(after_chunk=flight.reads)
         for seq in flight.rows:
             seq.awaited -= 1
         found = flight.result()
+        if prompts or failed:
+            found = replace(found, prompts=tuple(prompts), failed=[*found.failed, *failed])
         if flight.checks:
             self._rewind(flight.checks, found)
         return found
+
+    def _prompt_logprobs(self, flight: Flight) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
+        """Returns what a pass that has ended reports of prompts."""
+        if flight.states is None:
+            return [], []
+        states = flight.states.astype(self._loaded.dtype)  # as they were: weights keep theirs
+        return prompt_logprobs(flight.embedded, states, self._model.logits_of, self.vocab_size)
 
     def _rewind(self, checks: Many[Span], found: StepResult) -> None:
         """Removes wrong drafts from the rows: a row keeps as many inputs as tokens were drawn."""
@@ -388,6 +418,8 @@ class ModelEngine(RowEngine[CacheRow]):
         small, large = map(self._measure_chunk, sizes)
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
+        # In place of a pass that has ended.
+        one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
         self._activation_bytes = (1 + self._lookahead) * one_pass
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()

@@ -61,7 +61,8 @@ class Flight:
     sampled arrays and hidden states on the host then; None: they are read where they are.
     `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
     `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
-    yet, and their logits.
+    yet, and their logits. `states` [H, d]: as `hidden`, but they stay on the device, for the
+    log-probabilities of prompts.
     """
 
     spans: tuple[Span, ...]
@@ -76,6 +77,7 @@ class Flight:
     embedded: tuple[tuple[Span, int], ...] = ()
     hidden: mx.array | None = None
     undrawn: tuple[list[Span], mx.array] | None = None
+    states: mx.array | None = None
 
     def without(self, seq: Sequence) -> Flight:
         """Returns the flight without the results of a sequence that lost its row."""
@@ -197,22 +199,29 @@ class RowEngine(ABC, Generic[R]):
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
         restore_at = len(seq.lasting) if seq.discarded else seq.restore_at
-        self._rows[seq], seq.submitted = self._prefix.begin(seq.tokens, restore_at, seq.media)
+        self._rows[seq], seq.submitted = self._prefix.begin(
+            seq.tokens, restore_at, seq.media, seq.cacheable
+        )
         if not seq.preempted:
             most = seq.prompt_inputs if seq.discarded else seq.length
             seq.cached = min(seq.submitted, most)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """See Engine.clip. Where rows cannot go back, the last input is a span of its own."""
+        """See Engine.clip. The last input is a span of its own where rows cannot go back, and where
+        the states of those before it are wanted.
+        """
         stop = self._prefix.next_restore_point(self._rows[seq])
         end = seq.submitted + tokens
         if stop is not None and seq.submitted < stop < end:
             end = stop
+        shared = len(seq.prompt) - 1  # where others with the same prompt begin
+        if seq.shared and self._prefix.whole and seq.submitted < shared < end:
+            end = shared
         if seq.media:
             end = readable_end(seq.media, seq.submitted, end, self.encoded)
             if end == seq.submitted:
                 return 0
-        if self._draws_alone and end == seq.length:
+        if (self._draws_alone or seq.reports) and end == seq.length:
             end -= 1
         return max(1, end - seq.submitted)
 
@@ -239,12 +248,22 @@ class RowEngine(ABC, Generic[R]):
 
     def _submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
         """Counts the inputs of a pass that was started; `keep` end at restore points."""
+        shared = []  # whose prompts others wait for, or will have
         for span in spans:
             seq = span.sequence
             seq.submitted, seq.awaited = span.end, seq.awaited + span.draws
+            if seq.shared and span.start < len(seq.prompt) - 1 <= span.end:
+                shared.append(seq)
         for span in keep:
-            self._bound_prefix()
-            self._prefix.keep(self._rows[span.sequence], span.sequence.tokens)
+            self._keep(span.sequence)
+        for seq in shared:
+            if self.blocks.find_one():  # for the copy of the block that it goes on writing
+                self._keep(seq, restore_point=True)
+
+    def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
+        """Has the prefix cache keep what the row of a sequence has; see PrefixCache.keep."""
+        self._bound_prefix()
+        self._prefix.keep(self._rows[seq], seq.tokens, restore_point=restore_point)
 
     def _collected(self, flight: Flight, finished: float) -> None:
         """Shows the cost model a pass that has ended."""

@@ -46,12 +46,22 @@ def _reason(cached: int, matched: int, length: int) -> str:
     return NO_STATE if matched else DIFFERENT
 
 
+def _most(prompt: Sequence[int], most: int | None) -> int:
+    """The most tokens of a prompt that a row may begin with: without the last one."""
+    return len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
+
+
 class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`.
-    `reason` says why the newest `begin` found what it found.
+    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`, and
+    `evicted_tokens` that are in no entry any more.
+    `reason` says why the newest `begin` found what it found. `shares`: a row in use can be kept for
+    others. `whole`: then they get all of its tokens or none.
     """
+
+    shares = False
+    whole = False
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         if budget < 0:
@@ -63,6 +73,7 @@ class PrefixCache(Generic[R]):
         self.misses = 0
         self.tokens = 0
         self.evictions = 0
+        self.evicted_tokens = 0
         self.reason = ""
 
     @property
@@ -80,13 +91,19 @@ class PrefixCache(Generic[R]):
         """Bytes of the entries."""
         return 0
 
-    def begin(self, prompt: Sequence[int], restore_at: int = 0, media: Spans = ()) -> tuple[R, int]:
+    def begin(
+        self,
+        prompt: Sequence[int],
+        restore_at: int = 0,
+        media: Spans = (),
+        most: int | None = None,
+    ) -> tuple[R, int]:
         """Returns a row for `prompt`, which is not empty, and the number of its tokens in the row.
 
         The last token is never in it: the caller computes its logits. `restore_at` is a position
         where a later prompt is likely to branch off, such as the end of the conversation before the
         generation prompt; 0: none. `media`: the images of the prompt; what the row has ends in no
-        group of them, and neither does a restore point.
+        group of them, and neither does a restore point. `most` bounds the tokens in the row.
         """
         self._count(0, OFF)
         return self._new_row(), 0
@@ -95,8 +112,11 @@ class PrefixCache(Generic[R]):
         """Returns where the next prefill chunk must end, followed by `keep`; None: anywhere."""
         return None
 
-    def keep(self, row: R, tokens: Sequence[int]) -> None:
-        """Keeps the tokens that the row has so far; the row stays in use."""
+    def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
+        """Keeps the tokens that the row has so far; the row stays in use.
+
+        `restore_point`: others will begin here, whether it is the next restore point or not.
+        """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
         """Ends the use of a row in any phase and keeps those of `tokens` that it has.
@@ -140,11 +160,17 @@ class SingleCache(PrefixCache[R]):
         """See PrefixCache: the allocated bytes of the row."""
         return self._entry.row.nbytes if self._entry else 0
 
-    def begin(self, prompt: Sequence[int], restore_at: int = 0, media: Spans = ()) -> tuple[R, int]:
+    def begin(
+        self,
+        prompt: Sequence[int],
+        restore_at: int = 0,
+        media: Spans = (),
+        most: int | None = None,
+    ) -> tuple[R, int]:
         """See PrefixCache. Drops the entry when the prompt cannot use it."""
         entry, self._entry = self._entry, None
         cached = common_prefix(entry.tokens, tuple(prompt)) if entry else 0
-        cached = prefix_end(media, min(cached, len(prompt) - 1))
+        cached = prefix_end(media, min(cached, _most(prompt, most)))
         if entry is not None and cached > 0 and self._rewind(entry.row, cached):
             self._count(cached, _reason(cached, cached, len(prompt)))
             return entry.row, cached
@@ -167,6 +193,7 @@ class SingleCache(PrefixCache[R]):
         if needed <= 0 or self._entry is None:
             return 0
         self.evictions += 1
+        self.evicted_tokens += len(self._entry.tokens)
         return self.clear()
 
     def clear(self) -> int:
@@ -191,8 +218,11 @@ class _ActiveRow(Generic[R, E, S]):
 class TreeCache(PrefixCache[R], Generic[R, E, S]):
     """A radix tree of all closed sequences, bounded by the budget."""
 
+    shares = True
+
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         super().__init__(store, budget)
+        self.whole = store.stateful
         self._store = store
         self._tree: Tree[E, S] = Tree(store)
         self._readers: dict[int, _ActiveRow[R, E, S]] = {}
@@ -208,12 +238,18 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         """The tree, for inspection."""
         return self._tree
 
-    def begin(self, prompt: Sequence[int], restore_at: int = 0, media: Spans = ()) -> tuple[R, int]:
+    def begin(
+        self,
+        prompt: Sequence[int],
+        restore_at: int = 0,
+        media: Spans = (),
+        most: int | None = None,
+    ) -> tuple[R, int]:
         """See PrefixCache. The path that the row began from is not evicted until `close`."""
         prompt = tuple(prompt)
         empty = not self.nbytes
         self._now += 1
-        match = self._match(prompt, media)
+        match = self._match(prompt, media, _most(prompt, most))
         cached, state = self._restorable(match)
         row = self._filled(match, cached, state, len(prompt))
         node = match.last or self._tree.root
@@ -231,12 +267,12 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         reader = self._readers.get(id(row))
         return reader.stops[0] if reader is not None and reader.stops else None
 
-    def keep(self, row: R, tokens: Sequence[int]) -> None:
+    def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
         """See PrefixCache. Makes a restore point where `next_restore_point` said so."""
         reader = self._readers[id(row)]
         node = self._insert(row, tuple(tokens[: row.offset]))
         if node is not None:
-            node.restore_point = node.restore_point or row.offset in reader.stops
+            node.restore_point |= restore_point or row.offset in reader.stops
             node.readers += 1
             before, reader.node = reader.node, node
             self._leave(before)
@@ -276,9 +312,9 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         self._tree.root.readers = len(self._readers)
         return before - self.nbytes
 
-    def _match(self, prompt: tuple[int, ...], media: Spans) -> Match[E, S]:
-        """Returns the longest match that leaves one token and ends in no group of `media`."""
-        match = self._tree.match(prompt, prefix_end(media, len(prompt) - 1))
+    def _match(self, prompt: tuple[int, ...], media: Spans, most: int) -> Match[E, S]:
+        """Returns the longest match of `most` tokens at most that ends in no group of `media`."""
+        match = self._tree.match(prompt, prefix_end(media, most))
         end = prefix_end(media, match.tokens)
         return match if end == match.tokens else self._tree.match(prompt, end)
 
@@ -355,8 +391,11 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return to
 
     def _evict(self, victim: Node[E, S]) -> None:
+        tokens, drops = len(victim.tokens), not victim.children
         self._tree.evict(victim)
         self.evictions += 1
+        if drops:
+            self.evicted_tokens += tokens - (len(victim.tokens) if victim.parent else 0)
 
     def _grow(
         self, row: R, tokens: tuple[int, ...], start: int, last: Node[E, S], need_state: bool

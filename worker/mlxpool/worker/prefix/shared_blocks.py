@@ -105,6 +105,12 @@ class BlockStore:
         blocks = {block for row in rows for block in row.table}
         return self._bytes * len(blocks - self._kept.keys())
 
+    def blocks_of(self, row: BlockRow) -> int:
+        """Returns the blocks of a row, without one that it has to copy before it writes on."""
+        at = row.offset // self._size
+        writes = row.offset % self._size > 0 and at < len(row.table)
+        return len(row.table) - (writes and self._pool.references(row.table[at]) > 1)
+
     @property
     def free_blocks(self) -> int:
         """Blocks that neither a row nor the tree has."""

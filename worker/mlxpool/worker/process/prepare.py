@@ -21,6 +21,7 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, CallKey, RunKey
+from mlxpool.worker.compute.prompt_report import PromptReport
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.media.literals import check_ids_of_text
 from mlxpool.worker.media.places import Inputs, with_images
@@ -149,6 +150,10 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     context = _context(opened, _facts(work), work.options)
     bound = NO_BOUND if work.options.truncate else context
     _check_biases(opened, work.options)
+    if work.options.prompt_alternatives >= 0 and opened.no_prompt_logprobs:
+        raise BadRequest(
+            f"log-probabilities of prompts are not supported: {opened.no_prompt_logprobs}"
+        )
     prompt = work.prompt
     if prompt.images and opened.images is None:
         raise BadRequest(NO_IMAGES)
@@ -211,6 +216,14 @@ def admit_of(
     detokenizer.replay(ids)
     if constraint is not None:
         constraint.replay(ids)
+    reported = 0 if work.resume is None else work.resume.reported
+    unseen = _unseen(opened, work, prompt_ids)
+    report = PromptReport.of(options, prompt_ids, opened.text.piece, reported, unseen)
+    if report is not None and ids and reported < len(prompt_ids):
+        raise BadRequest(
+            f"resume has {len(ids)} ids and {reported} of {len(prompt_ids)} reported tokens of the"
+            " prompt, which come before all ids"
+        )
     sequence = Sequence(
         id=key[0],
         run_number=key[1],
@@ -225,6 +238,8 @@ def admit_of(
         discarded=discarded,
         media=inside,
         images={span.image: whole.images[span.image] for span in inside},
+        shared=work.shared,
+        reported=max(1, reported) if options.prompt_alternatives >= 0 else 0,
     )
     facts = Facts(
         opened.digest,
@@ -236,7 +251,17 @@ def admit_of(
         removed,
         grammar,
     )
-    return Admit(sequence, facts, detokenizer, received, deadline, constraint)
+    return Admit(sequence, facts, detokenizer, received, deadline, constraint, report)
+
+
+def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
+    """How many first tokens of a text prompt the tokenizer has added to the text."""
+    added = () if opened.source is None else tuple(opened.source.prefix)
+    given = work.prompt
+    is_text = isinstance(given, TextPrompt) or (
+        isinstance(given, PackedPrompt) and given.key == "prompt"
+    )
+    return len(added) if is_text and prompt[: len(added)] == added else 0
 
 
 def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
@@ -314,6 +339,8 @@ def _context(opened: Opened, known: Facts, options: Options) -> int:
 def _max_tokens(known: Facts, prompt: int, context: int, options: Options) -> int:
     """The bound of ids over all attempts, which the first worker of the stream decided."""
     shift = options.shift
+    if options.prompt_only:
+        return 1  # one is drawn, which ends the reading of the prompt, and dropped
     if known.max_tokens is None:
         return context_policy.completion_tokens(options.max_tokens, prompt, context, shift=shift)
     limit = context_policy.completion_limit(prompt, context, shift=shift)

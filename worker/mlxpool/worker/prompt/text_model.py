@@ -108,7 +108,7 @@ class Opened:
 
     `source`: what other processes need to prepare requests; None: `text` is our own code, and does.
     `eos`: the tokens that end an answer. `no_format`: why answers cannot be constrained to a
-    format; "": they can.
+    format; "": they can. `no_prompt_logprobs`: why log-probabilities of prompts cannot be had.
     """
 
     digest: str
@@ -118,6 +118,7 @@ class Opened:
     source: TextSource | None = None
     eos: frozenset[int] = frozenset()
     no_format: str = ""
+    no_prompt_logprobs: str = ""
 
     @property
     def images(self) -> ImageInput | None:

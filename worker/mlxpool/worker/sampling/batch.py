@@ -265,10 +265,15 @@ def _no_numbers(seq: Sequence) -> SequenceFailed:
 def _logprob(sampled: SampledNumbers, seq: Sequence, row: int) -> TokenLogprob | None:
     if not seq.options.logprobs or sampled.logprobs is None:
         return None
-    chosen = sampled.logprobs[row]
-    wanted = seq.options.top_logprobs
+    return logprob_of_row(sampled, sampled.logprobs, row, seq.options.top_logprobs)
+
+
+def logprob_of_row(
+    sampled: SampledNumbers, logprobs: Many[float], row: int, wanted: int
+) -> TokenLogprob:
+    """Returns the log-probability of a row, with `wanted` of its most likely tokens."""
     if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
-        return TokenLogprob(chosen)
+        return TokenLogprob(logprobs[row])
     every = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
     top = sorted(every, key=lambda one: (-one[1], one[0]))
-    return TokenLogprob(chosen, tuple(top[:wanted]))
+    return TokenLogprob(logprobs[row], tuple(top[:wanted]))

@@ -240,12 +240,19 @@ def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> Sam
     """Adds the log-softmax of the raw logits, for all rows when one requests it."""
     if not batch.logprobs:
         return SamplerOutput(tokens)
+    return log_probabilities(raw, tokens, batch.top_logprobs)
+
+
+def log_probabilities(raw: mx.array, tokens: mx.array, k: int) -> SamplerOutput:
+    """Returns tokens [R] with their log-softmax, and the `k` most likely ones of each row.
+
+    `raw` are logits [R, vocabulary] in float32.
+    """
     near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
     rows = mx.arange(logprobs.shape[0], dtype=mx.int32) * logprobs.shape[1]
     flat = logprobs.reshape(-1)  # MLX compiles a kernel for each kind of index along an axis
     chosen = flat[rows + mx.maximum(tokens, 0)]
-    k = batch.top_logprobs
     if k == 0:
         return SamplerOutput(tokens, chosen)
     ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k].astype(mx.int32)

@@ -95,6 +95,10 @@ class BlockManager:
         self.give(seq, need)
         return True
 
+    def find_one(self) -> bool:
+        """Returns whether one block more is free, after evicting a cached prefix if necessary."""
+        return self._find(1)
+
     def lacks_blocks(self, seq: Sequence) -> bool:
         """Returns whether the next step of a running sequence needs more blocks than it has."""
         return blocks_for_step(seq) > self.given(seq)

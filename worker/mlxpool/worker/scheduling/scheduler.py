@@ -8,7 +8,7 @@ sequences in the order of their arrival.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -117,7 +117,10 @@ def _rows_and_prompts(
 
 def _chunk(sequence: Sequence, count: int) -> Span:
     start = sequence.submitted
-    return Span(sequence, start, count, draws=int(start + count == sequence.length))
+    end = start + count
+    if sequence.reports_after(start, end):
+        return Span(sequence, start, count, draws=0, hidden=True)
+    return Span(sequence, start, count, draws=int(end == sequence.length))
 
 
 def _first_chunk(prompt: Sequence, limits: StepLimits, clip: Clip) -> Span:
@@ -183,16 +186,22 @@ def _filled(chunks: list[Span], rows: int, sizes: Many[int]) -> list[Span]:
     return [*chunks[:-1], replace(last, count=last.count - spare)]
 
 
-def next_admissions(live: Many[Sequence], slots: int) -> list[Sequence]:
-    """Returns the waiting sequences to admit next, at most one for each free slot.
+def next_admissions(
+    live: Many[Sequence], slots: int, waits: Callable[[Sequence], bool] = lambda _: False
+) -> Iterator[Sequence]:
+    """Yields the waiting sequences to admit next, at most one for each free slot.
 
-    Preempted sequences come first.
+    Preempted sequences come first. One for which `waits` is true is left out: it is asked when the
+    sequences in front of it were admitted.
     """
     order = waiting(live)
-    if not order:
-        return []
-    free = max(0, slots - len(running(live)))
-    return sorted(order, key=lambda s: not s.preempted)[:free]
+    free = slots - len(running(live)) if order else 0
+    for one in sorted(order, key=lambda s: not s.preempted):
+        if free <= 0:
+            return
+        if not waits(one):
+            free -= 1
+            yield one
 
 
 def waiting(live: Many[Sequence]) -> list[Sequence]:

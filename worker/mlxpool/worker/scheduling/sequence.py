@@ -30,6 +30,9 @@ class Sequence:
     Prompt and completion are the stream. The model reads its inputs: the stream without the
     `discarded` tokens after the first `shift.keep`. Positions count inputs unless said otherwise.
     Where an image stands, `prompt` has its slots, see media/spans.py; a stream ends with a token.
+
+    `reported` counts the first tokens of the prompt whose log-probabilities were reported, from 1
+    on, for the first has none; 0: none is wanted.
     """
 
     id: bytes
@@ -51,6 +54,9 @@ class Sequence:
     discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
+    shared: bool = False  # others have its prompt: the prefix cache keeps it as soon as it is read
+    awaits: Sequence | None = None  # the one whose prompt it waits for, see shared_prompts.py
+    reported: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -79,6 +85,23 @@ class Sequence:
         if self.shift is None or not self.discarded:
             return self.tokens
         return self.token_range(0, self.shift.keep)
+
+    @property
+    def reports(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be reported."""
+        return 0 < self.reported < len(self.prompt)
+
+    def reports_after(self, start: int, end: int) -> bool:
+        """Whether the states of inputs [start, end) give log-probabilities of the prompt.
+
+        The state of an input gives those of the token behind it.
+        """
+        return self.reports and end >= self.reported and start < len(self.prompt) - 1
+
+    @property
+    def cacheable(self) -> int:
+        """The first inputs that may come from the prefix cache, which has no states of them."""
+        return self.reported - 1 if self.reports else self.length
 
     @property
     def shift_due(self) -> bool:
@@ -152,6 +175,15 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log-probabilities of tokens of a prompt, from number `first` on."""
+
+    sequence: Sequence
+    first: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(slots=True)  # not frozen, as Span: there is one for each row of each step

@@ -1,0 +1,170 @@
+"""Loads for the comparison of routing policies: requests with prompts that share beginnings.
+
+A request comes at a time of its own, or so long after the end of another one: the next turn of a
+chat is sent when the answer to the last was read, and an agent's calls follow each other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BLOCK = 512  # tokens that one hash of a recorded load stands for
+Segment = tuple[str, int]  # a name, the same wherever the text is the same, and its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. `after` is the index of the call that it follows, `delay` seconds behind it.
+
+    Without one it comes `delay` seconds after the begin. `prompt` is the whole prompt.
+    """
+
+    prompt: tuple[Segment, ...]
+    output: int
+    delay: float
+    answer: str = ""  # the name of its answer as a segment of later prompts
+    session: str = ""
+    after: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for _, length in self.prompt)
+
+
+@dataclass(slots=True)
+class Load:
+    """The calls of a load in the order in which they were drawn."""
+
+    name: str
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, call: Call) -> int:
+        self.calls.append(call)
+        return len(self.calls) - 1
+
+
+def chats(seed: int, count: int = 120, *, rate: float = 2.0, system: int = 800) -> Load:
+    """Long chats that share one system prompt: 3 to 9 turns, 8 s on average between two."""
+    draw, load = random.Random(seed), Load("chats, one system prompt")
+    for chat, at in enumerate(_arrivals(draw, count, rate)):
+        _chat(load, draw, f"chat {chat}", (("system", system),), at)
+    return load
+
+
+def tenants(seed: int, count: int = 240, *, rate: float = 3.0, tenants: int = 24) -> Load:
+    """Chats of 1 to 3 turns of many tenants, each with a long prompt of its own; few have most."""
+    draw, load = random.Random(seed), Load("tenants, a long prompt each")
+    shares = [1 / (rank + 1) for rank in range(tenants)]
+    for chat, at in enumerate(_arrivals(draw, count, rate)):
+        tenant = draw.choices(range(tenants), shares)[0]
+        _chat(load, draw, f"chat {chat}", ((f"tenant {tenant}", 1600),), at, turns=(1, 3))
+    return load
+
+
+def agents(seed: int, count: int = 40, *, rate: float = 0.5) -> Load:
+    """Agents that call tools in a loop of 4 to 8 steps, and try 1 to 3 branches from each."""
+    draw, load = random.Random(seed), Load("agents with branches")
+    for agent, at in enumerate(_arrivals(draw, count, rate)):
+        prompt: tuple[Segment, ...] = (("agent", 1200), (f"task {agent}", draw.randint(100, 400)))
+        last, delay = None, at
+        for step in range(draw.randint(4, 8)):
+            ends = []
+            for branch in range(draw.choices((1, 2, 3), (6, 2, 1))[0]):
+                output, answer = draw.randint(20, 120), f"agent {agent} answer {step} {branch}"
+                call = Call(prompt, output, delay, answer, f"agent {agent}", last)
+                ends.append((load.add(call), answer, output))
+            last, name, output = draw.choice(ends)
+            prompt += ((name, output), (f"result {agent} {step}", draw.randint(50, 500)))
+            delay = draw.uniform(0.1, 2.0)
+    return load
+
+
+def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int = 16) -> Load:
+    """Short questions about long documents: prompts dominate, and few documents are asked about."""
+    draw, load = random.Random(seed), Load("long prefixes, short questions")
+    for number, at in enumerate(_arrivals(draw, count, rate)):
+        document = (f"document {draw.randrange(groups)}", 3000)
+        prompt = (document, (f"question {number}", draw.randint(20, 60)))
+        load.add(Call(prompt, draw.randint(16, 48), at, f"question {number} answer"))
+    return load
+
+
+def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
+    """Single requests, all with the same long beginning: one worker alone could not serve them."""
+    draw, load = random.Random(seed), Load("one hot prompt")
+    for number, at in enumerate(_arrivals(draw, count, rate)):
+        prompt = (("hot", 2000), (f"question {number}", draw.randint(20, 80)))
+        load.add(Call(prompt, draw.randint(40, 200), at))
+    return load
+
+
+def nothing_shared(seed: int, count: int = 300, *, rate: float = 3.0) -> Load:
+    """Single requests with log-normal lengths and nothing in common."""
+    draw, load = random.Random(seed), Load("nothing shared")
+    for number, at in enumerate(_arrivals(draw, count, rate)):
+        length = int(min(3000, max(16, draw.lognormvariate(5.6, 1.0))))
+        output = int(min(512, max(16, draw.lognormvariate(4.8, 0.7))))
+        load.add(Call(((f"prompt {number}", length),), output, at))
+    return load
+
+
+SYNTHETIC: tuple[Callable[[int], Load], ...] = (
+    chats,
+    tenants,
+    agents,
+    long_prefixes,
+    one_hot_prompt,
+    nothing_shared,
+)
+
+
+def recorded(path: Path, *, most: int = 2000) -> Load:
+    """Read a recorded load: JSON lines with timestamp (ms), input_length, output_length, hash_ids.
+
+    A hash stands for a block of BLOCK tokens; equal hashes are equal blocks with equal beginnings.
+    This is the form of Mooncake's published traces. Raises ValueError naming the line.
+    """
+    load = Load(path.name)
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if number > most:
+                break
+            try:
+                row = json.loads(line)
+                left, segments = int(row["input_length"]), []
+                for hash_id in row["hash_ids"]:
+                    segments.append((f"block {hash_id}", min(BLOCK, left)))
+                    left -= BLOCK
+                call = Call(tuple(segments), int(row["output_length"]), row["timestamp"] / 1000)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error!r}") from None
+            load.add(call)
+    return load
+
+
+def _arrivals(draw: random.Random, count: int, rate: float) -> Iterator[float]:
+    at = 0.0
+    for _ in range(count):
+        at += draw.expovariate(rate)
+        yield at
+
+
+def _chat(
+    load: Load,
+    draw: random.Random,
+    name: str,
+    prompt: tuple[Segment, ...],
+    at: float,
+    turns: Sequence[int] = (3, 9),
+) -> None:
+    last, delay = None, at
+    for turn in range(draw.randint(*turns)):
+        prompt += ((f"{name} question {turn}", draw.randint(15, 120)),)
+        output, answer = draw.randint(40, 240), f"{name} answer {turn}"
+        last = load.add(Call(prompt, output, delay, answer, name, last))
+        prompt += ((answer, output),)
+        delay = draw.expovariate(1 / 8)

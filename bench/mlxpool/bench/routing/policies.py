@@ -1,0 +1,208 @@
+"""Routing policies: which waiting request a simulated worker is given next."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from mlxpool.bench.routing.loads import Call, Segment
+from mlxpool.bench.routing.simulated_worker import Row, SimulatedWorker
+from mlxpool.broker.routing.prompt_pieces import BYTES_PER_TOKEN, PromptPieces, pieces_of
+from mlxpool.broker.routing.route_choice import MAX_PASSED, MAX_REQUESTS, cheapest_pair
+from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Demand, Route, cost_ms
+from mlxpool.broker.routing.worker_speed import WorkerSpeed
+from mlxpool.common.protocol.prompts import ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A call that no worker has yet."""
+
+    number: int
+    call: Call
+    came: float  # seconds
+
+
+class Policy(Protocol):
+    """Chooses for one model; `workers` are all of it, free or not."""
+
+    def choose(
+        self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
+    ) -> tuple[Waiting, SimulatedWorker] | None: ...
+
+    def sent(self, request: Waiting, worker: SimulatedWorker) -> None: ...
+
+    def read(self, row: Row, worker: SimulatedWorker) -> None: ...
+
+    def ended(self, row: Row, worker: SimulatedWorker) -> None: ...
+
+    def stepped(self, worker: SimulatedWorker, rows: int, chunk: int, ms: float) -> None: ...
+
+
+class _Plain:
+    """What policies that remember nothing of workers have in common."""
+
+    def sent(self, request: Waiting, worker: SimulatedWorker) -> None: ...
+
+    def read(self, row: Row, worker: SimulatedWorker) -> None: ...
+
+    def ended(self, row: Row, worker: SimulatedWorker) -> None: ...
+
+    def stepped(self, worker: SimulatedWorker, rows: int, chunk: int, ms: float) -> None: ...
+
+
+class RoundRobin(_Plain):
+    """The next worker that has a free place."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    def choose(
+        self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
+    ) -> tuple[Waiting, SimulatedWorker] | None:
+        for _ in workers:
+            worker = workers[next(self._turns) % len(workers)]
+            if worker.credit > 0:
+                return waiting[0], worker
+        return None
+
+
+class LeastLoaded(_Plain):
+    """The worker with most free places."""
+
+    def choose(
+        self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
+    ) -> tuple[Waiting, SimulatedWorker] | None:
+        worker = max(workers, key=lambda each: each.credit)
+        return (waiting[0], worker) if worker.credit > 0 else None
+
+
+class SessionOnly(LeastLoaded):
+    """The worker that had the last call of the session; for a new session the least loaded."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, SimulatedWorker] = {}
+
+    def choose(
+        self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
+    ) -> tuple[Waiting, SimulatedWorker] | None:
+        known = self._last.get(waiting[0].call.session)
+        if known is not None and known.credit > 0:
+            return waiting[0], known
+        return super().choose(waiting, workers)
+
+    def sent(self, request: Waiting, worker: SimulatedWorker) -> None:
+        if request.call.session:
+            self._last[request.call.session] = worker
+
+
+class _Cheapest(_Plain):
+    """The cheapest pair of a waiting call and a worker, by a cost in milliseconds."""
+
+    def __init__(self) -> None:
+        self._passed: Counter[int] = Counter()  # by the number of a call
+
+    def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
+        raise NotImplementedError
+
+    def choose(
+        self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
+    ) -> tuple[Waiting, SimulatedWorker] | None:
+        first = waiting[:MAX_REQUESTS]
+        often_passed = [each for each in first if self._passed[each.number] >= MAX_PASSED]
+        pair = cheapest_pair(
+            often_passed[:1] or first, workers, self.cost, lambda _, worker: worker.credit > 0
+        )
+        if pair is None:
+            return None
+        for each in itertools.takewhile(lambda each: each is not pair.request, first):
+            self._passed[each.number] += 1
+        return pair.request, pair.worker
+
+
+class Oracle(_Cheapest):
+    """Knows each cache, each worker's speed and what each still has to do."""
+
+    def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
+        machine = worker.machine
+        unread = request.call.tokens - worker.will_find(request.call.prompt)
+        step = machine.step_ms + machine.row_ms * (1 + len(worker.rows) / 2)
+        output = min(MAX_OUTPUT, request.call.output)
+        return machine.prompt_ms * (unread + worker.unread) + output * step
+
+
+class Ours(_Cheapest):
+    """The broker's policy: it knows what it sent, and what workers report in heartbeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._routes: dict[str, Route] = {}
+        self._model = WorkerSpeed()
+        self._output = float(MAX_OUTPUT)  # tokens of an answer, an average
+        self._demands: dict[int, Demand] = {}
+
+    def _route(self, worker: SimulatedWorker) -> Route:
+        return self._routes.setdefault(worker.name, Route())
+
+    def _demand(self, request: Waiting) -> Demand:
+        if request.number not in self._demands:
+            call = request.call
+            session = ("", call.session)
+            self._demands[request.number] = Demand(
+                _pieces(call.prompt), round(self._output), session
+            )
+        return self._demands[request.number]
+
+    def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
+        route = self._route(worker)
+        return cost_ms(self._demand(request), route, len(worker.rows), self._model)
+
+    def sent(self, request: Waiting, worker: SimulatedWorker) -> None:
+        route = self._route(worker)
+        route.sent(request.number, self._demand(request))
+        route.index.bound(worker.machine.cache)
+
+    def read(self, row: Row, worker: SimulatedWorker) -> None:
+        self._route(worker).has_read(row.number)
+
+    def ended(self, row: Row, worker: SimulatedWorker) -> None:
+        route = self._route(worker)
+        route.ended(row.number, row.cached)
+        route.dropped(worker.cache.evicted)
+        self._demands.pop(row.number, None)
+        self._output += 0.05 * (row.call.output - self._output)
+
+    def stepped(self, worker: SimulatedWorker, rows: int, chunk: int, ms: float) -> None:
+        speed = self._route(worker).speed
+        if chunk and not rows:
+            speed.prompt_ms = ms / chunk
+            self._model.prompt_ms = self._model.prompt_ms or speed.prompt_ms
+        if rows and not chunk:
+            speed.observe_step(rows, ms)
+            self._model.observe_step(rows, ms)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "round robin": RoundRobin,
+    "least loaded": LeastLoaded,
+    "session": SessionOnly,
+    "ours": Ours,
+    "oracle": Oracle,
+}
+
+
+def _pieces(prompt: tuple[Segment, ...]) -> PromptPieces:
+    return pieces_of(ChatPrompt([_message(segment) for segment in prompt]))
+
+
+@cache
+def _message(segment: Segment) -> dict[str, str]:
+    """A message of so many tokens, by the broker's estimate, that is equal for equal segments."""
+    name, count = segment
+    role = "assistant" if " answer " in name else "user"
+    length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes are of the map around it
+    return {"role": role, "content": f"{name} ".ljust(length, ".")}

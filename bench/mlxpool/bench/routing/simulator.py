@@ -1,0 +1,110 @@
+"""Runs a load under a policy on simulated workers, and sums up what came of it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlxpool.bench.routing.loads import Load
+from mlxpool.bench.routing.policies import Policy, Waiting
+from mlxpool.bench.routing.simulated_worker import Machine, SimulatedWorker
+
+COMES, STEPS = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`read`: prompt tokens that the workers computed; `unique`: those that one cache would have.
+
+    Times of first tokens are milliseconds since a call came.
+    """
+
+    read: int
+    unique: int
+    tokens_per_second: float  # of answers
+    first_median: float
+    first_p99: float
+
+    @property
+    def read_over_unique(self) -> float:
+        return self.read / max(1, self.unique)
+
+
+def run(load: Load, policy: Policy, machines: Sequence[Machine]) -> Outcome:
+    """Simulate until the last call has ended."""
+    return _Simulation(load, policy, machines).run()
+
+
+class _Simulation:
+    """`_events` are (time, COMES, number of a call) and (time, STEPS, number of a worker)."""
+
+    def __init__(self, load: Load, policy: Policy, machines: Sequence[Machine]) -> None:
+        self._load, self._policy = load, policy
+        self._workers = [SimulatedWorker(str(n), machine) for n, machine in enumerate(machines)]
+        self._busy = [False] * len(machines)  # computes a step
+        self._waiting: list[Waiting] = []
+        self._firsts: list[float] = []  # milliseconds
+        self._followers: dict[int, list[int]] = {}
+        self._events: list[tuple[float, int, int]] = []
+        for number, call in enumerate(load.calls):
+            if call.after is None:
+                heapq.heappush(self._events, (call.delay, COMES, number))
+            else:
+                self._followers.setdefault(call.after, []).append(number)
+
+    def run(self) -> Outcome:
+        begin = now = self._events[0][0]
+        while self._events:
+            now, kind, number = heapq.heappop(self._events)
+            if kind == COMES:
+                self._waiting.append(Waiting(number, self._load.calls[number], now))
+            else:
+                self._busy[number] = False
+            self._dispatch()
+            for index, worker in enumerate(self._workers):
+                if worker.rows and not self._busy[index]:
+                    self._step(index, worker, now)
+        tokens, firsts = sum(call.output for call in self._load.calls), sorted(self._firsts)
+        return Outcome(
+            sum(worker.read for worker in self._workers),
+            unique_tokens(self._load),
+            tokens / max(1e-9, now - begin),
+            firsts[len(firsts) // 2],
+            firsts[int((len(firsts) - 1) * 0.99)],
+        )
+
+    def _dispatch(self) -> None:
+        while self._waiting:
+            pair = self._policy.choose(self._waiting, self._workers)
+            if pair is None:
+                return
+            request, worker = pair
+            self._waiting.remove(request)
+            self._policy.sent(request, worker)
+            worker.give(request.number, request.call, request.came)
+
+    def _step(self, index: int, worker: SimulatedWorker, now: float) -> None:
+        before = worker.read
+        end, finished, ended, decoded = worker.step(now)
+        self._busy[index] = True
+        heapq.heappush(self._events, (end, STEPS, index))
+        self._policy.stepped(worker, decoded, worker.read - before, (end - now) * 1000)
+        for row in finished:
+            self._firsts.append((row.first - row.came) * 1000)
+            self._policy.read(row, worker)
+        for row in ended:
+            self._policy.ended(row, worker)
+            for child in self._followers.get(row.number, ()):
+                at = end + self._load.calls[child].delay
+                heapq.heappush(self._events, (at, COMES, child))
+
+
+def unique_tokens(load: Load) -> int:
+    """What one worker with an endless cache would compute of the prompts."""
+    worker = SimulatedWorker("all", Machine(cache=1 << 40))
+    read = 0
+    for call in load.calls:
+        read += call.tokens - worker.cache.found(call.prompt)
+        worker.cache.keep((*call.prompt, (call.answer, call.output)))
+    return read

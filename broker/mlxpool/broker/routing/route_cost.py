@@ -1,0 +1,110 @@
+"""What a request costs on a worker, in milliseconds of it and of those that share it.
+
+Tokens are the wrong unit where replicas differ in speed: the same prompt takes four times as long
+on one that is four times slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlxpool.broker.routing.prefix_index import PrefixIndex
+from mlxpool.broker.routing.prompt_pieces import PromptPieces
+from mlxpool.broker.routing.worker_speed import (
+    DEFAULT_PROMPT_MS,
+    WorkerSpeed,
+)
+
+MAX_OUTPUT = 200  # tokens of an answer that count: rows come and go, so later steps are not known
+TRUST_WEIGHT = 0.1  # of the newest request in `trust`
+MAX_SESSIONS = 512  # remembered of one worker
+MAX_GROUPS = 512  # likewise
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of a worker. `session` is empty for a request without one."""
+
+    pieces: PromptPieces
+    output_tokens: int
+    session: tuple[str, str] = ("", "")  # owner and name
+
+
+@dataclass(eq=False, slots=True)
+class Route:
+    """What the broker knows of one incarnation of a worker for the choice among workers."""
+
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)
+    trust: float = 1.0  # cached tokens over predicted ones, an average of requests
+    sessions: dict[tuple[str, str], int] = field(default_factory=dict)  # -> tokens of the prompt
+    groups: dict[tuple[str, str], None] = field(default_factory=dict)  # of choices, by owner
+    predicted: dict[int, int] = field(default_factory=dict)  # run -> tokens taken to be cached
+    unread: dict[int, int] = field(default_factory=dict)  # run without a first token -> tokens
+    evicted: int = 0  # tokens that its cache has dropped, by the newest heartbeat
+
+    def found(self, demand: Demand) -> int:
+        """Returns how many tokens of a prompt the worker was sent before."""
+        found = self.index.found(demand.pieces)
+        if demand.session[1]:
+            found = max(found, min(self.sessions.get(demand.session, 0), demand.pieces.tokens))
+        return found
+
+    def sent(self, run: int, demand: Demand) -> None:
+        """The worker is given a request."""
+        found = self.found(demand)
+        self.predicted[run] = found
+        self.unread[run] = max(1, demand.pieces.tokens - round(found * self.trust))
+        self.index.add(demand.pieces)
+        if demand.session[1]:
+            self.sessions.pop(demand.session, None)
+            self.sessions[demand.session] = demand.pieces.tokens
+            if len(self.sessions) > MAX_SESSIONS:
+                del self.sessions[next(iter(self.sessions))]
+
+    def has_group(self, group: tuple[str, str]) -> None:
+        """The worker is given a choice of this group: the others of it follow."""
+        self.groups.pop(group, None)
+        self.groups[group] = None
+        if len(self.groups) > MAX_GROUPS:
+            del self.groups[next(iter(self.groups))]
+
+    def has_read(self, run: int) -> None:
+        """The prompt of a run has been read."""
+        self.unread.pop(run, None)
+
+    def ended(self, run: int, cached: int | None = None) -> None:
+        """A run has ended; `cached` tokens of its prompt were found, None: it was not said."""
+        self.unread.pop(run, None)
+        predicted = self.predicted.pop(run, 0)
+        if cached is not None and predicted > 0:
+            ratio = min(1.5, cached / predicted)
+            self.trust += TRUST_WEIGHT * (ratio - self.trust)
+
+    def drop_runs(self) -> None:
+        """No run is in the worker any more."""
+        self.unread.clear()
+        self.predicted.clear()
+
+    def dropped(self, evicted: int) -> None:
+        """The worker's cache has dropped so many tokens since it started."""
+        if evicted > self.evicted:
+            self.index.shrink(evicted - self.evicted)
+            self.evicted = evicted
+
+
+def cost_ms(demand: Demand, route: Route, rows: int, model: WorkerSpeed) -> float:
+    """Returns the milliseconds that a request costs on a worker that runs `rows` others.
+
+    They are the time to read what it has not cached, behind what it has still to read, and the
+    decode steps of the answer. Of these, half the rows count that are there now: they end while the
+    answer is made. `model` is the speed of the model's workers together, for a worker that has not
+    read or decoded yet.
+    """
+    speed = route.speed
+    prompt_ms = speed.prompt_ms or model.prompt_ms or DEFAULT_PROMPT_MS
+    unread = max(0.0, demand.pieces.tokens - route.trust * route.found(demand))
+    waiting = sum(route.unread.values())
+    steps = speed if speed.knows_steps else model
+    step_ms = steps.step_ms(1 + rows / 2)
+    return prompt_ms * (unread + waiting) + min(MAX_OUTPUT, demand.output_tokens) * step_ms

@@ -1,0 +1,217 @@
+"""Choices: several completions of one prompt, as a request each; and the stream of all of them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, overload
+
+from mlxpool.client.connection import Connection, OpenStream
+from mlxpool.client.request import reports_prompt
+from mlxpool.client.stream import Delta, Result
+from mlxpool.common.checks import is_integer, shown
+from mlxpool.common.closing import Closing
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import MAX_SEED
+from mlxpool.common.protocol import choice
+from mlxpool.common.protocol.choice import MAX_CHOICES, Choice
+from mlxpool.common.protocol.from_client import GenerateDraft
+
+DRAWN_SEEDS = 2**53  # seeds that are drawn are below: every JSON reader keeps their digits
+
+Item = tuple[int, Delta | None]  # the number of a choice, and its next delta; None: its end
+Put = Callable[[Item], None]
+
+
+class Choices(Sequence[Result]):
+    """The completions of one prompt, in the order of their `index`.
+
+    Choice i has seed + i, where `seed` is that of the request, or one that was drawn: `generate`
+    with that seed and no `n` gives the same completion again.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        """`results` are in the order of their index, and not empty."""
+        self._results = tuple(_with_prompt(results))
+
+    @property
+    def choices(self) -> tuple[Result, ...]:
+        """The completions as a tuple."""
+        return self._results
+
+    @property
+    def seed(self) -> int:
+        """The seed of choice 0."""
+        return self._results[0].seed
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        """Token counts of all choices together: the prompt counts once."""
+        prompt = self._results[0].usage.get("prompt_tokens", 0)
+        completion = sum(one.usage.get("completion_tokens", 0) for one in self._results)
+        return {
+            "prompt_tokens": prompt,
+            "cached_tokens": min(one.usage.get("cached_tokens", 0) for one in self._results),
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    @property
+    def prompt(self) -> tuple[Mapping[str, Any], ...]:
+        """The tokens of the prompt, if echo or prompt_logprobs asks for them."""
+        return self._results[0].prompt
+
+    @overload
+    def __getitem__(self, index: int) -> Result: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Result, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Result | tuple[Result, ...]:
+        return self._results[index]
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __repr__(self) -> str:
+        return f"Choices({list(self._results)!r})"
+
+
+def _with_prompt(results: Sequence[Result]) -> Iterator[Result]:
+    """The results, each with what choice 0 reports of the prompt."""
+    first = results[0].prompt
+    return (replace(one, prompt=first) if first else one for one in results)
+
+
+def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
+    """The `generate` of each of `n` choices. Raises BadRequest for another number than 1 to 64.
+
+    Choice 0 alone reports log-probabilities of the prompt, which is computed for it: the others
+    would have to read it again.
+    """
+    if not is_integer(n) or not 1 <= n <= MAX_CHOICES:
+        raise BadRequest(f"n is {shown(n)}, must be an integer from 1 to {MAX_CHOICES}")
+    options = dict(draft.options)
+    seed = options.get("seed")
+    if seed is None or (is_integer(seed) and seed < 0):
+        seed = secrets.randbelow(DRAWN_SEEDS)
+    if is_integer(seed) and seed <= MAX_SEED < seed + n - 1:
+        raise BadRequest(f"seed is {seed}: choice {n - 1} would have {seed + n - 1}, over 2^64 - 1")
+    group = os.urandom(16).hex()
+    drafts = []
+    for index in range(n):
+        own = {**options, "seed": seed + index if is_integer(seed) else seed}
+        if index and reports_prompt(draft):
+            own["prompt_logprobs"] = -1
+        settings = dict(draft.settings)
+        if n > 1:
+            settings[choice.KEY] = Choice(group, index, n).body()
+        drafts.append(replace(draft, options=own, settings=settings))
+    return drafts
+
+
+class OpenChoices:
+    """The open streams of all choices. `put` gets their items, on the connection's thread."""
+
+    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft], put: Put) -> None:
+        """Raises TooLarge or BadRequest if they cannot be sent; then none is."""
+        self._connection = connection
+        self._open: list[OpenStream] = []
+        self._held: list[Delta] = []
+        self._begun = False
+        self.left = len(drafts)  # choices that have not ended
+        try:
+            for number, draft in enumerate(drafts):
+                self._open.append(connection.open(draft, partial(_put, put, number)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ids(self) -> list[bytes]:
+        """The ids of the requests, 16 bytes each."""
+        return [one.state.id for one in self._open]
+
+    def take(self, item: Item) -> list[Delta]:
+        """The reader took an item; returns the deltas that it may have now.
+
+        Those of the first choices are held back until every choice is accepted, so that a refusal
+        comes before all text. Raises the error of a choice that ends with one.
+        """
+        number, delta = item
+        if self._connection.took(self._open[number], delta) is None:
+            self.left -= 1
+        else:
+            assert delta is not None
+            self._held.append(delta)
+        if not self._begun:
+            self._begun = all(one.state.boot or one.state.over for one in self._open)
+        if not self._begun:
+            return []
+        ready, self._held = self._held, []
+        return ready
+
+    def whole(self) -> Choices:
+        """All completions. Raises the error of the first that has one; RuntimeError too early."""
+        states = [one.state for one in self._open]
+        failed = [state for state in states if state.error is not None]
+        return Choices([state.whole() for state in failed or states])
+
+    def close(self) -> None:
+        """Cancel the choices that are not finished."""
+        for one in self._open:
+            self._connection.leave(one)
+
+
+def _put(put: Put, number: int, delta: Delta | None) -> None:
+    put((number, delta))
+
+
+class ChoicesStream(Closing):
+    """An iterator over the deltas of several choices, as they arrive; `index` names the choice.
+
+    No delta comes before every choice is accepted. An error of one choice is raised, and ends the
+    others. Leaving the loop, `close` or the end of a `with` cancels what is not finished. After the
+    last delta `result` holds all completions.
+    """
+
+    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._choices = OpenChoices(connection, drafts, self._queue.put)
+
+    @property
+    def ids(self) -> list[bytes]:
+        """The id of each choice's request, 16 bytes."""
+        return self._choices.ids
+
+    @property
+    def result(self) -> Choices:
+        """All completions.
+
+        Raises the error of the first choice that has one, and RuntimeError before the end; `read`
+        waits for it.
+        """
+        return self._choices.whole()
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while self._choices.left:
+                self._connection.check_process()
+                yield from self._choices.take(self._queue.get())
+        finally:
+            self.close()
+
+    def read(self) -> Choices:
+        """Wait for the end of all choices. Raises the error of the first that ends with one."""
+        for _ in self:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Cancel the choices that are not finished."""
+        self._choices.close()

@@ -1,0 +1,48 @@
+"""Choices: several completions of one prompt. Each is a request; `choice` says that they belong
+together, so that one worker computes them and reads the prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.checks import integer
+from mlxpool.common.errors import BadRequest
+
+KEY = "choice"
+MAX_CHOICES = 64  # of one prompt
+MAX_GROUP = 64  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Choice `index`, from 0, of the `of` choices of a prompt.
+
+    `group` is a text that its client uses for these choices alone.
+    """
+
+    group: str
+    index: int
+    of: int
+
+    def body(self) -> dict[str, Any]:
+        return {"group": self.group, "index": self.index, "of": self.of}
+
+    @classmethod
+    def parse(cls, raw: object) -> Choice | None:
+        """The value of `choice` in a `generate`; None: there is none. Raises BadRequest."""
+        if raw is None:
+            return None
+        if not isinstance(raw, Mapping):
+            raise BadRequest(f"choice must be a map {{group, index, of}}, got {raw!r:.60}")
+        group = raw.get("group")
+        if not isinstance(group, str) or not 1 <= len(group) <= MAX_GROUP:
+            raise BadRequest(f"choice.group must be a text of 1 to {MAX_GROUP} characters")
+        named = {f"{KEY}.{name}": raw.get(name) for name in ("of", "index")}
+        of = integer(named, f"{KEY}.of", 1, MAX_CHOICES)
+        index = integer(named, f"{KEY}.index", 0, MAX_CHOICES - 1)
+        if of is None or index is None or index >= of:
+            raise BadRequest(f"choice.index is {index}, must be below choice.of, which is {of}")
+        return cls(group, index, of)

@@ -1,0 +1,72 @@
+"""The simulator of routing policies, on small loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxpool.bench.routing.loads import SYNTHETIC, Call, Load, chats, nothing_shared, recorded
+from mlxpool.bench.routing.policies import POLICIES
+from mlxpool.bench.routing.simulated_worker import Machine, SimulatedWorker
+from mlxpool.bench.routing.simulator import run
+
+MACHINES = [Machine()] * 4
+
+
+def test_a_step_takes_the_time_of_its_rows_and_its_chunk() -> None:
+    worker = SimulatedWorker("w", Machine())
+    worker.give(0, Call((("a", 300),), 2, 0.0, "a answer"), 0.0)
+    end, finished, ended, decoded = worker.step(0.0)
+    assert end == pytest.approx(0.256) and not finished and not ended and not decoded
+    end, finished, ended, decoded = worker.step(end)
+    assert end == pytest.approx(0.3) and len(finished) == 1 and not ended
+    end, finished, ended, decoded = worker.step(end)
+    assert end == pytest.approx(0.322) and len(ended) == decoded == 1
+    assert worker.cache.found((("a", 300), ("a answer", 2), ("more", 50))) == 288
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_serves_every_call(name: str) -> None:
+    load = chats(1, 10)
+    found = run(load, POLICIES[name](), MACHINES)
+    assert 0 < found.unique <= found.read <= sum(call.tokens for call in load.calls)
+    assert found.tokens_per_second > 0 and found.first_p99 >= found.first_median > 0
+
+
+@pytest.mark.parametrize("draw", SYNTHETIC)
+def test_ours_reads_about_as_little_as_the_oracle(draw: type) -> None:
+    loads = [draw(seed, 60) for seed in range(2)]
+    ours, oracle, least = (
+        [run(load, POLICIES[name](), MACHINES) for load in loads]
+        for name in ("ours", "oracle", "least loaded")
+    )
+    read = sum(each.read for each in ours)
+    assert read <= 1.25 * sum(each.read for each in oracle)
+    assert read <= sum(each.read for each in least)
+    rate = sum(each.tokens_per_second for each in ours)
+    assert rate >= 0.97 * sum(each.tokens_per_second for each in least)
+
+
+def test_a_slow_replica_gets_less() -> None:
+    slow = replace(MACHINES[0], prompt_ms=4.0, step_ms=80.0, row_ms=8.0)
+    load = nothing_shared(1, 100)
+    ours, least = (
+        run(load, POLICIES[name](), [*MACHINES[:3], slow]) for name in ("ours", "least loaded")
+    )
+    assert ours.first_p99 <= least.first_p99
+
+
+def test_recorded_loads_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 1500, "input_length": 700, "output_length": 7, "hash_ids": [1, 3]}\n'
+    )
+    load: Load = recorded(path)
+    assert [call.tokens for call in load.calls] == [600, 700]
+    assert load.calls[1].delay == 1.5 and load.calls[0].prompt[0] == load.calls[1].prompt[0]
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="line 1"):
+        recorded(path)

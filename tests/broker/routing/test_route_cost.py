@@ -1,0 +1,117 @@
+"""What a request costs on a worker, and how fast workers are."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.broker.routing.prompt_pieces import PromptPieces
+from mlxpool.broker.routing.route_choice import Pair, cheapest_pair
+from mlxpool.broker.routing.route_cost import MAX_SESSIONS, Demand, Route, cost_ms
+from mlxpool.broker.routing.worker_speed import WorkerSpeed
+
+
+def demand(tokens: int, name: bytes = b"a", session: str = "") -> Demand:
+    return Demand(PromptPieces((name,), (tokens,), tokens), 100, ("me", session))
+
+
+def route(prompt_ms: float, *steps: tuple[int, float]) -> Route:
+    made = Route()
+    made.speed.prompt_ms = prompt_ms
+    for rows, ms in steps:
+        made.speed.observe_step(rows, ms)
+    return made
+
+
+def test_the_cost_is_the_time_to_read_and_to_decode() -> None:
+    one = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms a row
+    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(600 + 100 * 24)
+    one.sent(1, demand(50, b"other"))
+    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(700 + 100 * 24)
+    one.has_read(1)
+    one.sent(2, demand(300))
+    one.has_read(2)
+    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(100 * 24)
+
+
+def test_a_slow_replica_costs_more_for_the_same_prompt() -> None:
+    fast, slow = route(1.0, (1, 10.0)), route(4.0, (1, 40.0))
+    slow.sent(1, demand(300))
+    slow.has_read(1)
+    assert cost_ms(demand(300), fast, 0, WorkerSpeed()) < cost_ms(
+        demand(300), slow, 0, WorkerSpeed()
+    )
+
+
+def test_an_unknown_worker_is_taken_to_be_as_fast_as_the_others() -> None:
+    model = WorkerSpeed()
+    model.prompt_ms = 3.0
+    model.observe_step(1, 7.0)
+    assert cost_ms(demand(10), Route(), 0, model) == pytest.approx(30 + 700)
+
+
+def test_predictions_are_corrected_by_what_was_cached() -> None:
+    one = route(1.0, (1, 10.0))
+    one.index.add(demand(400).pieces)
+    for run in range(100):
+        one.sent(run, demand(400))
+        one.ended(run, cached=100)
+    assert one.trust == pytest.approx(0.25, abs=0.01)
+    assert not one.predicted and not one.unread
+    assert cost_ms(demand(400), one, 0, WorkerSpeed()) == pytest.approx(300 + 1000, rel=0.01)
+
+
+def test_evictions_shrink_the_index_once() -> None:
+    one = route(1.0)
+    one.sent(1, demand(400))
+    one.dropped(0)
+    assert one.index.tokens == 400
+    one.dropped(300)
+    assert one.index.tokens == 0
+    one.sent(2, demand(400))
+    one.dropped(300)
+    assert one.index.tokens == 400
+
+
+def test_a_session_is_found_with_its_prompts_length_and_sessions_are_bounded() -> None:
+    one = Route()
+    one.sent(1, demand(400, b"a", "s"))
+    assert one.found(demand(500, b"b", "s")) == 400
+    assert one.found(demand(300, b"b", "s")) == 300
+    assert one.found(demand(500, b"b", "t")) == 0
+    for number in range(MAX_SESSIONS):
+        one.sent(2 + number, demand(10, b"%d" % number, str(number)))
+    assert one.found(demand(500, b"b", "s")) == 0
+    assert len(one.sessions) == MAX_SESSIONS
+
+
+def test_steps_are_fitted_by_a_line_over_rows() -> None:
+    speed = WorkerSpeed()
+    for _ in range(50):
+        for rows in (1, 2, 4, 8):
+            speed.observe_step(rows, 10 + 3 * rows)
+    assert speed.step_ms(6) == pytest.approx(28, rel=1e-6)
+    speed.observe_step(0, 99)
+    speed.observe_step(3, 0)
+    assert speed.step_ms(6) == pytest.approx(28, rel=1e-6)
+
+
+def test_newer_steps_weigh_more() -> None:
+    speed = WorkerSpeed()
+    for ms in [10.0] * 300 + [40.0] * 300:
+        speed.observe_step(4, ms)
+    assert speed.step_ms(4) == pytest.approx(40, rel=0.01)
+    assert speed.step_ms(1) > 0
+
+
+def test_the_pair_that_loses_least_is_chosen() -> None:
+    costs = {("a", "x"): 5.0, ("a", "y"): 1.0, ("b", "x"): 3.0, ("b", "y"): 2.0}
+
+    def choose(*free: str) -> Pair[str, str] | None:
+        return cheapest_pair(
+            ["a", "b"], ["x", "y"], lambda r, w: costs[r, w], lambda _, worker: worker in free
+        )
+
+    assert choose("x", "y") == Pair("a", "y", 0.0)
+    assert choose("x") == Pair("b", "x", 1.0), "a loses 4 there, b only 1"
+    assert choose("y") == Pair("a", "y", 0.0)
+    assert choose() is None

@@ -1,0 +1,85 @@
+"""The stream of several choices, against a fake broker of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxpool.client import AsyncClient, Client
+from mlxpool.common.errors import QueueFull
+from support import kinds
+from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path for its socket
+        made = FakeBroker(Path(folder)).open()
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def cancelled(broker: FakeBroker, count: int) -> set[bytes | None]:
+    return {broker.receive(kinds.CANCEL).header.id for _ in range(count)}
+
+
+def test_no_text_comes_before_every_choice_is_accepted(broker: FakeBroker) -> None:
+    with (
+        Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
+        client.stream("m", "x", n=3) as stream,
+    ):
+        first, second = broker.accept(), broker.accept()
+        third = broker.receive(kinds.GENERATE).header.id
+        assert third is not None and [first, second, third] == stream.ids
+        broker.tokens(first, 0, 2)
+        broker.done(first, 2)
+        broker.error(third, "queue_full")
+        with pytest.raises(QueueFull):
+            next(iter(stream))
+        assert cancelled(broker, 1) == {second}
+        with pytest.raises(QueueFull):
+            _ = stream.result
+
+
+def test_what_was_held_back_comes_with_the_last_acceptance(broker: FakeBroker) -> None:
+    with (
+        Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
+        client.stream("m", "x", n=2, seed=4) as stream,
+    ):
+        first = broker.accept()
+        broker.tokens(first, 0, 2)
+        broker.accept()
+        broker.tokens(first, 2)
+        broker.done(first, 3)
+        second = stream.ids[1]
+        broker.tokens(second, 0)
+        broker.done(second, 1)
+        found = [(delta.index, delta.ids) for delta in stream]
+        assert sorted(found) == [(0, (0, 1)), (0, (2,)), (1, (0,))]
+        assert [one.ids for one in stream.result] == [(0, 1, 2), (0,)]
+
+
+def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> None:
+    async def leave() -> None:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
+            async with client.stream("m", "x", n=3) as stream:
+                for _ in range(3):
+                    await asyncio.to_thread(broker.accept)
+                broker.tokens(stream.ids[0], 0)
+                broker.done(stream.ids[0], 1)
+                async for delta in stream:
+                    assert delta.ids == (0,)
+                    break
+                while not stream._choices._open[0].state.over:
+                    await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(cancelled, broker, 2) == {*stream.ids[1:]}
+
+    asyncio.run(leave())

@@ -1,0 +1,252 @@
+"""`n`, `best_of`, `echo` and log-probabilities of prompts, with OpenAI's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from mlxpool.client import Client
+from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
+from support.numpy_llama import demo_logprobs
+from support.pool import Pool
+
+pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+CONFIG = """
+[models.demo]
+path = "builtin:demo"
+replicas = 2
+[models.slow]
+path = "builtin:counting"
+sequences = 1
+counting.step_us = 1000
+[pool]
+queue_limit = 62
+"""
+PROMPT = "def walk(top, topdown=True):\n    for name in os.listdir(top):\n"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(pool: Pool) -> Iterator[GatewayThread]:
+    with GatewayThread(pool.run_dir) as running:
+        yield running
+
+
+@pytest.fixture
+def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def native(pool: Pool) -> Iterator[Client]:
+    with pool.client() as connected:
+        yield connected
+
+
+def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any]:
+    """The answer as plain values; `extra` are fields that OpenAI's client does not know."""
+    extra = body.pop("extra", None)
+    asked = {"model": "demo", "temperature": 0, "max_tokens": 6, **body}
+    found: dict[str, Any] = client.completions.create(
+        prompt=prompt, extra_body=extra, **asked
+    ).model_dump()
+    return found
+
+
+def told(seed: int, count: int, prompt: str = "hello") -> str:
+    return text_of(expected_ids(prompt, seed, count))
+
+
+# ---- n and best_of -------------------------------------------------------------------------------
+
+
+def test_sixty_four_choices_in_order_and_the_prompt_counts_once(client: openai.OpenAI) -> None:
+    completion(client, "hello", model="counting")  # it is loaded, so that some find room at once
+    found = completion(client, "hello", model="counting", n=64, seed=3, max_tokens=2)
+    texts = [(choice["index"], choice["text"]) for choice in found["choices"]]
+    assert texts == [(index, told(3 + index, 2)) for index in range(64)]
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 128)
+
+
+def test_streamed_choices_are_interleaved_by_index(client: openai.OpenAI) -> None:
+    texts, order = [""] * 3, []
+    for chunk in client.chat.completions.create(
+        model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=30, seed=5, n=3,
+        stream=True, stream_options={"include_usage": True},
+    ):  # fmt: skip
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            order.append(choice.index)
+        last = chunk
+    assert texts == [told(5 + index, 30, "user: hi\n") for index in range(3)]
+    assert order[-1] != order[0] or order != sorted(order)
+    assert last.usage is not None and last.usage.completion_tokens == 90
+
+
+def test_the_prompt_is_read_once(client: openai.OpenAI, native: Client) -> None:
+    """The exchange says what choice 0 found in the cache; the others are seen by the native one."""
+    found = completion(client, PROMPT * 12, n=4, temperature=1, seed=9)
+    size = found["usage"]["prompt_tokens"]
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] < 20 < 200 < size
+    again = native.generate("demo", PROMPT * 12, max_tokens=6, temperature=1, top_p=1, top_k=0,
+                            seed=11, repeat_last_n=-1)  # fmt: skip
+    assert again.usage["cached_tokens"] == size - 1
+    assert found["choices"][2]["text"] == again.text
+
+
+def test_best_of_gives_the_most_likely_and_counts_all(client: openai.OpenAI) -> None:
+    every = completion(client, PROMPT, n=6, temperature=1.2, seed=4, logprobs=0)
+    means = [
+        sum(values) / len(values)
+        for choice in every["choices"]
+        if (values := choice["logprobs"]["token_logprobs"])
+    ]
+    ranked = sorted(range(6), key=lambda index: -means[index])
+    best = completion(client, PROMPT, n=2, best_of=6, temperature=1.2, seed=4)
+    assert [choice["index"] for choice in best["choices"]] == [0, 1]
+    texts = [choice["text"] for choice in every["choices"]]
+    assert [choice["text"] for choice in best["choices"]] == [texts[n] for n in ranked[:2]]
+    assert all(choice["logprobs"] is None for choice in best["choices"])
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+    with pytest.raises(openai.BadRequestError, match="best_of") as caught:
+        completion(client, PROMPT, best_of=3, stream=True)
+    assert caught.value.param == "best_of"
+
+
+def test_choices_over_the_queue_are_refused_together(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.RateLimitError, match="more do not fit") as caught:
+        completion(client, "hello", model="slow", n=64, max_tokens=9)
+    assert caught.value.code == "queue_full"
+
+
+# ---- echo and log-probabilities ------------------------------------------------------------------
+
+
+def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
+    """Those of the prompt's tokens, from number `begin` on, equal those of a whole pass."""
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    expected = demo_logprobs(ids)
+    for number in range(1, len(ids)):
+        row = expected[number - 1]
+        assert logprobs["token_logprobs"][number] == pytest.approx(row[ids[number]], abs=1e-4)
+        top = logprobs["top_logprobs"][number]
+        assert max(top.values()) == pytest.approx(row.max(), abs=1e-4)
+    assert begin == len(ids)
+
+
+def test_an_evaluation_of_token_ids(client: openai.OpenAI, native: Client) -> None:
+    """As lm-evaluation-harness asks: several lists of ids, echo, logprobs and one token more.
+
+    After the first of them the model ends the text, which is that token.
+    """
+    contexts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
+    rest = ["    return a + b\n", "        self.items.append(item)\n"]
+    every = []
+    for context, following in zip(contexts, rest, strict=True):
+        left, right = (native.tokenize("demo", text)[1:] for text in (context, following))
+        every.append((left, right))
+    prompts = [left + right for left, right in every]
+    found = completion(client, prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
+    for choice, (left, right), ids in zip(found["choices"], every, prompts, strict=True):
+        logprobs = choice["logprobs"]
+        assert len(logprobs["tokens"]) == len(ids) + 1
+        check(logprobs, ids, len(ids))
+        # What the harness makes of it.
+        score = sum(logprobs["token_logprobs"][len(left) : -1])
+        row = demo_logprobs(ids)
+        wanted = sum(row[len(left) + n - 1][token] for n, token in enumerate(right))
+        assert score == pytest.approx(wanted, abs=1e-3)
+        for token, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert choice["text"][at : at + len(token)] == token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone(client: openai.OpenAI, native: Client, stream: bool) -> None:
+    ids = native.tokenize("demo", PROMPT)
+    if stream:
+        merged: dict[str, Any] = {"text": "", "logprobs": {}}
+        for chunk in client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=0, echo=True, logprobs=2, stream=True
+        ):
+            choice = chunk.choices[0].model_dump()
+            merged["text"] += choice["text"]
+            for key, values in (choice["logprobs"] or {}).items():
+                merged["logprobs"].setdefault(key, []).extend(values or ())
+            merged["finish_reason"] = choice["finish_reason"]
+    else:
+        found = completion(client, PROMPT, max_tokens=0, echo=True, logprobs=2)
+        merged = found["choices"][0]
+        assert found["usage"]["completion_tokens"] == 0
+    assert (merged["text"], merged["finish_reason"]) == (PROMPT, "length")
+    logprobs = merged["logprobs"]
+    check(logprobs, ids, len(logprobs["tokens"]))
+    # The first token is the tokenizer's, which has no place in the text.
+    assert logprobs["text_offset"][:2] == [0, 0]
+    ends = zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True)
+    assert all(PROMPT[at : at + len(token)] == token for token, at in ends)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_begins_with_the_echo(client: openai.OpenAI, stream: bool) -> None:
+    ask: dict[str, Any] = {
+        "model": "demo", "prompt": [PROMPT, PROMPT[:30]], "n": 3, "max_tokens": 5, "seed": 2,
+        "echo": True, "logprobs": 1,
+    }  # fmt: skip
+    plain = client.completions.create(**{**ask, "echo": False})
+    texts, values = [""] * 6, [list[float | None]() for _ in range(6)]
+    if stream:
+        answers = client.completions.create(**ask, stream=True)
+        choices = [choice for chunk in answers for choice in chunk.choices]
+    else:
+        choices = client.completions.create(**ask).choices
+    for choice in choices:
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            values[choice.index] += choice.logprobs.token_logprobs or []
+    for index in range(6):
+        prompt = ask["prompt"][index // 3]
+        assert texts[index] == prompt + plain.choices[index].text
+        first = values[index - index % 3]
+        assert values[index][0] is None and len(values[index]) > 8
+        generated = plain.choices[index - index % 3].logprobs
+        assert generated is not None
+        size = len(first) - len(generated.token_logprobs or [])
+        assert values[index][:size] == first[:size]
+        assert None not in values[index][1:]
+
+
+def test_an_echo_without_log_probabilities(client: openai.OpenAI) -> None:
+    found = completion(client, "hello", model="counting", echo=True, max_tokens=2, seed=1)
+    assert found["choices"][0]["text"] == "104 101 108 108 111 " + told(1, 2)
+    assert found["choices"][0]["logprobs"] is None
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        completion(client, "hello", max_tokens=0)
+
+
+def test_prompt_logprobs_as_vllm_has_them(client: openai.OpenAI, native: Client) -> None:
+    ids = native.tokenize("demo", PROMPT)
+    expected = demo_logprobs(ids)
+    found = completion(client, PROMPT, max_tokens=1, extra={"prompt_logprobs": 2})
+    entries = found["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == len(ids)
+    for number, entry in enumerate(entries[1:], 1):
+        own = entry[str(ids[number])]
+        assert own["logprob"] == pytest.approx(expected[number - 1][ids[number]], abs=1e-4)
+        assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
+    chat = client.chat.completions.create(
+        model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=1,
+        extra_body={"prompt_logprobs": 0},
+    ).model_dump()  # fmt: skip
+    assert len(chat["prompt_logprobs"]) == len("user: hi\n")

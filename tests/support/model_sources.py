@@ -1,0 +1,41 @@
+"""Opens checkpoints for a compute thread, with engines of chosen settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.worker.compute.model_source import ModelSource
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
+
+
+def source_of(
+    folder: Path,
+    kind: type[ModelEngine] = ModelEngine,
+    *,
+    deterministic: bool = False,
+    **settings: Any,
+) -> Callable[[ModelConfig], ModelSource]:
+    """Opens the folder with an engine of these settings, without its warm-up, which takes long."""
+
+    def open_source(config: ModelConfig) -> ModelSource:
+        found = inspect(folder)
+        text = ChatTokenizer.from_folder(found)
+
+        def build(on_progress: object) -> Engine:
+            loaded = load(found, deterministic=deterministic)
+            engine = kind(loaded, text, **{"blocks": 40, **settings})
+            engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
+            return engine
+
+        opened = Opened("", found.context, found.plan.vocab_size, text)
+        return ModelSource(opened, build, config.sequences)
+
+    return open_source

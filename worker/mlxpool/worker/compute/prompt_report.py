@@ -1,0 +1,97 @@
+"""The report of a prompt: its tokens and their log-probabilities, in rows that fit a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.deltas import LOGPROB_BYTES, PROMPT_KEY
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.scheduling.sequence import TokenLogprob
+
+MAX_REPORTED = 2**18  # tokens and alternatives of one report: some 12 MiB
+ROW_BYTES = 64 * 1024  # of the tokens and alternatives in one row
+
+Piece = Callable[[int], bytes]
+Row = tuple[str, list[dict[str, Any]]]  # text, and entries as messages have them
+
+
+@dataclass(eq=False, slots=True)
+class PromptReport:
+    """What is reported of a prompt. `reported` counts its tokens that were, from the first on.
+
+    `alternatives`: of each token; -1: tokens have no log-probabilities. `unseen`: the first tokens
+    that the tokenizer has added, which the text leaves out. `text`: of the prompt, with `echo`.
+    """
+
+    prompt: tuple[int, ...]
+    piece: Piece
+    alternatives: int
+    reported: int = 0
+    unseen: int = 0
+    text: Detokenizer | None = field(default=None)
+
+    @classmethod
+    def of(
+        cls, options: Options, prompt: tuple[int, ...], piece: Piece, reported: int, unseen: int
+    ) -> PromptReport | None:
+        """The report of a request from token `reported` on; None: it asks for none.
+
+        Raises BadRequest for a report that is too long, or that has begun behind the prompt.
+        """
+        if not options.reports_prompt:
+            return None
+        alternatives = options.prompt_alternatives
+        size = len(prompt) * (1 + max(0, alternatives))
+        if size > MAX_REPORTED:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens, with {max(0, alternatives)} alternatives"
+                f" each {size} to report, at most {MAX_REPORTED}: ask for fewer (prompt_logprobs,"
+                " top_logprobs), or shorten the prompt"
+            )
+        if reported > len(prompt):
+            raise BadRequest(f"resume.reported is {reported}, the prompt has {len(prompt)} tokens")
+        text = Detokenizer(piece, ()) if options.echo else None
+        if text is not None:
+            text.replay(prompt[unseen:reported])
+        return cls(prompt, piece, alternatives, reported, unseen, text)
+
+    def begin(self) -> Iterator[Row]:
+        """Yields what can be said before the prompt is read: the first token, or all of them."""
+        if self.alternatives < 0:
+            yield from self.add([None] * (len(self.prompt) - self.reported))
+        elif not self.reported:
+            yield from self.add([None])
+
+    def add(self, logprobs: Sequence[TokenLogprob | None]) -> Iterator[Row]:
+        """Yields the rows of the next tokens, one for each of `logprobs`."""
+        most = max(1, ROW_BYTES // (LOGPROB_BYTES * (1 + max(0, self.alternatives))))
+        for at in range(0, len(logprobs), most):
+            some = logprobs[at : at + most]
+            begin, end = self.reported, self.reported + len(some)
+            entries = [self._entry(n, one) for n, one in enumerate(some, begin)]
+            self.reported = end
+            yield self._text_of(begin, end), entries
+
+    def _text_of(self, begin: int, end: int) -> str:
+        if self.text is None:
+            return ""
+        text = self.text.replay(self.prompt[max(begin, self.unseen) : end])
+        return text + self.text.finish() if end == len(self.prompt) else text
+
+    def _entry(self, number: int, logprob: TokenLogprob | None) -> dict[str, Any]:
+        entry = {PROMPT_KEY: number, **self._token(self.prompt[number])}
+        if number < self.unseen:
+            entry["added"] = True
+        if self.alternatives < 0:
+            return entry
+        if logprob is None:
+            return {**entry, "logprob": None, "top": []}
+        top = [{**self._token(token), "logprob": value} for token, value in logprob.top]
+        return {**entry, "logprob": logprob.logprob, "top": top}
+
+    def _token(self, token: int) -> dict[str, Any]:
+        return {"id": token, "token": self.piece(token).decode("utf-8", "replace")}

@@ -1,0 +1,44 @@
+"""Which waiting sequence waits until another has read the prompt that both begin with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+
+MIN_SHARED = 64  # tokens that a wait must save, unless others are known to have the whole prompt
+
+
+def awaited_prompt(seq: Sequence, live: Many[Sequence], *, whole: bool) -> Sequence | None:
+    """Returns the running sequence whose prompt a waiting one waits for; None: it waits for none.
+
+    It waits for a prompt that is being read if it begins with at least half of what is left of it.
+    Then it gets these tokens from the prefix cache, which costs less than to read them. `whole`:
+    the cache gives only whole prompts, but for the last token. The answer holds until the prompt
+    is read or its sequence leaves.
+    """
+    if seq.awaits is not None and _is_read(seq.awaits):
+        return seq.awaits
+    seq.awaits = None
+    if not seq.reports:
+        seq.awaits = next((one for one in live if _worth(seq, one, whole=whole)), None)
+    return seq.awaits
+
+
+def _is_read(reader: Sequence) -> bool:
+    """Whether a sequence reads its prompt now."""
+    return reader.phase is Phase.RUNNING and reader.submitted < len(reader.prompt) - 1
+
+
+def _worth(seq: Sequence, reader: Sequence, *, whole: bool) -> bool:
+    """Whether the wait for a reader saves enough."""
+    if not _is_read(reader) or seq.discarded or reader.discarded:
+        return False
+    begun, size = reader.cached, len(reader.prompt)
+    saved = 1 if seq.shared and reader.shared else MIN_SHARED
+    least = max(begun + saved, (begun + size) // 2)
+    if whole:
+        least = max(least, size - 1)
+    if least > min(size, len(seq.prompt) - 1) or seq.prompt[least - 1] != reader.prompt[least - 1]:
+        return False
+    return seq.prompt[:least] == reader.prompt[:least]
