@@ -48,6 +48,7 @@ class JobStory(Story):
         self.told: list[act.Tell] = []
         self.readings: dict[tuple[bytes, int], Reading] = {}
         self.late = False  # commits wait for `settle`
+        self.forgotten: list[int] = []  # links
         self.inbox: list[core_actions.ToClient] = []
         self.checks: list[Callable[[Reading, int], None]] = []
         super().__init__(**settings)
@@ -72,6 +73,8 @@ class JobStory(Story):
                 self.store.offer(action.operation)
             elif isinstance(action, act.Tell):
                 self._told(action)
+            elif isinstance(action, act.Forget):
+                self.forgotten.append(action.link)
             else:
                 self.do(action.event)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import FakeWorker
@@ -105,6 +106,20 @@ def test_a_reader_behind_its_window_waits_for_its_acks_and_the_job_does_not() ->
     story.acknowledge(ident, 2)
     story.settle()
     assert reading.ids == list(range(6)) and reading.end is not None
+
+
+def test_a_silent_reader_is_dropped_and_gets_a_new_link() -> None:
+    story = JobStory()
+    started(story)
+    reading = story.fetch("a")
+    story.settle()
+    assert reading.accepted is not None
+    for _ in range(13):  # nothing is heard of its link
+        story.later(1.0)
+        story.workers["m/0"].beat()
+        story.tell_keeper(ev.Wake())
+        story.settle()
+    assert not story.keeper.readers.all and story.forgotten == [1]
 
 
 def test_the_owner_alone_knows_a_job() -> None:
@@ -424,8 +439,6 @@ def test_a_refusing_store_loses_nothing() -> None:
 
 
 def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
-    from mlxpool.broker.jobs import events as ev
-
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a")

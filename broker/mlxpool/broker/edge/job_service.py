@@ -164,6 +164,8 @@ class JobService(Closing):
                     self._results.append((action.operation, refused))
             elif isinstance(action, act.Tell):
                 self._tell(action, now)
+            elif isinstance(action, act.Forget):
+                self._peers.forget(action.link)
             else:
                 self._perform(action.event, now)
 

@@ -36,7 +36,14 @@ class Perform:
     event: Event
 
 
-Action = Store | Tell | Perform
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The next frame on this connection makes a new link, so that its client notices a loss."""
+
+    link: int
+
+
+Action = Store | Tell | Perform | Forget
 Then = Callable[[Result, float], None]  # takes the result of an operation, and the time
 
 
@@ -72,6 +79,9 @@ class Outbox:
 
     def perform(self, event: Event) -> None:
         self._actions.append(Perform(event))
+
+    def forget(self, link: int) -> None:
+        self._actions.append(Forget(link))
 
     def send(
         self, link: int, message: Content, id: bytes | None, attempt: int = 0, pos: int = 0

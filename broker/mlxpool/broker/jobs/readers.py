@@ -115,9 +115,15 @@ class Readers:
         return any(reader.id == id for reader in self.all.values())
 
     def drop_silent(self, known: Callable[[int], bool]) -> None:
-        """Forget the readings of connections that nothing was heard of for long."""
-        for reader in [one for one in self.all.values() if not known(one.link)]:
+        """Forget the readings of connections that nothing was heard of for long.
+
+        Such a client may only have slept: it gets a new link, and asks again.
+        """
+        silent = [one for one in self.all.values() if not known(one.link)]
+        for reader in silent:
             self._remove(reader)
+        for link in dict.fromkeys(reader.link for reader in silent):
+            self._outbox.forget(link)
 
     def read_again(self, now: float) -> None:
         """Read the pages that the store could not give."""
