@@ -17,6 +17,7 @@ import pytest
 from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import (
     BadRequest,
+    Draining,
     DuplicateId,
     Gone,
     JobsOff,
@@ -257,6 +258,18 @@ def test_a_stopped_broker_puts_its_jobs_back_and_counts_no_start(tmp_path: Path)
         with pool.client() as client:
             assert list(client.fetch("stop").read().ids) == wanted("stop", 400)
             assert client.job("stop")["attempts"] == 0
+
+
+def test_readers_hear_of_the_end_of_the_broker(tmp_path: Path) -> None:
+    with make_pool(tmp_path) as pool, pool.client() as client:
+        job = client.submit("m", "end", max_tokens=100_000)
+        stream = client.fetch(job)
+        first = next(iter(stream))
+        assert first.ids
+        stream = client.fetch(job)
+        assert pool.cli("stop").returncode == 0
+        with pytest.raises(Draining):
+            stream.read()
 
 
 def test_a_second_broker_on_one_store_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host.os_process import memory_limit_bytes
+from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
@@ -83,7 +84,7 @@ class Broker:
         self.lag = LoopLag()
         self.loop = Loop(self.lag, lambda late, now: self.perform(ev.Late(late), now))
         self.gateway = self._make_gateway()
-        self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway)
+        self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway, self._end_readings)
         self.endpoints = Endpoints(config, descriptors, self._count_refusal)
         # Models that other supervisors serve have no files here.
         scanned = config if config.local_workers else replace(config, models={})
@@ -160,6 +161,10 @@ class Broker:
                 deliver_to_jobs=lambda action: self.jobs.deliver(action) if self.jobs else None,
             )
         )
+
+    def _end_readings(self, final: bool, now: float) -> None:
+        if self.jobs is not None:
+            self.jobs.handle(job_events.Closing(final), now)
 
     def _make_jobs(self) -> JobService | None:
         if not self._current().state_dir:

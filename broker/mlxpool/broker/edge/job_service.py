@@ -76,8 +76,9 @@ class JobService(Closing):
         self._health = HealthState.CLOSED
 
     def start(self) -> None:
+        """Have the store work; the keeper knows it before the first client is heard."""
         self._writer.start()
-        self.waker.wake()  # `serve` finds it open
+        self.serve(time.monotonic())
 
     # ---- what comes ----------------------------------------------------------------------------
 
