@@ -1,12 +1,13 @@
-"""Measures what a format costs: tokens/s of batches with all rows constrained, beside none.
+"""Measures what a format costs: tokens/s of batches with constrained rows, beside none.
 
-    python bench/constrained.py [--model FOLDER] [--rows 8 32] [--tokens 96] [--rounds 7]
-                                [--processor]
+    python bench/constrained.py [--model FOLDER | --shape NAME] [--rows 8 32] [--tokens 96]
+                                [--rounds 7] [--processor] [--json FILE]
 
-Both kinds run in turn, in pairs, on one engine in this process: the steps and generations of a
-worker's compute thread, without its other threads. Prompts are short and read before the time is
-taken. Also: the time of a mask, of taking an id, of replaying one, and of compiling a schema of 50
-properties.
+Four kinds of batches run in turn on one engine in this process, the steps and generations of a
+worker's compute thread, without its other threads: no row has a format; all have one; one has
+one; all have one with long keys. The last kind runs with forced tokens appended together, and one
+by one. Prompts are short and read before the time is taken. Also: the time of a mask, of taking an
+id, of replaying one, of reading a vocabulary, and of compiling a schema of 50 properties.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxpool.bench import checkpoint
+from mlxpool.bench.shapes import SHAPES
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.generations import Generation, Generations
@@ -58,7 +63,38 @@ RECORDS: Mapping[str, Any] = {
     },
 }
 FORMAT = {"type": "json_schema", "schema": RECORDS}
+NAMES = (
+    "name_of_the_customer_who_asked",
+    "number_of_items_in_the_order",
+    "date_on_which_it_was_sent",
+    "reason_why_it_came_back",
+)
+LONG_KEYS: Mapping[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 12} for name in NAMES},
+        "required": [*NAMES],
+        "additionalProperties": False,
+    },
+}
+LONG_FORMAT = {"type": "json_schema", "schema": LONG_KEYS}
 MASKS = 300  # that are timed one by one
+CONTEXT = 4096  # tokens, at most
+
+
+class Kind(Enum):
+    """What the rows of a batch have. The second kind of a pair is what the first is divided by."""
+
+    NONE = "none"
+    ALL = "all"
+    ONE = "one"
+    LONG = "long keys"
+    SINGLE = "long keys, one by one"
+
+
+PAIRS = ((Kind.ALL, Kind.NONE), (Kind.ONE, Kind.NONE), (Kind.LONG, Kind.SINGLE))
 
 
 class Bench:
@@ -70,49 +106,70 @@ class Bench:
         folder = inspect(path)
         self.text = ChatTokenizer.from_folder(folder)
         self.table: TokenTable = self.text.table(folder.plan.vocab_size)
-        self.engine = ModelEngine(load(folder), self.text, prefix="off", max_sequences=rows)
+        self.engine = ModelEngine(
+            load(folder), self.text, prefix="off", max_sequences=rows, context=CONTEXT
+        )
         self.engine.warm_up(lambda: None)
         vocabulary = partial(load_vocabulary, self.text.source, self.table.pieces, folder.eos_ids)
         self.compiler = Compiler(vocabulary, "", folder.eos_ids, folder.plan.vocab_size)
+        began = clock()
+        self.compiler.load()
+        self.vocabulary_ms = 1e3 * (clock() - began)
 
-    def tokens_per_second(self, rows: int, tokens: int, *, constrained: bool) -> float:
-        """Returns the tokens/s of a batch while all its rows decode."""
+    def tokens_per_second(self, rows: int, tokens: int, kind: Kind) -> float:
+        """Returns the tokens/s of a batch while all its rows decode; of ONE, those without one."""
         generations = Generations(self.engine)
         steps = Steps(self.engine, generations, Progress(lambda: None))
-        prompt = tuple(self.text.encode(PROMPT))
-        live = []
-        for number in range(rows):
-            raw: dict[str, Any] = {"format": FORMAT} if constrained else {"ignore_eos": True}
-            options = Options.parse({**raw, "seed": number})
-            row = Sequence(bytes([number] * 16), 1, prompt, options, number, tokens + 2)
-            rule = self.compiler.constraint(FORMAT) if constrained else None
-            text = Detokenizer(self.table.piece, ())
-            admit = Admit(row, Facts(), text, 0.0, constraint=rule)
-            generations.add(Generation.begin(admit, self.table.piece))
-            steps.admit(row)
-            live.append(row)
+        live = [self._admit(number, tokens, kind, generations, steps) for number in range(rows)]
+        counted = live[1:] if kind is Kind.ONE else live
         while not all(row.ids for row in live):
             steps.run()
-        before, began = sum(len(row.ids) for row in live), self.clock()
+        before, began = sum(len(row.ids) for row in counted), self.clock()
         while len(generations) == rows:
             steps.run()
         seconds = self.clock() - began
-        drawn = sum(len(row.ids) for row in live) - before
+        drawn = sum(len(row.ids) for row in counted) - before
         generations.forget_all()
         while steps.in_flight:
             steps.collect()
-        return drawn / seconds
+        return drawn / seconds * rows / len(counted)
 
-    def pairs(self, rows: int, tokens: int, rounds: int) -> dict[str, Any]:
-        """Returns the medians of both kinds, and of the ratios of pairs."""
-        found: dict[bool, list[float]] = {True: [], False: []}
+    def _admit(
+        self, number: int, tokens: int, kind: Kind, generations: Generations, steps: Steps
+    ) -> Sequence:
+        """Gives a row to the request of this number."""
+        format = LONG_FORMAT if kind in (Kind.LONG, Kind.SINGLE) else FORMAT
+        constrained = kind is not Kind.NONE and (kind is not Kind.ONE or number == 0)
+        raw: dict[str, Any] = {"format": format} if constrained else {"ignore_eos": True}
+        if constrained and kind is Kind.ONE:
+            tokens *= 2  # the others end first
+        options = Options.parse({**raw, "seed": number})
+        prompt = tuple(self.text.encode(PROMPT))
+        row = Sequence(bytes([number] * 16), 1, prompt, options, number, tokens + 2)
+        rule = self.compiler.constraint(format) if constrained else None
+        if rule is not None and kind is Kind.SINGLE:
+            rule.forced = lambda *, find: []  # type: ignore[method-assign]
+        admit = Admit(row, Facts(), Detokenizer(self.table.piece, ()), 0.0, constraint=rule)
+        generations.add(Generation.begin(admit, self.table.piece))
+        steps.admit(row)
+        return row
+
+    def pairs(self, rows: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+        """Returns the medians of all kinds, and of the ratios of pairs."""
+        found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
         for number in range(rounds + 1):  # the first round is not counted
-            for kind in (number % 2 == 0, number % 2 == 1):
-                found[kind].append(self.tokens_per_second(rows, tokens, constrained=kind))
-        with_format, without = found[True][1:], found[False][1:]
-        ratios = sorted(one / other for one, other in zip(with_format, without, strict=True))
+            for kind in [*Kind][:: 1 if number % 2 else -1]:
+                found[kind].append(self.tokens_per_second(rows, tokens, kind))
+        return [self._pair(rows, kind, other, found) for kind, other in PAIRS]
+
+    def _pair(
+        self, rows: int, kind: Kind, other: Kind, found: Mapping[Kind, list[float]]
+    ) -> dict[str, Any]:
+        with_format, without = found[kind][1:], found[other][1:]
+        ratios = sorted(one / two for one, two in zip(with_format, without, strict=True))
         return {
             "rows": rows,
+            "kinds": f"{kind.value} / {other.value}",
             "with": statistics.median(with_format),
             "without": statistics.median(without),
             "ratio": statistics.median(ratios),
@@ -187,7 +244,9 @@ def schema_of(properties: int, number: int) -> dict[str, Any]:
 def main() -> int:
     """Print the figures as tables. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="a folder (default: demo)")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, default=DEMO_FOLDER, help="a folder (default: demo)")
+    model.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--tokens", type=int, default=96, help="of each row")
     parser.add_argument("--rounds", type=int, default=7)
@@ -198,20 +257,30 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.shape:
+            options.model = checkpoint.write(Path(folder) / options.shape, options.shape)
+        return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Measure and print. Returns the exit code."""
     clock = time.process_time if options.processor else time.perf_counter
     bench = Bench(options.model, max(options.rows), clock)
     where = "GPU" if device.on_gpu() else "CPU"
     print(f"{options.model.name}, {bench.engine.vocab_size} tokens, {where}")
-    print(f"\n{'rows':>5} {'without, tok/s':>15} {'with, tok/s':>12} {'ratio':>6}  of pairs")
-    pairs = []
+    print(f"\n{'rows':>5} {'pair':>34} {'tok/s':>17} {'ratio':>6}  of pairs")
+    pairs: list[dict[str, Any]] = []
     for rows in options.rows:
-        found = bench.pairs(rows, options.tokens, options.rounds)
-        pairs.append(found)
-        low, high = found["ratios"][0], found["ratios"][-1]
-        figures = f"{rows:5} {found['without']:15.0f} {found['with']:12.0f} {found['ratio']:6.3f}"
-        print(f"{figures}  {low:.3f} to {high:.3f}", flush=True)
+        pairs += bench.pairs(rows, options.tokens, options.rounds)
+        for found in pairs[-len(PAIRS) :]:
+            low, high = found["ratios"][0], found["ratios"][-1]
+            rates = f"{found['with']:8.0f} {found['without']:8.0f}"
+            figures = f"{rows:5} {found['kinds']:>34} {rates} {found['ratio']:6.3f}"
+            print(f"{figures}  {low:.3f} to {high:.3f}", flush=True)
     times, compiling = bench.times(), bench.compile_ms(options.rounds)
     print("\nmicroseconds:", ", ".join(f"{name} {value:.1f}" for name, value in times.items()))
+    print(f"the vocabulary is read in {bench.vocabulary_ms:.0f} ms")
     print("a schema of 50 properties, ms:", ", ".join(f"{n} {v:.2f}" for n, v in compiling.items()))
     if options.json:
         options.json.write_text(json.dumps({"pairs": pairs, "us": times, "compile_ms": compiling}))

@@ -114,6 +114,12 @@ pairs of texts, tuples of two. In place of texts there may be token ids with the
 list of ids for each input, or one list of ids for one input. Every list may be a tuple, an iterator
 or a NumPy array.
 
+## Questions
+
+The `AnswerChoices` of `decide` are None, for yes or no, a list of 2 to 26 different texts, or a
+`range` of 2 to 101 whole numbers from 0 to 1,000. `Asked` of `decide_all` is a question, or a
+tuple of a question and its choices. [decisions.md](decisions.md) says what the answers are worth.
+
 ## Images
 
 An `Image` is the content of a png, jpeg, webp or gif file, as bytes, bytearray or memoryview, or

@@ -16,8 +16,8 @@ from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "cancel classify close describe detokenize embed fetch generate job jobs keep models release"
-    " rerank retry stream submit tokenize tokenize_chat"
+    "cancel classify close decide decide_all describe detokenize embed fetch generate job jobs keep"
+    " models release rerank retry stream submit tokenize tokenize_chat"
 )
 ROOMS = ("broker", "client", "common", "gateway", "worker")
 
@@ -32,6 +32,8 @@ def test_the_public_names_of_the_client() -> None:
         "AsyncStream",
         "ChatTokens",
         "Client",
+        "Decision",
+        "DecisionList",
         "Delta",
         "Job",
         "Pace",

@@ -36,7 +36,8 @@ OPTIONS: dict[str, Any] = {
     "temperature": 0.9,
 }
 PLACES = (0, 1, 9, 26)  # ids, one place for each seed
-# Ends the process once for each seed, where its row has so many ids; the folder MARKS says which.
+# Ends the process once for each seed, where its row has so many ids, or more if they come together;
+# the folder MARKS says which.
 FAULT = f"""\
 import os, signal
 
@@ -45,7 +46,7 @@ def arm(engine):
 
     def draw_or_end(self, masks):
         for row in masks:
-            if len(row.ids) == {PLACES!r}[row.seed]:
+            if len(row.ids) >= {PLACES!r}[row.seed]:
                 try:
                     mark = os.path.join(os.environ["MARKS"], str(row.seed))
                     os.close(os.open(mark, os.O_CREAT | os.O_EXCL))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.cli.main import OK, UNREACHABLE
+from mlxpool.cli.main import FAILED, OK, UNREACHABLE
 from support.pool import PATIENCE
 
 
@@ -31,6 +31,18 @@ def test_without_a_broker(tmp_path: Path, arguments: str, closed: str) -> None:
     assert done.returncode == UNREACHABLE
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("mlxpool: ") or "2>&-" in closed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, of Linux")
+@pytest.mark.parametrize(
+    "arguments", ["--help", "help", "help run", "run -h", "-V", "version", "completion bash"]
+)
+def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: str) -> None:
+    done = run_in_shell(tmp_path, arguments, ">/dev/full")
+    assert done.returncode == FAILED
+    assert done.stderr == "mlxpool: the output cannot be written: No space left on device\n"
+    silent = run_in_shell(tmp_path, arguments, ">/dev/full 2>&1")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (FAILED, "", "")
 
 
 def test_output_that_nobody_reads_is_no_error(tmp_path: Path) -> None:

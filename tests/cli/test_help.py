@@ -31,6 +31,17 @@ def test_the_help_has_every_command_in_its_group(
     assert sorted(COMMAND_MODULES) == sorted(name for names in GROUPS.values() for name in names)
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_line_of_help_is_wider_than_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for words in ([], *([name] for name in COMMAND_MODULES), ["bench", "load"], ["config", "show"]):
+        assert ended("help", *words) == OK
+        lines = capsys.readouterr().out.splitlines()
+        assert lines and [line for line in lines if len(line) > width] == [], words
+
+
 @pytest.mark.parametrize("words", [["help"], ["--help"], ["-h"]])
 def test_three_ways_to_the_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(*words) == OK

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxpool.cli.load_progress import in_one_line, progress_text, remote_worker_needed
+from mlxpool.cli import load_progress
+from mlxpool.cli.load_progress import (
+    LoadProgress,
+    StatusLine,
+    in_one_line,
+    progress_text,
+    remote_worker_needed,
+)
+from mlxpool.cli.target import Target
+from support.pool import PATIENCE
 
 
 def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -79,3 +90,30 @@ def test_progress_of_an_unknown_model() -> None:
     assert (
         progress_text({"broker": {}, "models": [], "workers": []}, "m") == "starting a worker for m"
     )
+
+
+def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A frozen broker would delay the end of the command by the time of an answer."""
+    asked, answer, looked = threading.Event(), threading.Event(), threading.Event()
+    shown: list[str] = []
+
+    def ask(target: Target, kind: str) -> dict[str, Any]:
+        asked.set()
+        assert answer.wait(PATIENCE)
+        looked.set()
+        return seen(LOADING)
+
+    monkeypatch.setattr(load_progress, "ask", ask)
+    monkeypatch.setattr(load_progress, "takes_controls", lambda stream: True)
+    monkeypatch.setattr(load_progress, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(StatusLine, "show", lambda line, text: shown.append(text))
+    before = set(threading.enumerate())
+    with LoadProgress(Target(tmp_path), "m"):
+        assert asked.wait(PATIENCE)
+    answer.set()
+    assert looked.wait(PATIENCE)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+    assert shown == []

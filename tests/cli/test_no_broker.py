@@ -30,6 +30,7 @@ REQUESTS = [
     ["embed", "m", "x"],
     ["rerank", "m", "q", "x"],
     ["classify", "m", "x"],
+    ["decide", "m", "x"],
 ]
 
 
@@ -127,7 +128,9 @@ def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
     known: bool, empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not after the 5 s that a broker which took the connection has to answer."""
-    assert request_flags.IPC_GRACE < request_flags.TCP_GRACE < 1
+    assert request_flags.IPC_GRACE < request_flags.TCP_GRACE
+    start = 0.2  # seconds, of Python and its imports where it is not busy: the rest of 1 s
+    assert start + request_flags.TCP_GRACE + request_flags.TICK <= 1
     given: list[float] = []
 
     def note(connection: Connection) -> None:
@@ -142,7 +145,7 @@ def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
         bound.bind(str(empty / "front.ipc"))
         bound.listen()
         assert main(["run", "m", "x", "--run-dir", str(empty)]) == UNREACHABLE
-    assert given[0] <= request_flags.IPC_GRACE + Pace().tick + Pace().gap  # not 5 s
+    assert given[0] <= request_flags.IPC_GRACE + request_flags.TICK + Pace().gap  # not 5 s
     frozen = f"the broker (pid {os.getpid()}) of {empty} does not answer: it is frozen"
     nobody = f"no broker answers at ipc://{empty}/front.ipc for 1 s; start one with"
     assert (frozen if known else nobody) in capsys.readouterr().err

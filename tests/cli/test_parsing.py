@@ -27,7 +27,7 @@ from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MLXPOOL_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(admin, "ANSWER_TIMEOUT_MS", 50)
+    monkeypatch.setattr(admin, "ANSWER_TIMEOUT", 0.05)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import tempfile
 import threading
 import time
@@ -199,6 +201,29 @@ def test_leaving_the_loop_cancels(broker: FakeBroker, client: Client) -> None:
     stream.close()
     broker.say(kinds.FATE, request, {"state": "streaming", "pos": 1}, attempt=0)
     broker.done(request, 1, "cancelled")
+
+
+def test_a_stream_that_is_dropped_unread_is_cancelled(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    del stream
+    assert broker.receive(kinds.CANCEL).header.id == request
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_client_cannot_be_pickled_and_says_what_to_do(kind: type, tmp_path: Path) -> None:
+    made = kind(tmp_path)
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="make a client where it is used"):
+            copied(made)
+
+
+def test_a_stream_cannot_be_pickled(broker: FakeBroker, client: Client) -> None:
+    with (
+        client.stream("m", "a") as stream,
+        pytest.raises(TypeError, match="send the run directory or the endpoint"),
+    ):
+        pickle.dumps(stream)
 
 
 def test_closing_the_iterator_cancels(broker: FakeBroker, client: Client) -> None:
@@ -472,6 +497,28 @@ def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
                 broker.tokens(request, 0)
                 async for _ in stream:
                     break
+            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+            assert message.header.id == request
+
+    asyncio.run(story())
+
+
+def test_an_async_stream_that_is_dropped_unread_is_cancelled(broker: FakeBroker) -> None:
+    async def story() -> None:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
+            stream = client.stream("m", "a")
+            request = await asyncio.to_thread(broker.open().accept)
+            broker.tokens(request, 0)
+            del stream
+            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+            assert message.header.id == request
+            iterator = aiter(client.stream("m", "b"))
+            request = await asyncio.to_thread(broker.accept)
+            broker.tokens(request, 0)
+            await anext(iterator)
+            del iterator
             message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
             assert message.header.id == request
 

@@ -59,6 +59,7 @@ STREAM = (
     f"{SYNC}; stream = client.stream('counting', 'hello', seed=7, max_tokens=3);"
     " first = next(iter(deltas := iter(stream)))"
 )
+ENDLESS = f"{SYNC}; stream = client.stream('counting', 'hello', max_tokens=10**5)"
 AFTER = "ids = list(client.generate('counting', 'hello', seed=7, max_tokens=3).ids); client.close()"
 AFTER_STREAM = "ids = list(stream.read().ids); client.close()"
 ASYNC = "loop = asyncio.new_event_loop(); client = AsyncClient(run_dir)"
@@ -100,6 +101,7 @@ def ran(pool: Pool, made: str, done: str, after: str) -> dict[str, Any]:
         (USED, "lambda: client.embed('demo-embed', ['x'])", AFTER),
         (STREAM, "lambda: next(deltas)", AFTER_STREAM),
         (STREAM, "stream.read", AFTER_STREAM),
+        (ENDLESS, "lambda: stream.result", AFTER),
         (ASYNC, "lambda: asyncio.run(client.models())", ASYNC_AFTER),
         (ASYNC_USED, "lambda: asyncio.run(client.models())", ASYNC_AFTER),
         (
@@ -137,6 +139,11 @@ def test_closing_in_a_fork_leaves_the_parent_alone(
     assert found["child"]["done"] == "None"
     assert os.waitstatus_to_exitcode(found["child"]["status"]) == 7
     assert found["ids"] == expected_ids("hello", 7, 3)
+
+
+def test_the_result_of_a_stream_that_had_ended_before_can_be_read_in_a_fork(pool: Pool) -> None:
+    found = ran(pool, f"{STREAM}; stream.read()", "lambda: stream.result.ids", AFTER_STREAM)
+    assert found["child"]["done"] == repr(tuple(expected_ids("hello", 7, 3)))
 
 
 def test_a_fork_makes_a_client_of_its_own(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and runbook: each query parses and names metrics of the broker."""
+"""Dashboard, alerts and runbook: each query parses and names metrics of broker or gateway."""
 
 from __future__ import annotations
 
@@ -13,24 +13,49 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.broker.telemetry import metric_table
 from mlxpool.broker.telemetry.metric_table import FAMILIES
+from mlxpool.gateway.operations.exchange import FURTHER_ROUTES, Exchange
+from mlxpool.gateway.operations.metrics import CAUSES, Metrics
+from mlxpool.gateway.route_table import ROUTES as ROUTE_TABLE
+from mlxpool.gateway.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "mlxpool.json"
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 RUNBOOK = ROOT / "docs" / "operate.md"
 
-BY_SERIES = {name: family for family in FAMILIES for name in family.series()}
-OF_PROMETHEUS = {"up": frozenset({"job", "instance"})}  # metrics of Prometheus itself
+
+def gateway_series() -> dict[str, set[str]]:
+    """The labels of each series of the gateway, of one that has answered a request."""
+    metrics = Metrics("1", ROUTES)
+    exchange = Exchange("id", "POST", ROUTES[0], 0.0, status=200, first_token=1.0)
+    exchange.count({"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1})
+    metrics.begun(exchange)
+    metrics.ended(exchange, 2.0)
+    data, _ = metrics.text("text/plain")
+    families = list(text_string_to_metric_families(data.decode()))
+    return {one.name: set(one.labels) for family in families for one in family.samples}
+
+
+ROUTES = tuple(route.shown_path for route in ROUTE_TABLE)
+OF_GATEWAY = {
+    name: labels for name, labels in gateway_series().items() if name.startswith("mlxpool_")
+}
+OF_BROKER = {name: {*one.labels, "le"} for one in FAMILIES for name in one.series()}
+OF_PROMETHEUS: dict[str, set[str]] = {"up": set()}  # metrics of Prometheus itself
+LABELS = {**OF_GATEWAY, **OF_BROKER, **OF_PROMETHEUS}
 ANYWHERE = {"job", "instance"}
 VALUES: dict[str, tuple[str, ...]] = {
     "error": metric_table.FAILURES,
     "kind": metric_table.MEMORY,
     "reason": metric_table.REASONS,
     "state": (*metric_table.BROKER_STATES, *metric_table.MODEL_STATES, *metric_table.WORKER_STATES),
-    "job": ("mlxpool",),
+    "job": ("mlxpool", "mlxpool-gateway"),
+    "cause": CAUSES,
+    "route": (*ROUTES, *FURTHER_ROUTES),
 }
 
 
@@ -68,8 +93,8 @@ def selectors(query: str) -> list[promql_parser.VectorSelector]:
 def check(selector: promql_parser.VectorSelector) -> None:
     """Assert that the metric, its labels and their values exist."""
     name = selector.name or ""
-    assert name in BY_SERIES or name in OF_PROMETHEUS, f"no metric is called {name!r}"
-    labels = OF_PROMETHEUS.get(name) or {*BY_SERIES[name].labels, "le", *ANYWHERE}
+    assert name in LABELS, f"no metric is called {name!r}"
+    labels = LABELS[name] | ANYWHERE
     for matcher in selector.matchers.matchers:
         assert matcher.name in labels, f"{name} has no label {matcher.name!r}"
         if matcher.name in VALUES:
@@ -93,6 +118,8 @@ def test_a_query_parses_and_names_existing_series(query: str) -> None:
         'mlxpool_workers{worker="a"}',
         'mlxpool_workers{state="wild"}',
         'rate(mlxpool_request_failures_total{error="nope"}[5m])',
+        'mlxpool_gateway_requests_total{model="a"}',
+        'mlxpool_gateway_stream_failures_total{cause="nope"}',
     ],
 )
 def test_the_query_check_finds_errors(query: str) -> None:
@@ -101,7 +128,7 @@ def test_the_query_check_finds_errors(query: str) -> None:
             check(selector)
 
 
-def test_every_metric_of_requests_and_workers_is_shown_or_watched() -> None:
+def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> None:
     used = {selector.name for query in (*DASHED, *ALERTED) for selector in selectors(query)}
     unused = {f.name for f in FAMILIES if not used & set(f.series())}
     assert unused == {
@@ -116,6 +143,8 @@ def test_every_metric_of_requests_and_workers_is_shown_or_watched() -> None:
         "mlxpool_request_inference_time_seconds",
         "mlxpool_requests_waiting_bytes",
     }
+    families = {re.sub(r"_(sum|count|bucket)$", "", name) for name in OF_GATEWAY}
+    assert not [name for name in families if not any(one.startswith(name) for one in used if one)]
 
 
 def test_panels_do_not_overlap() -> None:
@@ -154,6 +183,22 @@ def test_the_runbook_names_every_metric() -> None:
     assert [f.name for f in FAMILIES if f"`{f.name}`" not in text] == []
 
 
+def test_the_gateways_page_names_each_of_its_metrics() -> None:
+    text = (ROOT / "docs" / "gateway.md").read_text("utf-8")
+    families = {re.sub(r"_(sum|count|bucket)$", "", name) for name in OF_GATEWAY}
+    assert [name for name in families if f"`{name}`" not in text] == []
+
+
+def test_prometheus_scrapes_broker_and_gateway_at_their_ports() -> None:
+    settings = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text("utf-8"))
+    jobs = {one["job_name"]: one["static_configs"] for one in settings["scrape_configs"]}
+    port = Settings().port
+    assert jobs == {
+        "mlxpool": [{"targets": ["127.0.0.1:9464"]}],
+        "mlxpool-gateway": [{"targets": [f"127.0.0.1:{port}"]}],
+    }
+
+
 # ---- promtool ----------------------------------------------------------------------------------
 
 
@@ -174,6 +219,9 @@ def test_promtool_accepts_the_settings_and_the_rules() -> None:
 
 _B = '{job="mlxpool",instance="HERE"'
 _M, _W = f'{_B},model="m"', f'{_B},model="m",worker="m/0"'
+_G = '{job="mlxpool-gateway",instance="HERE"'
+_ANSWERS, _BROKEN_OFF = "mlxpool_gateway_requests_total", "mlxpool_gateway_stream_failures_total"
+_HTTP_FIRST = "mlxpool_gateway_time_to_first_token_seconds_bucket"
 _QUEUE = "mlxpool_request_queue_time_seconds_bucket"
 _FIRST = "mlxpool_time_to_first_token_seconds_bucket"
 
@@ -191,6 +239,22 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "MlxpoolGatewayRestarting": (
         {f"mlxpool_gateway_restarts_total{_B}}}": "0x45 1+1x14"},
         {f"mlxpool_gateway_restarts_total{_B}}}": "0x50 1x10"},
+    ),
+    "MlxpoolGatewayErrors": (
+        {
+            f'{_ANSWERS}{_G},route="/v1/completions",status="200"}}': "0+10x60",
+            f'{_BROKEN_OFF}{_G},route="/v1/completions",cause="error"}}': "0+1x60",
+        },
+        {
+            f'{_ANSWERS}{_G},route="/v1/completions",status="200"}}': "0+10x60",
+            f'{_ANSWERS}{_G},route="/v1/completions",status="404"}}': "0+10x60",
+            f'{_ANSWERS}{_G},route="/health",status="503"}}': "0+10x60",
+            f'{_BROKEN_OFF}{_G},route="/v1/completions",cause="disconnect"}}': "0+9x60",
+        },
+    ),
+    "MlxpoolGatewayFirstTokenSlow": (
+        {f'{_HTTP_FIRST}{_G},le="80.0"}}': "0x60", f'{_HTTP_FIRST}{_G},le="+Inf"}}': "0+9x60"},
+        {f'{_HTTP_FIRST}{_G},le="1.0"}}': "0+9x60", f'{_HTTP_FIRST}{_G},le="+Inf"}}': "0+9x60"},
     ),
     "MlxpoolDrainDoesNotEnd": (
         {f'mlxpool_broker_state{_B},state="draining"}}': "1x60"},

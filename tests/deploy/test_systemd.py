@@ -114,7 +114,7 @@ def test_the_gateways_unit() -> None:
     program, *arguments = shlex.split(line)
     options = parsed(arguments)
     assert program == PROGRAM
-    assert (options.host, options.port) == ("127.0.0.1", 8080)
+    assert (options.host, options.port) == ("127.0.0.1", 11434)
     assert options.keys == Path("/etc/mlxpool/http.keys")
     assert one(GATEWAY, "EnvironmentFile") == "/etc/mlxpool/gateway.env"
     assert (

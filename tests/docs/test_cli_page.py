@@ -81,6 +81,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("embed", "embed", "a dog"),
     ("rerank", "rerank", "a dog", "a fox"),
     ("classify", "classify", "a dog"),
+    ("decide", "demo", "a dog", "Is it?"),
     ("run", "counting", "hello", "--max-tokens", "3", "--logprobs"),
     ("run", "counting", "hello", "--max-tokens", "3"),
     ("run", "counting", "hello", "--max-tokens", "3", "--seed", str(2**64 - 1)),

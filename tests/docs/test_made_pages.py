@@ -56,6 +56,7 @@ def test_every_public_name_is_on_the_page() -> None:
     page = (DOCS / "python-api.md").read_text("utf-8")
     assert set(re.findall(r"^## (\w+)$", page, re.M)) == {
         *mlxpool.client.__all__,
+        "Questions",
         "Inputs",
         "Images",
         "Options",

@@ -30,7 +30,7 @@ ELSEWHERE = {  # kinds of blocks that other tests run
     "mermaid": "test_site.py has a browser draw them",
     "text": "no code: a picture, a prompt, an answer",
 }
-PORT_NAMES = ("7200", "7201", "7202", "8080", "9464", "11434")
+PORT_NAMES = ("7200", "7201", "7202", "9464", "11434", "11435")
 PORTS = re.compile(rf"(?<=[: ])({'|'.join(PORT_NAMES)})\b")
 PLACES = re.compile(r"(?<![\w./$@~-])/(?=(?:data|etc|home|opt|path|run|var)/)")
 
@@ -85,11 +85,11 @@ PAGES = {
     "docs/demo-model.md": Page(),
     "docs/embeddings.md": Page(),
     "docs/jobs.md": Page(),
+    "docs/decisions.md": Page(),
     "docs/structured-output.md": Page(),
     "docs/choices.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(
-        instead={"mlxpool gateway &": "mlxpool gateway --port 8080 &"},
         needs=("ollama", "openai"),
         programs=("curl",),
     ),

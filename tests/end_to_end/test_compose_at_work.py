@@ -100,7 +100,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
 
     made = keys / "broker" / "mlxpool.toml"
     made.write_text(here(made.read_text(), "broker"))
-    url = f"http://127.0.0.1:{ports['8080']}"
+    url = f"http://127.0.0.1:{ports['11434']}"
     with service("broker"):
         until(lambda: answers(f"http://127.0.0.1:{ports['9464']}/healthz"), "the broker is up")
         with service("worker"), service("gateway"):

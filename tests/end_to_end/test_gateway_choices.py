@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_best_of_gives_the_most_likely_and_counts_all(client: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError, match="best_of") as caught:
         completion(client, PROMPT, best_of=3, stream=True)
     assert caught.value.param == "best_of"
+
+
+def test_formats_stops_and_log_probabilities_hold_for_each_choice(client: openai.OpenAI) -> None:
+    found = completion(
+        client, "go ", n=8, temperature=1, seed=1, logprobs=1, extra={"guided_regex": "[a-z]{3}"}
+    )
+    texts = [choice["text"] for choice in found["choices"]]
+    assert all(re.fullmatch("[a-z]{3}", text) for text in texts) and len(set(texts)) > 1
+    for choice in found["choices"]:
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    stop = told(4, 6, "user: hi\n").split(" ")[2]
+    chat = client.chat.completions.create(
+        model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=6, seed=3, n=2,
+        stop=stop, logprobs=True, top_logprobs=1,
+    )  # fmt: skip
+    first, second = chat.choices
+    assert (first.finish_reason, first.message.content) == ("length", told(3, 6, "user: hi\n"))
+    assert second.finish_reason == "stop"
+    assert second.message.content == told(4, 6, "user: hi\n").split(stop)[0]
+    assert first.logprobs is not None and len(first.logprobs.content or []) == 6
 
 
 def test_choices_over_the_queue_are_refused_together(client: openai.OpenAI) -> None:

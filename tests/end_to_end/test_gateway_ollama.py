@@ -15,7 +15,7 @@ import pytest
 from mlxpool.worker.engine.counting_engine import token_at
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
@@ -32,9 +32,15 @@ LINE = "user: hi\n"  # the counting model's prompt for HI
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     root = tmp_path_factory.mktemp("models")
     write_checkpoint(root / "thinker", tokenizer_config={"chat_template": TEMPLATE})
+    (root / "thinker" / "LICENSE").write_text("MIT License")
+    (root / "thinker" / "generation_config.json").write_text('{"temperature": 0.6}')
     write_checkpoint(root / "bare", tokenizer_config={"chat_template": None})
     tables = [f'[models.{name}]\npath = "{root / name}"' for name in ("thinker", "bare")]
     with Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as running:
+        until(
+            lambda: all(model["type"] for model in running.ask("models")["models"]),
+            "the files of every model were looked at: they say how its chats are written",
+        )
         yield running
 
 
@@ -115,7 +121,8 @@ def test_the_lists_of_models(client: ollama.Client) -> None:
     }  # fmt: skip
     until(lambda: info(client, "thinker"), "the model was looked at")
     shown = client.show("thinker")
-    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.capabilities == ["completion", "tools", "thinking", "format"]
+    assert client.show("counting").capabilities == ["completion"]
     assert shown.details is not None and shown.details.family == "llama"
     assert info(client, "thinker")["llama.context_length"] == 512
     with pytest.raises(ollama.ResponseError, match="no model 'none'") as caught:
@@ -309,6 +316,35 @@ def test_options_of_ollamas_own_loader_are_logged_once(
     assert sorted(logged) == ["'bogus'", "'" + "x" * 56 + "...", *loader]
 
 
+def test_fields_that_ollama_ignores_are_accepted_and_logged_once(
+    gateway: GatewayThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    more = {"bogus_field": {"a": 1}, "draft": True, "unset": None}
+    options = {"num_predict": 1, "seed": -5, "top_k": -1}
+    asked: dict[str, dict[str, Any]] = {
+        "/api/generate": {"prompt": "x", "options": options},
+        "/api/chat": {"messages": HI, "options": options},
+        "/api/embed": {"model": "demo-embed", "input": "x"},
+        "/api/embeddings": {"model": "demo-embed", "prompt": "x"},
+        "/api/show": {},
+        "/api/pull": {},
+    }
+    for path, body in asked.items():
+        whole = {"model": "counting", "stream": False, **body, **more}
+        answer = httpx.post(f"{gateway.url}{path}", json=whole, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+    logged = [vars(one)["option"] for one in caplog.records if "no effect" in one.message]
+    fields = [f"'{name}' beside options" for name in ("bogus_field", "draft")]
+    assert sorted(one for one in logged if "beside" in one and "stream" not in one) == fields
+    misplaced = httpx.post(
+        f"{gateway.url}/api/generate",
+        json={"model": "counting", "prompt": "x", "temperature": 0},
+        timeout=PATIENCE,
+    )
+    assert misplaced.status_code == 400 and "options.temperature" in misplaced.json()["error"]
+
+
 def test_a_context_above_the_models_own_is_the_models_own(
     client: ollama.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,7 +375,7 @@ def test_pull_of_another_model_says_how_to_get_it(client: ollama.Client, stream:
 
 
 def test_pull_of_a_long_name_shortens_it(client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match=r"--model 'x{56}\.\.\.=FOLDER") as caught:
+    with pytest.raises(ollama.ResponseError, match="--model NAME=FOLDER") as caught:
         client.pull("x" * 5000)
     assert len(caught.value.error) < 1000
 
@@ -356,7 +392,8 @@ def test_tags_and_show_are_complete(client: ollama.Client) -> None:
         assert entry.modified_at is not None
         assert abs((entry.modified_at - datetime.now(UTC)).total_seconds()) < 3600
     assert tag.digest and len(tag.digest) == 12
-    assert shown.template == TEMPLATE and shown.modelfile and shown.license == ""
+    assert shown.template == TEMPLATE and shown.modelfile and shown.license == "MIT License"
+    assert (shown.parameters or "").split() == ["temperature", "0.6"]
     found = info(client, "thinker")
     assert found["general.parameter_count"] > 10_000
     assert (found["llama.block_count"], found["llama.embedding_length"]) == (2, 32)

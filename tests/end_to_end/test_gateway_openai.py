@@ -306,8 +306,8 @@ def test_the_example_of_the_documentation(
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
     code, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert "http://127.0.0.1:8080/v1" in code
-    exec(code.replace("http://127.0.0.1:8080/v1", f"{gateway.url}/v1") + "\nclient.close()", {})
+    assert "http://127.0.0.1:11434/v1" in code
+    exec(code.replace("http://127.0.0.1:11434/v1", f"{gateway.url}/v1") + "\nclient.close()", {})
     assert capsys.readouterr().out.strip()
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlxpool.gateway.operations.exchange import FURTHER_ROUTES
 from mlxpool.gateway.route_table import ROUTES
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members
@@ -134,6 +136,119 @@ def test_lines_of_requests_that_fail(
     assert line_of(caplog, "e-5")["status"] == 499
 
 
+def exchange(url: str, sent: bytes) -> bytes:
+    """Send these bytes; returns all that comes until the gateway closes the connection."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), PATIENCE) as connection:
+        connection.sendall(sent)
+        said = b""
+        while piece := connection.recv(4096):
+            said += piece
+    return said
+
+
+@pytest.mark.parametrize(
+    ("start", "method", "path"),
+    [
+        (b"GET /a%0Ab HTTP/1.1", "GET", "/a\nb"),
+        (b"CONNECT example.com:443 HTTP/1.1", "CONNECT", "example.com:443"),
+        (b"GET http://example.com/v1/models HTTP/1.1", "GET", "http://example.com/v1/models"),
+        (b"OPTIONS * HTTP/1.1", "OPTIONS", "*"),
+        (b"BREW /pot HTTP/1.1", "other", "/pot"),
+    ],
+)
+def test_what_no_route_matches_is_logged_and_counted(
+    gateway: GatewayThread,
+    http: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    start: bytes,
+    method: str,
+    path: str,
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    key = ("mlxpool_gateway_requests_total", "other", "404")
+    before = values(http.get("/metrics").text).get(key, 0)
+    ident = f"lost-{method}-{len(path)}"
+    lines = f"\r\nhost: x\r\nconnection: close\r\nx-request-id: {ident}\r\n\r\n".encode()
+    said = exchange(gateway.url, start + lines)
+    assert said.startswith(b"HTTP/1.1 404 ") and b"unknown_url" in said
+    line = line_of(caplog, ident)
+    assert (line["method"], line["route"], line["path"]) == (method, "other", path)
+    assert values(http.get("/metrics").text)[key] == before + 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nx: " + b"y" * 2**15],
+)
+def test_bytes_that_are_no_request_are_one_line_and_counted(
+    gateway: GatewayThread, http: httpx.Client, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    key = ("mlxpool_gateway_requests_total", "unparsable", "400")
+    before = values(http.get("/metrics").text).get(key, 0)
+    said = exchange(gateway.url, sent)
+    head, _, body = said.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert head.startswith(b"HTTP/1.1 400 ") and error["code"] == "not_http"
+    line = line_of(caplog, error["request_id"])
+    assert f"x-request-id: {line['request_id']}".encode() in head
+    assert (line["route"], line["status"], line["client"]) == ("unparsable", 400, "127.0.0.1")
+    assert not [one for one in caplog.records if one.name.startswith("uvicorn")]
+    assert values(http.get("/metrics").text)[key] == before + 1
+
+
+def test_a_body_that_breaks_off_into_garbage_is_no_traceback(
+    gateway: GatewayThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    chunked = b" HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for path in (b"/nowhere", b"/v1/completions"):
+        exchange(gateway.url, b"POST " + path + chunked + b"zz\r\n")
+    told = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not told
+
+
+def test_an_upgrade_is_answered_as_a_request(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket", "x-request-id": "up-1"}
+    assert http.get("/v1/realtime", headers=headers).status_code == 404
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_preflights_are_logged_and_counted(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    before = values(http.get("/metrics").text)
+    asked = {"access-control-request-method": "POST"}
+    for origin, status in ((ORIGIN, 200), ("https://evil.example", 400)):
+        headers = {**asked, "origin": origin, "x-request-id": f"pre-{status}"}
+        answer = http.options("/v1/chat/completions", headers=headers)
+        assert answer.headers["x-request-id"] == f"pre-{status}"
+        line = line_of(caplog, f"pre-{status}")
+        assert (line["method"], line["route"]) == ("OPTIONS", "preflight")
+        assert line["status"] == answer.status_code == status
+        key = ("mlxpool_gateway_requests_total", "preflight", str(status))
+        assert values(http.get("/metrics").text)[key] == before.get(key, 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"),
+    [((), "127.0.0.1"), (("10.0.0.0/8",), "127.0.0.1"), (("127.0.0.0/8",), "192.0.2.7")],
+)
+def test_only_a_trusted_proxy_names_the_client(
+    pool: Pool, caplog: pytest.LogCaptureFixture, trusted: tuple[str, ...], client: str
+) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
+    ident = f"proxied-{len(trusted)}-{client}"
+    headers = {"x-forwarded-for": "192.0.2.7", "x-request-id": ident}
+    with GatewayThread(pool.run_dir, trusted_proxies=trusted) as behind:
+        httpx.get(f"{behind.url}/health", headers=headers, timeout=PATIENCE)
+    assert line_of(caplog, ident)["client"] == client
+
+
 def test_the_access_log_can_be_off(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mlxpool.gateway")
     with GatewayThread(pool.run_dir, access_log=False) as quiet:
@@ -166,9 +281,13 @@ def test_every_answer_has_the_id_of_its_request(http: httpx.Client, pool: Pool) 
 
 
 def values(text: str) -> dict[tuple[str, str, str], float]:
-    """Value by name, route and status."""
+    """Value by name, route, and status or cause."""
     return {
-        (sample.name, sample.labels.get("route", ""), sample.labels.get("status", "")): sample.value
+        (
+            sample.name,
+            sample.labels.get("route", ""),
+            sample.labels.get("status", sample.labels.get("cause", "")),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if "le" not in sample.labels
@@ -203,7 +322,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
     assert grown("request_duration_seconds_count") == 2
     assert during["process_resident_memory_bytes", "", ""] > 2**20
     after = until(at_rest, "the stream has ended")
-    failures = (prefix + "stream_failures_total", route, "")
+    failures = (prefix + "stream_failures_total", route, "disconnect")
     assert after[failures] - before[failures] == 1
 
 
@@ -225,7 +344,7 @@ def test_metrics_need_a_key_and_their_labels_are_bounded(http: httpx.Client) -> 
         http.get(f"/v1/models/none-{number}")
         http.request(f"VERB{number}", "/v1/models")
     routes = {route for _, route, _ in values(http.get("/metrics").text)} - {""}
-    assert routes <= {*(route.shown_path for route in ROUTES), "other"}
+    assert routes <= {*(route.shown_path for route in ROUTES), *FURTHER_ROUTES}
 
 
 # ---- CORS ----------------------------------------------------------------------------------------

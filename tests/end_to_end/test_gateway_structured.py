@@ -30,6 +30,9 @@ TEMPLATES = {
     "hermes": "{{ tools and '<tool_call>' }}{{ messages[0].content }}",
     "llama": "{{ tools and '<|python_tag|>' }}{{ messages[0].content }}",
     "glm": "{{ tools and '<arg_key>' }}{{ messages[0].content }}",
+    "xml": "{{ tools and '<function=' }}{{ messages[0].content }}",
+    "mistral": "{{ tools and '[TOOL_CALLS]' }}{{ messages[0].content }}",
+    "harmony": "{{ tools and '<|channel|>' }}{{ messages[0].content }}",
 }
 TOOLS: Any = [
     {
@@ -181,7 +184,7 @@ def test_ollamas_client_with_a_schema(gateway: GatewayThread) -> None:
             client.chat("demo", HI, format="json", tools=[TOOL])
 
 
-@pytest.mark.parametrize("model", ["hermes", "llama", "demo-chat"])
+@pytest.mark.parametrize("model", ["hermes", "llama", "glm", "xml", "mistral", "demo-chat"])
 def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
     named = {"type": "function", "function": {"name": "hotel"}}
     cases: Any = (("required", {"weather", "hotel"}), (named, {"hotel"}))
@@ -201,10 +204,11 @@ def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "choice", "param"),
     [
-        ("glm", "required", "tool_choice"),
+        ("harmony", "required", "tool_choice"),
         ("hermes", {"type": "function", "function": {"name": "taxi"}}, "tool_choice"),
         ("hermes", {"name": "hotel"}, "tool_choice"),
-        ("hermes", "auto", "tools[0].function.strict"),
+        ("mistral", "auto", "tools[0].function.strict"),
+        ("harmony", "auto", "tools[0].function.strict"),
     ],
 )
 def test_a_call_that_cannot_be_forced(
@@ -215,3 +219,33 @@ def test_a_call_that_cannot_be_forced(
             model=model, messages=HI, tools=TOOLS, tool_choice=choice, seed=3
         )
     assert caught.value.param == param
+
+
+def test_strict_calls_are_left_to_the_model(client: openai.OpenAI) -> None:
+    """It answers with a call, whose arguments follow the schema, or with text."""
+    cities = ["Lisbon", "Rome"]
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": cities}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "parameters": parameters, "strict": True}
+    tools: Any = [{"type": "function", "function": function}]
+
+    def ask(words: str) -> Any:
+        return client.chat.completions.create(
+            model="demo-chat",
+            messages=[{"role": "user", "content": words}],
+            tools=tools,
+            temperature=0,
+        ).choices[0]
+
+    for words in ("What is the weather in Lisbon?", "What is the weather in Paris?"):
+        found = ask(words)
+        assert found.finish_reason == "tool_calls"
+        (call,) = found.message.tool_calls
+        assert call.function.name == "get_weather"
+        assert json.loads(call.function.arguments)["city"] in cities
+    found = ask("Who are you?")
+    assert found.finish_reason == "stop" and found.message.content and not found.message.tool_calls

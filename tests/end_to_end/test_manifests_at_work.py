@@ -68,7 +68,7 @@ def test_requests_pass_through_gateway_broker_and_worker(
         *("--endpoint", f"tcp://127.0.0.1:{ports['7200']}"),
         *("--key", str(tmp_path / "keys" / "app.key"), "--server-key", keys["broker"]),
     ]
-    url = f"http://127.0.0.1:{ports['8080']}"
+    url = f"http://127.0.0.1:{ports['11434']}"
     with running(broker, tmp_path / "broker.log"):
         until(lambda: answers(f"http://127.0.0.1:{ports['9464']}/readyz"), "the broker is ready")
         with (

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.doc_blocks import blocks
+from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
 from support.prometheus_process import Prometheus
 
@@ -132,9 +133,13 @@ def test_the_log_line_of_a_request(pool: Pool) -> None:
 def test_a_real_prometheus_scrapes_a_running_pool(pool: Pool, tmp_path: Path) -> None:
     with (
         pool.client() as client,
-        Prometheus(url(pool).removeprefix("http://"), tmp_path) as prometheus,
+        GatewayThread(pool.run_dir) as gateway,
+        Prometheus(url(pool), gateway.url, tmp_path) as prometheus,
     ):
-        until(lambda: prometheus.value('up{job="mlxpool"}') == 1, "it scraped")
+        until(lambda: prometheus.value("sum(up)") == 2, "it scraped broker and gateway")
+        assert get(gateway.url, "/v1/models")[0] == 200
+        answered = 'mlxpool_gateway_requests_total{route="/v1/models",status="200"}'
+        until(lambda: prometheus.value(answered) == 1, "the answer is counted")
         with client.stream("slow", "hello", max_tokens=10_000) as stream:
             reading = iter(stream)  # cancels when it is deleted
             next(reading)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.cli.main import OK, USAGE
 from mlxpool.common.errors import OverQuota, UnknownModel
 from support.bystander import Bystander
 from support.pool import Pool, until
@@ -91,5 +92,11 @@ def test_changed_settings_replace_the_workers_and_no_stream_ends(tmp_path: Path)
 def test_the_command_does_the_same(tmp_path: Path) -> None:
     with Pool(tmp_path, HEAD) as pool:
         pool.config.write_text(HEAD + EXTRA)
-        assert pool.cli("reload").returncode == 0
-        until(lambda: "added=extra" in pool.log(), "it is there")
+        done = pool.cli("reload")
+        assert (done.returncode, done.stdout) == (OK, "reloaded\nnew models: extra\n")
+        assert "extra" in {model["name"] for model in pool.ask("models")["models"]}
+        assert pool.cli("reload").stdout == "reloaded\nthe settings are as they were\n"
+        pool.config.write_text("[pool]\ndeadline = -1\n" + HEAD)
+        failed = pool.cli("reload")
+        assert (failed.returncode, failed.stdout) == (USAGE, "")
+        assert "not reloaded, nothing has changed: pool.deadline is -1" in failed.stderr

@@ -43,6 +43,15 @@ def settings(address: str = "127.0.0.1:0", more: str = "", step: int = FAST) -> 
     return CONFIG.format(address=address, more=more, step=step)
 
 
+def test_flags_alone_give_a_gateway_and_a_status_page_whose_urls_ps_shows(tmp_path: Path) -> None:
+    flags = ("--http", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    with Pool(tmp_path, arguments=flags) as pool:
+        gateway, page = pool.gateway(state="ready"), pool.ask("ps")["broker"]["metrics"]
+        shown = pool.cli("ps").stdout
+        assert f"status page {page}" in shown and gateway["url"] in shown
+        assert "<html" in httpx.get(page, timeout=PATIENCE).text
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     with Pool(tmp_path, settings()) as running:
@@ -164,13 +173,23 @@ def test_answers_that_do_not_finish_in_time_end_with_an_error(
         assert stream.rest()["code"] == "draining"
 
 
-def test_a_second_signal_waits_for_no_answer(tmp_path: Path, completions: list[Completion]) -> None:
+def test_a_second_signal_ends_answers_with_the_error_of_their_interface(
+    tmp_path: Path, completions: list[Completion]
+) -> None:
     with Pool(tmp_path, settings(more="http_drain_timeout = 3000", step=1_000_000)) as pool:
-        completions.append(Completion(pool.gateway(state="ready")["url"]))
-        assert pool.process is not None
-        pool.process.terminate()
-        pool.gateway(state="draining")
-        assert pool.stop() == 0
+        url = pool.gateway(state="ready")["url"]
+        completions.append(stream := Completion(url))
+        body = {"model": "slow", "prompt": "hello"}
+        with httpx.stream("POST", f"{url}/api/generate", json=body, timeout=PATIENCE) as ollama:
+            lines = ollama.iter_lines()
+            assert json.loads(next(lines))["done"] is False
+            assert pool.process is not None
+            pool.process.terminate()
+            pool.gateway(state="draining")
+            pool.process.terminate()
+            assert json.loads([*lines][-1]) == {"error": "the gateway is ending"}
+        assert stream.rest()["code"] == "draining"
+        assert pool.process.wait(PATIENCE) == 0
 
 
 def test_streams_over_http_outlive_the_broker(
@@ -232,6 +251,11 @@ def test_a_reload_reads_the_bearer_keys_again(tmp_path: Path) -> None:
         second = {"authorization": f"Bearer {KEY}-2"}
         until(lambda: complete(url, **second).status_code == 200, "the second key is known")
         assert complete(url, authorization=f"Bearer {KEY}").status_code == 401
+        keys.write_text(f"{KEY}\nshort\n")
+        failed = pool.cli("reload")
+        assert failed.returncode == USAGE
+        assert f"not reloaded, nothing has changed: {keys}, line 2: " in failed.stderr
+        assert complete(url, **second).status_code == 200
 
 
 def refused(*arguments: str) -> tuple[int, str]:

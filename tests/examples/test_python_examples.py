@@ -312,6 +312,42 @@ def test_tools_with_thoughts(url: str) -> None:
     assert second == f"thinks   The tool has answered. I say what it found.\n{ANSWER}"
 
 
+@pytest.mark.parametrize(
+    ("question", "printed"),
+    [
+        (
+            "What is the weather in Lisbon?",
+            "calls    get_weather Weather(city='Lisbon')\n"
+            'returns  {"temperature": 15, "sky": "sunny"}\n'
+            "answers  The weather in Lisbon: temperature 15, sky sunny.\n",
+        ),
+        (
+            "What is 17 plus 25?",
+            "calls    add Add(a=17, b=25)\nreturns  42\nanswers  17 plus 25 is 42.\n",
+        ),
+    ],
+)
+def test_strict_tools_calls_in_one_round_and_answers_in_the_next(
+    url: str, question: str, printed: str
+) -> None:
+    done = example("strict_tools.py", question, "--url", url)
+    assert (done.stdout, done.stderr, done.returncode) == (printed, "", 0)
+
+
+def test_strict_tools_never_gets_arguments_that_do_not_fit(url: str) -> None:
+    done = example("strict_tools.py", "What is the weather in Berlin?", "--url", url)
+    assert done.returncode == 0 and done.stdout.startswith("calls    get_weather Weather(city='")
+    assert "Berlin" not in done.stdout
+
+
+@pytest.mark.parametrize("model", ["demo", "counting"])
+def test_tools_of_a_model_that_knows_none(url: str, model: str) -> None:
+    for name in ("tools.py", "strict_tools.py"):
+        done = example(name, "--url", url, "--model", model)
+        assert done.returncode == 1
+        assert f"Error code: 400 - the chat template of '{model}' knows no tools" in done.stderr
+
+
 def test_thinking_shows_thoughts_and_answer(url: str) -> None:
     done = example("thinking.py", "--url", url)
     assert (done.stderr, done.returncode) == ("", 0)
@@ -320,7 +356,7 @@ def test_thinking_shows_thoughts_and_answer(url: str) -> None:
     assert answer.startswith("I am demo-chat, a small model that comes with mlxpool.")
 
 
-@pytest.mark.parametrize("name", ["tools.py", "thinking.py"])
+@pytest.mark.parametrize("name", ["tools.py", "strict_tools.py", "thinking.py"])
 def test_without_a_gateway(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -328,7 +364,7 @@ def test_without_a_gateway(name: str) -> None:
     assert done.returncode == 1 and "no gateway answers at" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["tools.py", "thinking.py"])
+@pytest.mark.parametrize("name", ["tools.py", "strict_tools.py", "thinking.py"])
 def test_a_model_that_is_not_there(name: str, url: str) -> None:
     done = example(name, "--url", url, "--model", "demo-cha")
     assert done.returncode == 1 and "there is no model 'demo-cha'" in done.stderr

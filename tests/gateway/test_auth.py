@@ -61,3 +61,22 @@ def test_an_origin(origin: str) -> None:
 def test_what_is_no_origin(origin: str) -> None:
     with pytest.raises(ValueError, match="is no origin: write scheme://host"):
         Settings(cors_origins=(origin,))
+
+
+@pytest.mark.parametrize("origin", ["https://x.example:443", "http://x.example:80"])
+def test_an_origin_with_its_default_port_is_refused(origin: str) -> None:
+    without = origin.rpartition(":")[0]
+    with pytest.raises(ValueError, match=f"leave the default port out, so write '{without}'"):
+        Settings(cors_origins=(origin,))
+    assert Settings(cors_origins=("http://x.example:443",))
+
+
+@pytest.mark.parametrize("proxy", ["127.0.0.1", "::1", "10.0.0.0/8", "fd00::/8"])
+def test_a_trusted_proxy(proxy: str) -> None:
+    assert Settings(trusted_proxies=(proxy,)).trusted_proxies == (proxy,)
+
+
+@pytest.mark.parametrize("proxy", ["*", "localhost", "10.0.0.1/8", ""])
+def test_what_is_no_trusted_proxy(proxy: str) -> None:
+    with pytest.raises(ValueError, match="is no address of a proxy"):
+        Settings(trusted_proxies=(proxy,))

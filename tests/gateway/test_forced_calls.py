@@ -1,50 +1,208 @@
-"""The grammar of a forced call takes what the parser of the same format reads as one call."""
+"""The grammars of calls take what the parser of the same format reads as these calls."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jsonschema
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from mlxpool.gateway.formats import TOOLS
-from mlxpool.gateway.formats.events import CallArguments, CallBegin
-from mlxpool.gateway.formats.forced_calls import forced_call
+from mlxpool.gateway.formats.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    merged,
+)
+from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
 from mlxpool.worker.constraints import grammar
 
 NAMES = ("weather", 'a"b\\n', "é")
 ASKED: Any = [{"type": "function", "function": {"name": name}} for name in NAMES]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": NAME, "arguments": {"a": 1}}\n</tool_call>',
+    "llama_json": '{"name": NAME, "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": NAME, "arguments": {"a": 1}}]',
+}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "of the weather", "maxLength": 9},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "hours": {"type": "array", "items": {"$ref": "#/$defs/hour"}, "maxItems": 3},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["city", "days", "note"],
+    "additionalProperties": False,
+    "$defs": {"hour": {"enum": [6, 12, 18]}},
+}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+STRICT: Any = [
+    {"type": "function", "function": {**TOOL["function"], "strict": True}},
+    {"type": "function", "function": {"name": "hotel", "parameters": {"not": {}}}},
+]
 
 
-def takes(format: dict[str, Any], text: str) -> bool:
-    """Whether a text is a complete answer of this format."""
+def matcher(format: Mapping[str, Any]) -> LLMatcher:
     grammar.check(format)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar.grammar_of(format), log_level=0)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+    return LLMatcher(
+        LLTokenizer("byte"), grammar.grammar_of(format), limits=grammar.LIMITS, log_level=0
+    )
+
+
+def takes(format: Mapping[str, Any], text: str) -> bool:
+    """Whether a text is a complete answer of this format."""
+    made, tokens = matcher(format), list(text.encode())
+    return made.try_consume_tokens(tokens) == len(tokens) and bool(made.is_accepting())
+
+
+def parsed(tool_format: str, tools: Any, text: str) -> Sequence[Event]:
+    parser = TOOLS[tool_format](tools)
+    return merged([*parser.push(text), *parser.finish()])
+
+
+def calls(events: Sequence[Event]) -> list[tuple[str, Any]]:
+    """The names and arguments of the calls."""
+    found: list[tuple[str, str]] = []
+    for one in events:
+        if isinstance(one, CallBegin):
+            found.append((one.name, ""))
+        elif isinstance(one, CallArguments):
+            found[-1] = found[-1][0], found[-1][1] + one.text
+    assert sum(isinstance(one, CallEnd) for one in events) == len(found)
+    return [(name, json.loads(text)) for name, text in found]
+
+
+@pytest.mark.parametrize("tool_format", WRITTEN)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_forced_is_read_as_a_call(tool_format: str, name: str) -> None:
+    text = WRITTEN[tool_format].replace("NAME", json.dumps(name, ensure_ascii=False))
+    forced = forced_call(tool_format, ASKED)
+    assert takes(forced, text)
+    assert not takes(forced, text.replace('"a": 1', '"a":   1'))
+    assert not takes(forced, text.replace('{"a": 1}', "[]"))
+    assert calls(parsed(tool_format, ASKED, text)) == [(name, {"a": 1})]
+
+
+def drawn(format: Mapping[str, Any], draw: Any, size: int) -> str | None:
+    """Draws a text of a format, byte by byte; None if it is not complete after so many."""
+    made, found = matcher(format), bytearray()
+    while not made.is_stopped():
+        mask = made.compute_bitmask()
+        allowed = [n for n in range(256) if mask[n // 8] >> n % 8 & 1]
+        if not allowed or (made.is_accepting() and draw.random() < 0.2):
+            break
+        letters = [n for n in allowed if (n < 128 and chr(n).isprintable()) or n == 10]
+        found.append(draw.choice(letters or allowed))
+        assert made.consume_token(found[-1])
+        if len(found) > size:
+            return None
+    return found.decode("utf-8", "replace") if made.is_accepting() else None
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "llama_json", "mistral", "glm", "function_xml"])
+@settings(max_examples=12)
+@given(draw=st.randoms(use_true_random=False))
+def test_any_forced_call_is_read_with_arguments_of_its_schema(tool_format: str, draw: Any) -> None:
+    text = drawn(forced_call(tool_format, [TOOL]), draw, 900)
+    assume(text is not None)
+    assert text is not None
+    ((name, arguments),) = calls(parsed(tool_format, [TOOL], text))
+    assert name == "weather"
+    jsonschema.validate(arguments, PARAMETERS)
+
+
+WHOLE_CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2,'
+    ' "note": null}}\n</tool_call>',
+    "llama_json": '{"name": "weather", "parameters": {"city": "Rome", "days": 2, "note": null}}',
+    "glm": "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value>"
+    "<arg_key>note</arg_key><arg_value>null</arg_value></tool_call>",
+    "function_xml": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n<parameter=note>\nnull\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+ROME = ("weather", {"city": "Rome", "days": 2, "note": None})
+FREE_CALLS = {
+    "hermes": '<tool_call>\n{"name": "hotel", "arguments": {"x": [1]}}\n</tool_call>',
+    "llama_json": '{"name": "hotel", "parameters": {"x": [1]}}',
+    "glm": "<tool_call>hotel<arg_key>x</arg_key><arg_value>[1]</arg_value></tool_call>",
+    "function_xml": "<tool_call>\n<function=hotel>\n<parameter=x>\n[1]\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+
+
+@pytest.mark.parametrize("tool_format", WHOLE_CALLS)
+def test_a_strict_answer_is_text_or_calls_that_follow_their_schema(tool_format: str) -> None:
+    format, call = strict_calls(tool_format, STRICT), WHOLE_CALLS[tool_format]
+    between = "; " if tool_format == "llama_json" else "\n"
+    for text, wanted in (
+        ("", []),
+        ("It is warm.\nI < you > {think}", []),
+        (call, [ROME]),
+        (call + between + call, [ROME, ROME]),
+        (FREE_CALLS[tool_format] + between + call, [("hotel", {"x": [1]}), ROME]),
+    ):
+        assert takes(format, text), text
+        events = parsed(tool_format, STRICT, text)
+        assert calls(events) == wanted
+        if not wanted:
+            assert "".join(one.text for one in events if isinstance(one, Content)) == text
+    if tool_format != "llama_json":
+        assert takes(format, f"I ask.\n{call} Then I wait.")
+    for wrong in (call.replace("2", "12"), call.replace("Rome", "Rome and Milan")):
+        assert not takes(format, wrong)
+        assert not takes(format, call + between + wrong)
+
+
+@pytest.mark.parametrize("tool_format", ["harmony", None])
+def test_other_formats_are_not_forced(tool_format: str | None) -> None:
+    assert forced_call(tool_format, ASKED) is None
+    assert strict_calls(tool_format, STRICT) is None
+
+
+def test_calls_that_begin_with_a_control_token_are_not_strict() -> None:
+    assert strict_calls("mistral", STRICT) is None
 
 
 @pytest.mark.parametrize(
-    ("tool_format", "written"),
+    ("parameters", "words"),
     [
-        ("hermes", '<tool_call>\n{"name": NAME, "arguments": {"a": 1}}\n</tool_call>'),
-        ("llama_json", '{"name": NAME, "parameters": {"a": 1}}'),
+        ({"minProperties": 1}, "'f' has 'minProperties'"),
+        ({"type": "array"}, "the parameters of 'f' must be of type 'object'"),
+        ({"properties": {"a": {"type": "string", "pattern": "a"}}}, "'a' has 'pattern'"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "'a' allows no text"),
+        ({"properties": {"a<": {}}}, "'a<' cannot be written"),
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_forced_is_read_as_a_call(tool_format: str, written: str, name: str) -> None:
-    text = written.replace("NAME", json.dumps(name, ensure_ascii=False))
-    assert takes(forced_call(tool_format, ASKED), text)
-    assert not takes(forced_call(tool_format, ASKED), text.replace('"a": 1', '"a":   1'))
-    assert not takes(forced_call(tool_format, ASKED), text.replace('{"a": 1}', "[]"))
-    parser = TOOLS[tool_format](ASKED)
-    events = [*parser.push(text), *parser.finish()]
-    assert [one.name for one in events if isinstance(one, CallBegin)] == [name]
-    found = "".join(one.text for one in events if isinstance(one, CallArguments))
-    assert json.loads(found) == {"a": 1}
+@pytest.mark.parametrize("tool_format", ["glm", "function_xml"])
+def test_parameters_that_tags_cannot_hold_are_named(
+    tool_format: str, parameters: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        forced_call(tool_format, [{"function": {"name": "f", "parameters": parameters}}])
 
 
-@pytest.mark.parametrize("tool_format", ["glm", "mistral", "function_xml", "harmony", None])
-def test_other_formats_are_not_forced(tool_format: str | None) -> None:
-    assert forced_call(tool_format, ASKED) is None
+def test_values_between_tags_keep_their_text() -> None:
+    """White space, other marks, and a text that would be JSON."""
+    parameters = {"properties": {"a": {"type": "string", "minLength": 2}}, "required": ["a"]}
+    tools: Any = [{"function": {"name": "f", "parameters": parameters}}]
+    for value in ("\n a\n", "</tool_call>", "12", "é</", "<parameter=a>"):
+        xml = (
+            f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n"
+            "</tool_call>"
+        )
+        glm = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+        for tool_format, text in (("function_xml", xml), ("glm", glm)):
+            assert takes(forced_call(tool_format, tools), text)
+            assert calls(parsed(tool_format, tools, text)) == [("f", {"a": value})]
+    assert not takes(forced_call("glm", tools), glm.replace("<parameter=a>", "x"))

@@ -57,11 +57,16 @@ def test_show_names_what_is_known_only() -> None:
         "general.parameter_count": 0,
         "llama.context_length": 64,
     }
-    about = {"layers": 2, "details": {"width": 8, "heads": None, "template": "T"}, "digest": "d"}
+    details = {"width": 8, "heads": None, "template": "T", "license": "MIT License"}
+    sampling = {"temperature": 0.6, "top_k": 20}
+    about = {"layers": 2, "details": {**details, "sampling": sampling}, "digest": "d"}
     full = show(info(about=about), 0, verbose=True)
     assert full["model_info"]["llama.embedding_length"] == 8
     assert "llama.attention.head_count" not in full["model_info"]
     assert (full["template"], full["model_info"]["mlxpool.digest"]) == ("T", "d")
+    assert full["license"] == "MIT License"
+    lines = [line.split() for line in full["parameters"].splitlines()]
+    assert lines == [["temperature", "0.6"], ["top_k", "20"]]
 
 
 def test_what_pull_says() -> None:

@@ -17,9 +17,9 @@ from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama
+from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai
-from mlxpool.gateway.openai import vectors
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Settings
@@ -52,6 +52,11 @@ PARSERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Body, dict[str, 
         {"model": "m", "text_1": "x", "text_2": "y"},
     ),
     "/v1/classify": (vectors.classify, openai_fields.CLASSIFY, {"model": "m", "input": "x"}),
+    "/v1/decisions": (
+        decisions.decisions,
+        openai_fields.DECISIONS,
+        {"model": "m", "prompt": "x", "questions": [{}]},
+    ),
     "/api/generate": (ollama.generate, ollama_fields.GENERATE, {"model": "m", "logprobs": True}),
     "/api/chat": (ollama.chat, ollama_fields.CHAT, {"model": "m", "logprobs": True}),
     "/api/embed": (ollama.embed, ollama_fields.EMBED, {"model": "m"}),
@@ -117,7 +122,8 @@ def test_every_field_is_in_it() -> None:
         operation = DOCUMENT["paths"][path]["post"]
         name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = DOCUMENT["components"]["schemas"][name.rpartition("/")[2]]
-        assert set(schema["properties"]) == body.names and not schema["additionalProperties"]
+        assert set(schema["properties"]) == body.names
+        assert schema["additionalProperties"] is body.open
     options = DOCUMENT["components"]["schemas"]["post_api_chat_request"]["properties"]["options"]
     assert set(options["properties"]) == ollama_fields.GENERATION_OPTIONS.names
 

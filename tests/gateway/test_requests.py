@@ -16,6 +16,7 @@ from mlxpool.gateway.ollama import requests as ollama_requests
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai_requests
 from mlxpool.gateway.openai import vectors as openai_vectors
+from support.openapi_answers import validator as validator_of
 
 HI = [{"role": "user", "content": "hi"}]
 Check = Callable[[Mapping[str, Any]], Any]
@@ -58,7 +59,11 @@ def test_any_body_is_accepted_or_refused_with_400(interface: str, change: dict[s
 @pytest.mark.parametrize("interface", CHECKS)
 @given(st.text(min_size=1).filter(lambda name: name not in NAMES))
 def test_an_unknown_field_is_named(interface: str, name: str) -> None:
+    """Ollama ignores it, so its clients may send it: the log names it."""
     check, base = CHECKS[interface]
+    if check.__module__ == ollama_requests.__name__:
+        assert check({**base, name: 1}).unknown == [name]
+        return
     with pytest.raises(HttpError) as caught:
         check({**base, name: 1})
     assert (caught.value.param, caught.value.code) == (name, "unknown_parameter")
@@ -67,8 +72,8 @@ def test_an_unknown_field_is_named(interface: str, name: str) -> None:
 @pytest.mark.parametrize("check", [ollama_requests.generate, ollama_requests.chat])
 def test_ollamas_fields_at_the_wrong_level_are_refused_with_their_place(check: Check) -> None:
     base = {"model": "m", "messages": HI} if check is ollama_requests.chat else {"model": "m"}
-    for name in ollama_fields.OPTIONS:
-        with pytest.raises(HttpError, match=f"'{name}'; did you mean 'options.{name}'"):
+    for name, place in ollama_fields.IN_OPTIONS.items():
+        with pytest.raises(HttpError, match=f"'{name}'; did you mean '{place}'"):
             check({**base, name: 1})
     for name in ("truncate", "shift", "think", "logprobs"):
         with pytest.raises(HttpError, match=f"'options.{name}'; did you mean '{name}'"):
@@ -153,3 +158,22 @@ def test_the_model_bounds_the_dimensions() -> None:
     for parse in (openai_vectors.embeddings, ollama_requests.embed):
         with pytest.raises(HttpError, match=r"'dimensions' is 0, must be at least 1$"):
             parse({**body, "dimensions": 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"seed": -5}, {"seed": -1}),
+        ({"seed": -1, "top_k": -1}, {"seed": -1, "top_k": 0}),
+        ({"seed": 0, "top_k": 0}, {"seed": 0, "top_k": 0}),
+        ({"top_k": -40}, {"top_k": 0}),
+    ],
+)
+def test_negative_options_are_taken_as_ollama_does(
+    given: dict[str, int], taken: dict[str, int]
+) -> None:
+    request = ollama_requests.generate({"model": "m", "prompt": "x", "options": given})
+    assert request.options == taken
+    assert validator_of(ollama_fields.GENERATE.schema()).is_valid({"model": "m", "options": given})
+    with pytest.raises(HttpError, match=r"options\.seed"):
+        ollama_requests.generate({"model": "m", "options": {"seed": -5.5}})

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from support.pool import PATIENCE
 
-PORTS = ("7200", "7201", "8080", "9464")
+PORTS = ("7200", "7201", "11434", "9464")
 MLXPOOL = (sys.executable, "-m", "mlxpool.cli.main")
 
 

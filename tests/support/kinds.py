@@ -6,10 +6,12 @@ from __future__ import annotations
 GENERATE, CANCEL, ACK, PING = "generate", "cancel", "ack", "ping"
 MODELS, TOKENIZE, DETOKENIZE = "models", "tokenize", "detokenize"
 EMBED, RERANK, CLASSIFY = "embed", "rerank", "classify"
+DECIDE = "decide"
 KEEP = "keep"
 # front: broker -> client
 ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "error"
 FATE, PONG, TOKENS, VECTORS = "fate", "pong", "tokens", "vectors"
+DECISIONS = "decisions"
 KEPT = "kept"
 # back: worker -> broker
 HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"

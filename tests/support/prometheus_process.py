@@ -22,17 +22,18 @@ SETTINGS = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml
 
 
 class Prometheus(Closing):
-    """Debian's Prometheus with the settings of deploy/, another target and shorter intervals."""
+    """Debian's Prometheus with the settings of deploy/, other targets and shorter intervals."""
 
-    def __init__(self, target: str, folder: Path) -> None:
-        """`target`: HOST:PORT. Skips the test if the program is not installed."""
+    def __init__(self, broker: str, gateway: str, folder: Path) -> None:
+        """`broker`, `gateway`: their URLs. Skips the test if the program is not installed."""
         program = shutil.which("prometheus")
         if program is None:
             pytest.skip("missing program: prometheus, of Debian's package of that name")
         settings = yaml.safe_load(SETTINGS.read_text("utf-8"))
         settings["global"] = {"scrape_interval": "200ms", "evaluation_interval": "200ms"}
         settings["rule_files"] = [str(SETTINGS.parent / name) for name in settings["rule_files"]]
-        settings["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
+        for job, url in zip(settings["scrape_configs"], (broker, gateway), strict=True):
+            job["static_configs"][0]["targets"] = [url.removeprefix("http://")]
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(settings))
         self.url = f"http://127.0.0.1:{_free_port()}"

@@ -19,7 +19,8 @@ from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.handshake import Handshake
 
-ANSWER_TIMEOUT_MS = 2000
+ANSWER_TIMEOUT = 2.0  # seconds
+RELOAD_TIMEOUT = 30.0  # seconds; settings and models folders are read before the answer
 
 
 def ask(
@@ -27,6 +28,8 @@ def ask(
     kind: str,
     body: Mapping[str, Any] | None = None,
     ident: bytes | None = None,
+    *,
+    timeout: float = ANSWER_TIMEOUT,
 ) -> dict[str, Any]:
     """Send one admin message; returns the body of the answer.
 
@@ -43,7 +46,7 @@ def ask(
         socket.send_multipart(
             frames.encode(Header(kind, ident or os.urandom(frames.ID_BYTES)), body or {})
         )
-        if not _wait_for_answer(socket, handshake):
+        if not _wait_for_answer(socket, handshake, timeout):
             if handshake.trouble:
                 raise Unauthorized(handshake.trouble)
             raise BrokerLost(no_answer(target.run_dir, endpoint))
@@ -57,12 +60,18 @@ def ask(
     return message.body
 
 
-def _wait_for_answer(socket: zmq.Socket[bytes], handshake: Handshake) -> bool:
-    """Whether a message came before ANSWER_TIMEOUT_MS, and before the handshake was hopeless."""
+def reload(target: Target) -> dict[str, Any]:
+    """Have the broker read its settings again; returns what has changed. Raises as `ask` does."""
+    ask(target, "stats")  # says within ANSWER_TIMEOUT that a broker is frozen
+    return ask(target, "reload", timeout=RELOAD_TIMEOUT)
+
+
+def _wait_for_answer(socket: zmq.Socket[bytes], handshake: Handshake, timeout: float) -> bool:
+    """Whether a message came in `timeout` seconds, and before the handshake was hopeless."""
     poller = zmq.Poller()
     for source in (socket, handshake.monitor):
         poller.register(source, zmq.POLLIN)
-    end = time.monotonic() + ANSWER_TIMEOUT_MS / 1000
+    end = time.monotonic() + timeout
     while (left := end - time.monotonic()) > 0 and not handshake.hopeless:
         ready = dict(poller.poll(math.ceil(left * 1000)))
         if socket in ready:

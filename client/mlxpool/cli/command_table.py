@@ -24,6 +24,7 @@ GROUPS = MappingProxyType(
             "embed": f"{_COMMANDS}.embed",
             "rerank": f"{_COMMANDS}.embed",
             "classify": f"{_COMMANDS}.embed",
+            "decide": f"{_COMMANDS}.decide",
         },
         "jobs that outlive their clients": {
             "submit": f"{_COMMANDS}.jobs",
@@ -67,5 +68,16 @@ COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in
 # themselves, for the --key of `submit` is a job's.
 REMOTE_MODULES = frozenset(
     COMMAND_MODULES[name]
-    for name in ("run", "chat", "embed", "ps", "stats", "top", "load", "gateway", "revoke")
+    for name in (
+        "run",
+        "chat",
+        "embed",
+        "decide",
+        "ps",
+        "stats",
+        "top",
+        "load",
+        "gateway",
+        "revoke",
+    )
 )

@@ -119,29 +119,30 @@ class LoadProgress(Closing):
 
     def __init__(self, target: Target | None, model: str) -> None:
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        if target is not None and takes_controls(sys.stderr):
-            self._thread = threading.Thread(
+        self._line = StatusLine()
+        self._writing = threading.Lock()
+        if target is not None and self._line.live:
+            threading.Thread(
                 target=self._show, args=(target, model), name="loading", daemon=True
-            )
-            self._thread.start()
+            ).start()
 
     def _show(self, target: Target, model: str) -> None:
-        line, seconds = StatusLine(), FIRST_DELAY
+        seconds = FIRST_DELAY
         while not self._over.wait(seconds):
-            try:
-                line.show(progress_text(ask(target, "ps"), model))
-            except (PoolError, OSError, ValueError):
-                pass  # the stream that is waited for ends with the error
             seconds = SHOW_INTERVAL
-        line.clear()
+            try:
+                text = progress_text(ask(target, "ps"), model)
+            except (PoolError, OSError, ValueError):
+                continue  # the stream that is waited for ends with the error
+            with self._writing:
+                if not self._over.is_set():
+                    self._line.show(text)
 
     def close(self) -> None:
-        """End the thread; the line is gone when this returns."""
+        """The line is gone when this returns, and stays so. A question may still be unanswered."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        with self._writing:
+            self._line.clear()
 
 
 def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:

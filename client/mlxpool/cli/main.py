@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,17 +26,19 @@ from mlxpool.common.paths import run_dir_of
 from mlxpool.common.version import VERSION
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
+UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
-EPILOG = """\
-`mlxpool help COMMAND` shows the options of a command.
-exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 Ctrl-C
-
-  mlxpool serve &                     start a broker
-  mlxpool run demo "def main():"      complete a text
-  mlxpool ps                          workers and what they are doing
-  mlxpool check /path/to/model        what a model is and needs
-"""
+NOTES = (
+    "`mlxpool help COMMAND` shows the options of a command.",
+    "exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 Ctrl-C",
+)
+EXAMPLES = {
+    "mlxpool serve &": "start a broker",
+    'mlxpool run demo "def main():"': "complete a text",
+    "mlxpool ps": "workers and what they are doing",
+    "mlxpool check /path/to/model": "what a model is and needs",
+}
 
 
 def parser(arguments: Sequence[str] = ()) -> RootParser:
@@ -55,10 +58,10 @@ def parser(arguments: Sequence[str] = ()) -> RootParser:
     root = RootParser(
         "mlxpool",
         description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[common],
         groups=GROUPS,
+        notes=NOTES,
+        examples=EXAMPLES,
     )
     version = f"mlxpool {VERSION}"
     root.add_argument("-V", "--version", action="version", version=version)
@@ -84,7 +87,10 @@ def _command(arguments: Sequence[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _open_missing_streams()
-    options = _parsed(arguments)
+    try:
+        options = _parsed(arguments)
+    except OSError as error:  # of the help, such as a full disk
+        return _unwritten(error)
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
@@ -92,7 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.whole_parser = parser  # for `completion` and `help`
     command: Callable[[argparse.Namespace], int] = options.run
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()
+        return code
     except BrokerLost as error:
         return _print_error(options, explained(options.run_dir, error), UNREACHABLE)
     except BadRequest as error:
@@ -104,10 +112,9 @@ def main(arguments: list[str] | None = None) -> int:
         details = {"problems": problems} if problems else None
         lines = getattr(error, "lines", [str(error)])
         return _print_error(options, BadRequest(str(error), details=details), USAGE, lines)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except OSError as error:
+        if error.errno in UNWRITABLE and not error.filename:
+            return _unwritten(error)
         return _print_error(options, Internal(_message_of(error)), FAILED)
     except KeyboardInterrupt:
         return 130
@@ -124,6 +131,19 @@ def _open_missing_streams() -> None:
             if stream.fileno() == descriptor:
                 os.set_inheritable(descriptor, True)
             setattr(sys, name, stream)
+
+
+def _unwritten(error: OSError) -> int:
+    """Say why standard output is not complete; nothing where its reader has closed it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # or what is left would be a second error at the exit
+    if not isinstance(error, BrokenPipeError):
+        words = f"mlxpool: the output cannot be written: {_message_of(error)}"
+        try:
+            print(words, file=sys.stderr, flush=True)
+        except OSError:
+            os.dup2(nowhere, sys.stderr.fileno())
+    return FAILED
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:

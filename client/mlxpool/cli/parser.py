@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -28,8 +30,38 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """A formatter whose usage names no option where a line would be wider than the terminal."""
+
+    def _format_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None,
+    ) -> str:
+        actions = list(actions)
+        text = super()._format_usage(usage, actions, groups, prefix)
+        if max(map(len, text.splitlines())) <= self._width:
+            return text
+        words = [action for action in actions if not action.option_strings]
+        short = super()._format_usage(usage, words, [], prefix)
+        line = " ".join(short.replace(self._prog, f"{self._prog} [OPTION …]", 1).split())
+        return "\n".join(textwrap.wrap(line, self._width, subsequent_indent="  ")) + "\n\n"
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors name the nearest known word, as do those of its commands."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*arguments, **named)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write a text. Raises OSError if it cannot be written, which argparse would hide."""
+        stream = file or sys.stderr
+        stream.write(message)
+        stream.flush()
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message; ends with exit code 2."""
@@ -62,9 +94,19 @@ def _unknown_choice(argument: str, given: str, known: str) -> str:
 class RootParser(Parser):
     """The parser of `mlxpool`: its help has the commands in groups."""
 
-    def __init__(self, *arguments: Any, groups: Mapping[str, Iterable[str]], **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        groups: Mapping[str, Iterable[str]],
+        notes: Iterable[str],
+        examples: Mapping[str, str],
+        **named: Any,
+    ) -> None:
+        """`notes` and `examples` stand at the end of the help; examples: command -> meaning."""
         super().__init__(*arguments, **named)
         self.groups = groups
+        self.notes = notes
+        self.examples = examples
 
     def format_usage(self) -> str:
         return f"usage: {self.prog} [OPTION …] COMMAND …\n"
@@ -80,8 +122,19 @@ class RootParser(Parser):
         formatter.start_section("options")
         formatter.add_arguments([one for one in self._actions if one.option_strings])
         formatter.end_section()
-        formatter.add_text(self.epilog)
-        return f"{self.format_usage()}\n{formatter.format_help()}"
+        for note in self.notes:
+            formatter.add_text(note)
+        return f"{self.format_usage()}\n{formatter.format_help()}\n{self._shown_examples()}"
+
+    def _shown_examples(self) -> str:
+        """The examples, with the meanings in a column of their own where it has room."""
+        widest = max(map(len, self.examples)) + 4
+        formatter = HelpFormatter(self.prog, max_help_position=widest)
+        formatter.start_section("examples")
+        for command, meaning in self.examples.items():
+            formatter.add_argument(argparse.Action([], command, help=meaning, metavar=command))
+        formatter.end_section()
+        return formatter.format_help()
 
     def _helps_of_commands(self) -> dict[str, argparse.Action]:
         return {

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from mlxpool.common.config.schema import PoolConfig
 
 POOL_FLAGS = (
-    "front", "back", "admin", "secret_key", "http", "http_keys", "state_dir", "log_format",
+    "front", "back", "admin", "secret_key", "metrics", "http", "http_keys", "state_dir",
+    "log_format",
     "local_workers",
 )  # fmt: skip
 
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the broker's further endpoints, its keys, HTTP and the log format."""
+    """Add the flags for the broker's further endpoints, key, metrics, HTTP and log format."""
     for name, whom in (
         ("front", "clients"),
         ("back", "workers that dial in"),
@@ -28,6 +29,12 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
             f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {whom}"
         )
     parser.add_argument("--secret-key", metavar="FILE", help="the broker's own key: tcp is CURVE")
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="the status page and Prometheus's /metrics, such as 127.0.0.1:9464 (default: `metrics`"
+        " of the settings, else not at all)",
+    )
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",

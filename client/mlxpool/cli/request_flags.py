@@ -23,6 +23,7 @@ BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person wait
 # Seconds until a broker that takes no connection counts as gone. libzmq's own thread takes it, so
 # a busy broker is no later than this; over tcp it takes four round trips.
 IPC_GRACE, TCP_GRACE = 0.5, 0.75
+TICK = 0.05  # seconds between two looks whether that time is over
 
 
 def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +136,7 @@ def client_of(options: argparse.Namespace) -> Client:
         key=target.key,
         broker_grace=max(BROKER_GRACE, wait or 0.0),
         **({} if wait is None else {"connect_timeout": wait}),
-        pace=Pace(handshake_grace=grace if wait is None else wait),
+        pace=Pace(tick=TICK, handshake_grace=grace if wait is None else wait),
     )
 
 

@@ -7,6 +7,7 @@ connection or a broker is lost.
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.client.choices import Choices, ChoicesStream
+from mlxpool.client.decisions import Decision, DecisionList
 from mlxpool.client.jobs import Job
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
@@ -27,6 +28,8 @@ __all__ = [
     "Choices",
     "ChoicesStream",
     "Client",
+    "Decision",
+    "DecisionList",
     "Delta",
     "Job",
     "Pace",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
@@ -14,6 +15,8 @@ import mlxpool.client.vectors as vectors
 from mlxpool.client.aio_choices import AsyncChoicesStream
 from mlxpool.client.choices import Choices, drafts_of
 from mlxpool.client.connection import Connection
+from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
+from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef
 from mlxpool.client.loop_calls import call_in_loop
@@ -43,18 +46,16 @@ Answer = TypeVar("Answer")
 class AsyncStream:
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
-    Belongs to the event loop that started it. Leaving the loop, `close` or the end of an
-    `async with` cancels what is not finished.
+    Belongs to the event loop that started it. Leaving the loop, `close`, the end of an `async with`
+    or the end of the object cancels what is not finished.
     """
 
     def __init__(self, connection: Connection, draft: Draft) -> None:
         self._connection = connection
-        self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self._open = connection.open(draft, self._put)
-
-    def _put(self, delta: Delta | None) -> None:
-        call_in_loop(self._loop, lambda: self._queue.put_nowait(delta))
+        # The connection keeps what it delivers to: that must not be this object, see `__del__`.
+        put = partial(_put, asyncio.get_running_loop(), self._queue)
+        self._open = connection.open(draft, put)
 
     @property
     def id(self) -> bytes:
@@ -78,9 +79,10 @@ class AsyncStream:
     def result(self) -> Result:
         """The whole completion.
 
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it.
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
+        of the process it raises BadRequest if the stream had not ended before.
         """
-        return self._open.state.whole()
+        return self._connection.result(self._open)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
@@ -120,6 +122,10 @@ class AsyncStream:
     def close(self) -> None:
         """Cancel the stream if it is not finished."""
         self._connection.leave(self._open)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):  # it was sent
+            self._connection.abandon(self._open)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -370,6 +376,34 @@ class AsyncClient:
             )
         )
 
+    async def decide(
+        self,
+        model: str,
+        prompt: str,
+        choices: AnswerChoices = None,
+        *,
+        temperature: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> Decision:
+        """How a model answers a prompt that ends with a question; see `Client.decide`."""
+        calls = decide(
+            model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
+        )
+        return (await self._answers(calls, 1))[0][0]
+
+    async def decide_all(
+        self,
+        model: str,
+        prompt: str,
+        questions: Sequence[Asked],
+        *,
+        temperature: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> DecisionList:
+        """The answers to questions about a text; see `Client.decide_all`."""
+        calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
+        return joined_decisions(await self._answers(calls, 1))
+
     async def submit(
         self,
         model: str,
@@ -452,16 +486,19 @@ class AsyncClient:
             raise
 
     async def _vectors(self, questions: Sequence[Question[Vectors]]) -> Vectors:
-        """The joined answers to questions, of which MAX_IN_FLIGHT are open at a time."""
-        places = asyncio.Semaphore(MAX_IN_FLIGHT)
+        return joined(await self._answers(questions, MAX_IN_FLIGHT))
 
-        async def ask(question: Question[Vectors]) -> Vectors:
+    async def _answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
+        """The answers to questions, of which at most `at_once` are open at a time."""
+        places = asyncio.Semaphore(at_once)
+
+        async def ask(question: Question[Answer]) -> Answer:
             async with places:
                 return await self._call(question)
 
         tasks = [asyncio.ensure_future(ask(question)) for question in questions]
         try:
-            return joined(await asyncio.gather(*tasks))
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -480,3 +517,9 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def _put(
+    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Delta | None], delta: Delta | None
+) -> None:
+    call_in_loop(loop, lambda: queue.put_nowait(delta))

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from mlxpool.client.calls import Calls
 from mlxpool.client.dealer import Dealer
@@ -29,7 +30,7 @@ from mlxpool.client.request import (
     sent_again,
 )
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
-from mlxpool.client.stream import Delta, Frame, StreamState, frame_of_row, parse_frame
+from mlxpool.client.stream import Delta, Frame, Result, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import frames
@@ -134,6 +135,12 @@ class Connection:
                 f" {os.getpid()}; make a client in each process, after the fork"
             )
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a client of a pool cannot be pickled: its connection and its thread belong to this"
+            " process; send the run directory or the endpoint, and make a client where it is used"
+        )
+
     def _do(self, command: Callable[[], None]) -> None:
         """Have the thread run a command.
 
@@ -188,19 +195,35 @@ class Connection:
             self._do(self._acknowledge)
         return delta
 
+    def result(self, stream: OpenStream) -> Result:
+        """The whole completion.
+
+        Raises the stream's error, RuntimeError before the end, and BadRequest in a fork of the
+        process in which it has not ended.
+        """
+        if not stream.state.over:
+            self.check_process()
+        return stream.state.whole()
+
     def leave(self, stream: OpenStream) -> None:
         """The reader leaves: cancel what has not ended. `close` has cancelled everything."""
         finished, stream.finished = stream.finished, True
-        if finished or stream.state.over:
-            return
+        if not finished and not stream.state.over:
+            with contextlib.suppress(PoolError):  # in a fork the stream is the parent's
+                self._do(partial(self._cancel, stream))
 
-        def send() -> None:
-            if self._streams.get(stream.state.id) is stream:
-                self._send(Cancel(), stream.state.id)
-                stream.retry.cancel_sent(self.timer.now)
+    def abandon(self, stream: OpenStream) -> None:
+        """`leave` for a finalizer, which may run in any thread at any place: it takes no lock."""
+        finished, stream.finished = stream.finished, True
+        over = finished or stream.state.over or self._closing.is_set()
+        if not over and self._process == os.getpid():
+            self._commands.put(partial(self._cancel, stream))
+            self._dealer.wake()
 
-        with contextlib.suppress(PoolError):  # in a fork the stream is the parent's
-            self._do(send)
+    def _cancel(self, stream: OpenStream) -> None:
+        if self._streams.get(stream.state.id) is stream:
+            self._send(Cancel(), stream.state.id)
+            stream.retry.cancel_sent(self.timer.now)
 
     def ask(
         self, question: Question[Answer], on_reply: Callable[[Answer | PoolError], None]

@@ -14,6 +14,8 @@ import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
 from mlxpool.client.choices import Choices, ChoicesStream, drafts_of
 from mlxpool.client.connection import Connection
+from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
+from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef
 from mlxpool.client.request import (
@@ -45,8 +47,8 @@ Answer = TypeVar("Answer")
 class Stream(Closing):
     """An iterator over the deltas of one completion, as they arrive.
 
-    Leaving the loop, `close` or the end of a `with` cancels what is not finished. After the last
-    delta `result` holds the whole completion.
+    Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is not
+    finished. After the last delta `result` holds the whole completion.
     """
 
     def __init__(self, connection: Connection, draft: Draft) -> None:
@@ -71,9 +73,10 @@ class Stream(Closing):
     def result(self) -> Result:
         """The whole completion.
 
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it.
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
+        of the process it raises BadRequest if the stream had not ended before.
         """
-        return self._open.state.whole()
+        return self._connection.result(self._open)
 
     def __iter__(self) -> Iterator[Delta]:
         try:
@@ -97,6 +100,10 @@ class Stream(Closing):
     def close(self) -> None:
         """Cancel the stream if it is not finished."""
         self._connection.leave(self._open)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):  # it was sent
+            self._connection.abandon(self._open)
 
 
 class Client(Closing):
@@ -354,6 +361,45 @@ class Client(Closing):
             )
         )
 
+    def decide(
+        self,
+        model: str,
+        prompt: str,
+        choices: AnswerChoices = None,
+        *,
+        temperature: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> Decision:
+        """How a model answers a prompt that ends with a question, as probabilities of answers.
+
+        `choices`: 2 to 26 texts of which one is picked, a range such as range(1, 11) for a whole
+        number of a scale, or None: yes or no. `temperature` above 1 makes the probabilities less
+        sure, below 1 surer. Raises BadRequest for a model that generates no text,
+        ContextExceeded, and DeadlineExceeded after `deadline_ms`.
+        """
+        calls = decide(
+            model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
+        )
+        return self._answers(calls, 1)[0][0]
+
+    def decide_all(
+        self,
+        model: str,
+        prompt: str,
+        questions: Sequence[Asked],
+        *,
+        temperature: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> DecisionList:
+        """The answers to questions about a text, which is read once for all of them.
+
+        A question is a text, answered yes or no, or a pair of it and its choices, see `decide`.
+        Any number is sent, 64 in each call. An error names the first question that it is about;
+        then none is answered.
+        """
+        calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
+        return joined_decisions(self._answers(calls, 1))
+
     def submit(
         self,
         model: str,
@@ -459,13 +505,16 @@ class Client(Closing):
         return answer
 
     def _vectors(self, questions: Sequence[Question[Vectors]]) -> Vectors:
-        """The joined answers to questions, of which MAX_IN_FLIGHT are open at a time."""
-        answers: queue.SimpleQueue[tuple[int, Vectors | PoolError]] = queue.SimpleQueue()
-        found: dict[int, Vectors] = {}
+        return joined(self._answers(questions, MAX_IN_FLIGHT))
+
+    def _answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
+        """The answers to questions, of which at most `at_once` are open at a time."""
+        answers: queue.SimpleQueue[tuple[int, Answer | PoolError]] = queue.SimpleQueue()
+        found: dict[int, Answer] = {}
         sent = 0
         try:
             while len(found) < len(questions):
-                while sent < len(questions) and sent - len(found) < MAX_IN_FLIGHT:
+                while sent < len(questions) and sent - len(found) < at_once:
                     self._connection.ask(questions[sent], partial(_put, answers, sent))
                     sent += 1
                 place, answer = answers.get()
@@ -476,7 +525,7 @@ class Client(Closing):
             for place in range(sent):
                 if place not in found:
                     self._connection.forget(questions[place])
-        return joined([found[place] for place in range(len(questions))])
+        return [found[place] for place in range(len(questions))]
 
     def close(self) -> None:
         """Close the connection; open streams are cancelled and end with BrokerLost."""
@@ -484,8 +533,8 @@ class Client(Closing):
 
 
 def _put(
-    answers: queue.SimpleQueue[tuple[int, Vectors | PoolError]],
+    answers: queue.SimpleQueue[tuple[int, Answer | PoolError]],
     place: int,
-    answer: Vectors | PoolError,
+    answer: Answer | PoolError,
 ) -> None:
     answers.put((place, answer))

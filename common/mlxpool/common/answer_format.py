@@ -12,6 +12,8 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 
+FORMAT = "format"  # among the features of a model whose answers can have one
+
 # type -> the key beside it; "": none
 KEYS: Mapping[str, str] = {
     "json": "",
@@ -46,10 +48,15 @@ def check_format(name: str, value: Any) -> dict[str, Any]:
         if key not in value:
             raise BadRequest(f"option {name!r} of type {kind!r} needs the key {key!r}")
         _CHECKS[kind](f"{name}.{key}", value[key])
-    size = len(text_of(value, name).encode("utf-8", "surrogatepass"))
+    size = size_of(value, name)
     if size > MAX_FORMAT_BYTES:
         raise BadRequest(f"option {name!r} has {size} bytes as JSON, at most {MAX_FORMAT_BYTES}")
     return dict(value)
+
+
+def size_of(value: Any, name: str = "format") -> int:
+    """Returns the bytes of a format as JSON, 0 of None. Raises BadRequest."""
+    return 0 if value is None else len(text_of(value, name).encode("utf-8", "surrogatepass"))
 
 
 def text_of(value: Any, name: str = "format") -> str:

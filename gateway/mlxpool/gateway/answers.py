@@ -155,6 +155,24 @@ OPENAI: Mapping[str, Schema] = {
             ),
         }
     ),
+    "Decisions": record(
+        {
+            **_LIST,
+            "id": TEXT,
+            "data": listed(
+                record(
+                    {
+                        "object": {"const": "decision"},
+                        "index": COUNT,
+                        "answer": {"type": ["boolean", "integer", "string"]},
+                        "probabilities": {"type": "object", "additionalProperties": NUMBER},
+                        "outside": NUMBER,
+                    },
+                    {"expected": NUMBER},
+                )
+            ),
+        }
+    ),
 }  # fmt: skip
 
 # ---- Ollama's interface ----------------------------------------------------------------------

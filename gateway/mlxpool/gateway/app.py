@@ -18,7 +18,7 @@ from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
-from mlxpool.gateway.endpoint import ANY, READ, Endpoint, Handler, Surroundings
+from mlxpool.gateway.endpoint import READ, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
@@ -50,9 +50,12 @@ class Gateway:
         self.drain = Drain()
         self.metrics = Metrics(version("mlxpool"), (route.shown_path for route in ROUTES))
         access = AccessControl(self.keys, ConcurrencyLimit(settings.per_key))
-        self._surroundings = Surroundings(access, self.drain, self.metrics, settings.access_log)
-        middleware = [_cors(settings.cors_origins)] if settings.cors_origins else []
-        self.app = Starlette(lifespan=self._lifespan, middleware=middleware)
+        self.surroundings = Surroundings(access, self.drain, self.metrics, settings.access_log)
+        self.app = Starlette(lifespan=self._lifespan, middleware=self._middleware())
+        self.app.router.redirect_slashes = False
+        self.app.router.default = Endpoint(
+            self.surroundings, OTHER_ROUTE, None, _unknown_path, public=True
+        )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -92,7 +95,6 @@ class Gateway:
         return [
             *(self._served(route, services) for route in ROUTES),
             *(self._not_built(path) for path in NOT_BUILT),
-            self._route("/{path:path}", OTHER_ROUTE, ANY, _unknown_path, public=True),
         ]
 
     def _served(self, spec: RouteSpec, services: Services) -> Route:
@@ -110,7 +112,7 @@ class Gateway:
 
         reads = spec.body is None
         endpoint = Endpoint(
-            self._surroundings,
+            self.surroundings,
             spec.shown_path,
             READ if reads else ("POST",),
             answer if reads else answer_body,
@@ -127,25 +129,23 @@ class Gateway:
             message = f"{request.url.path} {UNSUPPORTED}: {advice}"
             raise HttpError(501, message, "not_supported", retry=False)
 
-        return Route(path, Endpoint(self._surroundings, OTHER_ROUTE, ANY, refuse, interface))
+        return Route(path, Endpoint(self.surroundings, OTHER_ROUTE, None, refuse, interface))
 
-    def _route(
-        self, path: str, shown: str, methods: tuple[str, ...], handler: Handler, *, public: bool
-    ) -> Route:
-        return Route(path, Endpoint(self._surroundings, shown, methods, handler, public=public))
-
-
-def _cors(origins: tuple[str, ...]) -> Middleware:
-    """Lets pages of these origins use the gateway from a browser, with a key of their own."""
-    if ANY_ORIGIN in origins:
-        log.warning("pages of every origin may use the gateway", extra={"cors_origins": "*"})
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_methods=("GET", "HEAD", "POST"),
-        allow_headers=("*",),
-        expose_headers=EXPOSED_HEADERS,
-    )
+    def _middleware(self) -> list[Middleware]:
+        """Lets pages of the origins use the gateway from a browser, with a key of their own."""
+        origins = self.settings.cors_origins
+        if not origins:
+            return []
+        if ANY_ORIGIN in origins:
+            log.warning("pages of every origin may use the gateway", extra={"cors_origins": "*"})
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+        return [Middleware(PreflightRecords, surroundings=self.surroundings), cors]
 
 
 async def _log_broker(pool: PoolAccess) -> None:
@@ -162,7 +162,6 @@ async def _log_broker(pool: PoolAccess) -> None:
 
 
 async def _unknown_path(request: Request, response: ResponseWriter) -> bool:
-    message = (
-        f"there is no {request.method} {request.url.path}; docs/gateway.md lists what there is"
-    )
+    asked = request.scope["path"]
+    message = f"there is no {request.method} {asked!r:.200}; docs/gateway.md lists what there is"
     raise HttpError(404, message, "unknown_url", retry=False)

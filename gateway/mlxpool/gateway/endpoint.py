@@ -1,4 +1,7 @@
-"""Serves one route: method, access, drain, log and metrics around the work of its handler."""
+"""Serves one route: method, access, drain, log and metrics around the work of its handler.
+
+Also the log and metrics of what reaches no route: preflights, and bytes that are no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
@@ -21,9 +25,13 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import (
+    CLIENT_DISCONNECTED,
     DISCONNECTED,
+    NOT_HTTP,
     OTHER_ROUTE,
+    PREFLIGHT,
     REQUEST_ID,
+    UNPARSABLE,
     Exchange,
     request_id,
 )
@@ -36,7 +44,9 @@ access_log = logging.getLogger("mlxpool.gateway.access")
 Handler: TypeAlias = Callable[[Request, ResponseWriter], Coroutine[Any, Any, bool]]
 
 READ = ("GET", "HEAD")
-ANY = (*READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+KNOWN_METHODS = (*READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE")
+OTHER_METHOD = "other"
+MAX_LOGGED_PATH = 200  # characters
 ABORT_TIME = 1.0  # seconds to write the error of a request that is cancelled
 ENDING = "the gateway is ending"
 
@@ -49,6 +59,27 @@ class Surroundings:
     drain: Drain
     metrics: Metrics
     logged: bool = True
+
+    def exchange_of(self, scope: Scope, route: str) -> Exchange:
+        """The record of a request that begins now; of OTHER_ROUTE it has the path."""
+        method, client = scope["method"], scope.get("client")
+        return Exchange(
+            id=request_id(Headers(scope=scope).get(REQUEST_ID), uuid.uuid4().hex),
+            method=method if method in KNOWN_METHODS else OTHER_METHOD,
+            route=route,
+            started=time.monotonic(),
+            client=client and client[0],
+            path=scope["path"][:MAX_LOGGED_PATH] if route == OTHER_ROUTE else None,
+        )
+
+    def unparsable(self, client: str | None) -> Exchange:
+        """Counts and logs what came in place of a request and was answered 400."""
+        exchange = Exchange(
+            id=uuid.uuid4().hex, method=OTHER_METHOD, route=UNPARSABLE, started=time.monotonic(),
+            client=client, status=400, failure=NOT_HTTP,
+        )  # fmt: skip
+        with self.observed(exchange):
+            return exchange
 
     @contextlib.contextmanager
     def observed(self, exchange: Exchange) -> Iterator[None]:
@@ -73,14 +104,17 @@ class Endpoint:
         self,
         surroundings: Surroundings,
         route: str,
-        methods: tuple[str, ...],
+        methods: tuple[str, ...] | None,
         handler: Handler,
         interface: Interface = OPENAI,
         *,
         public: bool = False,
         in_drain: bool = False,
     ) -> None:
-        """`handler` returns whether the client disconnected before the end of the response."""
+        """`handler` returns whether the client disconnected before the end of the response.
+
+        `methods` None: it answers every method.
+        """
         self._surroundings = surroundings
         self._route = route
         self._methods = methods
@@ -91,14 +125,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        exchange = Exchange(
-            id=request_id(request.headers.get(REQUEST_ID), uuid.uuid4().hex),
-            method=request.method if request.method in ANY else "other",
-            route=self._route,
-            started=time.monotonic(),
-            client=None if request.client is None else request.client.host,
-            path=request.url.path[:200] if self._route == OTHER_ROUTE else None,
-        )
+        exchange = self._surroundings.exchange_of(scope, self._route)
         response = ResponseWriter(send, exchange)
         with self._surroundings.observed(exchange):
             await self._answer(request, response)
@@ -124,7 +151,7 @@ class Endpoint:
 
     async def _handle(self, request: Request, response: ResponseWriter) -> bool:
         around = self._surroundings
-        if request.method not in self._methods:
+        if self._methods is not None and request.method not in self._methods:
             path, methods = request.url.path, " and ".join(self._methods)
             message = f"{path} takes {methods}, not {request.method}"
             raise HttpError(405, message, "method_not_allowed", retry=False)
@@ -163,6 +190,36 @@ class Endpoint:
 
 def _note_disconnect(response: ResponseWriter) -> None:
     exchange = response.exchange
-    exchange.failure = "client_disconnected"
+    exchange.failure = CLIENT_DISCONNECTED
     if not response.started:
         exchange.status = DISCONNECTED
+
+
+def is_preflight(scope: Scope) -> bool:
+    """Whether a browser asks if a page may send a request."""
+    if scope["type"] != "http" or scope["method"] != "OPTIONS":
+        return False
+    headers = Headers(scope=scope)
+    return "origin" in headers and "access-control-request-method" in headers
+
+
+class PreflightRecords:
+    """An ASGI application around that middleware: its answers get a line of the log and an id."""
+
+    def __init__(self, app: ASGIApp, surroundings: Surroundings) -> None:
+        self._app = app
+        self._surroundings = surroundings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_preflight(scope):
+            return await self._app(scope, receive, send)
+        exchange = self._surroundings.exchange_of(scope, PREFLIGHT)
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"].append((REQUEST_ID.encode(), exchange.id.encode()))
+            await send(message)
+
+        with self._surroundings.observed(exchange):
+            await self._app(scope, receive, noted)

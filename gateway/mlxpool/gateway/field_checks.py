@@ -37,6 +37,12 @@ class Body:
         """All known fields."""
         return {*self.honoured, *self.accepted, *self.refused}
 
+    def unknown(self, body: Mapping[str, Any]) -> list[str]:
+        """The fields of an open body that nothing here knows; one that is null counts as absent."""
+        return [
+            name for name, value in body.items() if value is not None and name not in self.names
+        ]
+
     def check(
         self, body: Mapping[str, Any], prefix: str = "", elsewhere: Mapping[str, str] = NOWHERE
     ) -> None:

@@ -161,6 +161,11 @@ ROUTES: tuple[RouteSpec, ...] = (
         "Classes", openai.CLASSIFY,
     ),
     _post(
+        "/v1/decisions", OPENAI, "Probabilities of given answers to questions about a text.",
+        lambda to, call: to.vectors.decisions(call.body, call.response),
+        "Decisions", openai.DECISIONS,
+    ),
+    _post(
         "/api/generate", OLLAMA, "The answer to a prompt; without a prompt the model is loaded.",
         lambda to, call: to.ollama.generate(call.body, call.response),
         "OllamaGenerated", ollama.GENERATE, stream=NDJSON, event="OllamaGenerated",

@@ -18,6 +18,7 @@ from mlxpool.gateway.operations.connections import (
     ACCEPTED_AT_ONCE,
     AcceptErrors,
     Connections,
+    is_news,
     own_connection_limit,
     protocol_of,
 )
@@ -82,8 +83,11 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
     """How uvicorn serves this application: without access log or log configuration."""
     settings = gateway.settings
     connections = Connections(
-        settings.max_connections or own_connection_limit(), settings.header_time
+        settings.max_connections or own_connection_limit(),
+        settings.header_time,
+        gateway.surroundings.unparsable,
     )
+    logging.getLogger("uvicorn.error").addFilter(is_news)
     return uvicorn.Config(
         gateway.app,
         http=protocol_of(connections),
@@ -92,6 +96,8 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=[*settings.trusted_proxies],
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         server_header=False,
     )

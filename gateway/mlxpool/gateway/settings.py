@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpool.common.config.bounds import LOOPBACK, origin_faults
+from mlxpool.common.config.bounds import LOOPBACK, origin_faults, proxy_faults
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import sockets
 
@@ -19,7 +19,7 @@ class Settings:
     server_key: str | None = None  # the broker's public key, or a file with it
     key: str | None = None  # the file of our own key
     host: str = "127.0.0.1"
-    port: int = 8080  # 0: any free port
+    port: int = 11434  # that of Ollama, where its clients look for it; 0: any free port
     keys: Path | None = None  # a file of bearer keys; None: requests need no key
     max_body: int = 8 * 2**20  # bytes of a request body
     max_connections: int | None = None  # open at once; None: what RLIMIT_NOFILE leaves room for
@@ -31,6 +31,7 @@ class Settings:
     broker_grace: float = 10.0  # seconds without the broker until a request is answered 503
     drain_timeout: float = 30.0  # seconds that running requests have after SIGTERM
     cors_origins: tuple[str, ...] = ()  # whose pages in browsers may use the gateway; "*": all
+    trusted_proxies: tuple[str, ...] = ()  # whose X-Forwarded-For names the client
     access_log: bool = True  # a line for each request
 
     @property
@@ -54,5 +55,5 @@ class Settings:
                 raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")
         if not 0 <= self.drain_timeout < 1e9:
             raise ValueError(f"drain_timeout is {self.drain_timeout}, must be 0 to 1e9 seconds")
-        for fault in origin_faults(self.cors_origins):
+        for fault in (*origin_faults(self.cors_origins), *proxy_faults(self.trusted_proxies)):
             raise ValueError(fault)

@@ -85,6 +85,7 @@ def settings_of(config: GatewayConfig) -> Settings:
         max_body=config.max_body,
         drain_timeout=config.drain_timeout,
         cors_origins=tuple(config.cors_origins),
+        trusted_proxies=tuple(config.trusted_proxies),
         access_log=config.access_log,
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from select import select
@@ -13,7 +14,9 @@ from mlxpool.broker.admin.reload import FIXED, CurrentSettings, Reloader, compar
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.metrics.counters import Counters
+from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
+from mlxpool.common.errors import BadRequest
 
 ALICE = "a" * 40
 POOL = PoolConfig(
@@ -70,41 +73,130 @@ class FakeTarget:
 
 
 class Reload:
-    """A reload from `before` to `after`, read and applied."""
+    """A reload from `before` to `after`, read and applied, for an operator who asked for it."""
 
-    def __init__(self, before: PoolConfig, after: PoolConfig) -> None:
+    def __init__(self, before: PoolConfig, after: PoolConfig | Exception) -> None:
         self.settings, self.target = CurrentSettings(before), FakeTarget()
         self.events: list[ev.Event] = []
-        reloader = Reloader(
+        self.answered_at: list[float] = []
+
+        def reread() -> PoolConfig:
+            if isinstance(after, Exception):
+                raise after
+            return after
+
+        reloader = self.reloader = Reloader(
             self.settings,
-            lambda: after,
+            reread,
             self.target,
             lambda event, now: self.events.append(event),
             ServiceNotifier(),
             Counters(),
         )
-        assert reloader.begin()
-        assert select([reloader.waker], [], [], 60)[0]
-        reloader.apply(1.0)
-        reloader.close()
+        reloader.after_reload(self.answered_at.append, 0.5)
+        self.apply(1.0)
+        assert self.answered_at == [1.0]
+
+    def apply(self, now: float) -> None:
+        """Put in force what was read."""
+        assert select([self.reloader.waker], [], [], 60)[0]
+        self.reloader.apply(now)
+
+    def outcome(self) -> Mapping[str, object] | str:
+        """The answer to the operator; text: the error."""
+        try:
+            return self.reloader.outcome()
+        except BadRequest as error:
+            return error.message
+
+    def close(self) -> None:
+        self.reloader.close()
 
 
-def test_a_reload_is_applied() -> None:
+@pytest.fixture
+def reload_of() -> Iterator[Callable[..., Reload]]:
+    """Makes a reload, and closes it at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda before, after: stack.enter_context(closing(Reload(before, after)))
+
+
+def test_a_reload_is_applied(reload_of: Callable[..., Reload]) -> None:
     extra = ModelConfig(path="builtin:counting", pin=True)
     after = replace(POOL, models={**POOL.models, "extra": extra}, keys={}, queue_limit=7)
-    reload = Reload(POOL, after)
+    reload = reload_of(POOL, after)
     assert reload.settings.config == after and reload.target.used == [after]
     kinds = [type(event) for event in reload.events]
     assert kinds == [ev.Reload, ev.Revoked, ev.ModelFound, ev.LoadModel]
     assert reload.target.disconnected == [f"key:{ALICE}"]
     assert "extra" in reload.target.models
+    assert reload.outcome() == {
+        "state": "reloaded", "limits": ["queue_limit"], "added": ["extra"], "gone": [],
+        "changed": [], "keys": ["alice"], "restart_needed": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (
+            ConfigError("pool.a is 1", "pool.b is 2"),
+            "nothing has changed: pool.a is 1; pool.b is 2",
+        ),
+        (OSError(13, "Permission denied", "f.toml"), "Permission denied: 'f.toml'"),
+        (ZeroDivisionError("a bug"), "not reloaded as a whole: the broker's log says why"),
+    ],
+)
+def test_the_operator_gets_the_reason_of_a_reload_that_failed(
+    reload_of: Callable[..., Reload], fault: Exception, told: str
+) -> None:
+    outcome = reload_of(POOL, fault).outcome()
+    assert isinstance(outcome, str) and told in outcome
+
+
+def test_bearer_keys_that_cannot_be_used_change_nothing_and_their_line_is_named(
+    reload_of: Callable[..., Reload],
+    tmp_path: Path,
+) -> None:
+    """The gateway would keep its keys, and say so in the log alone."""
+    keys = tmp_path / "keys"
+    keys.write_text("# of programs\nshort\n")
+    before = replace(POOL, http="127.0.0.1:0", http_keys=keys)
+    reload = reload_of(before, replace(before, queue_limit=7))
+    assert f"{keys}, line 2: a line is KEY or NAME KEY" in str(reload.outcome())
+    assert reload.settings.config is before and not reload.target.used
+
+
+def test_who_asks_while_settings_are_read_gets_the_result_of_the_next_reading(
+    reload_of: Callable[..., Reload],
+) -> None:
+    reload = reload_of(POOL, POOL)
+    for at in (2.0, 2.5):
+        reload.reloader.after_reload(reload.answered_at.append, at)
+    reload.apply(3.0)
+    assert reload.answered_at == [1.0, 3.0]
+    reload.apply(4.0)
+    assert reload.answered_at == [1.0, 3.0, 4.0]
+
+
+def test_there_may_be_nothing_to_read() -> None:
+    reloader = Reloader(
+        CurrentSettings(POOL), None, FakeTarget(), lambda event, now: None, ServiceNotifier(),
+        Counters(),
+    )  # fmt: skip
+    answered: list[float] = []
+    reloader.after_reload(answered.append, 1.0)
+    assert answered == [1.0]
+    with pytest.raises(BadRequest, match="not started from settings that can be read again"):
+        reloader.outcome()
+    reloader.close()
 
 
 def test_settings_that_lose_the_brokers_key_change_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    reload_of: Callable[..., Reload], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a file does that is read while somebody writes it."""
     before = PoolConfig(secret_key=tmp_path / "broker.key")
-    reload = Reload(before, PoolConfig())
+    reload = reload_of(before, PoolConfig())
     assert reload.settings.config is before and not reload.events and not reload.target.used
+    assert "have no secret_key any more" in str(reload.outcome())
     assert "not reloaded: nothing has changed" in caplog.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.transport.peers import Peer
+from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
 from support import kinds, snapshots
@@ -29,14 +30,15 @@ class Admin:
     def __init__(self, story: Story) -> None:
         self.story, self.peers = story, FakePeers()
         self.grace: float | Exception = 30.0
-        self.can_reload = True
+        self.outcome: Mapping[str, Any] | PoolError = {"state": "reloaded"}
+        self.waiting: list[Callable[[float], None]] = []  # for a reload
         self.stopped_at: list[float] = []
         self.events: list[ev.Event] = []
         self.figures: Mapping[str, Any] | Exception = {}
         controls = Controls(
             snapshot=lambda now, listing: snapshots.of(story),
             last_dump=lambda slot: None,
-            reload=lambda: self.can_reload,
+            reloaded=self._reloaded,
             stop=self.stopped_at.append,
             drain_grace=self._grace,
         )
@@ -46,8 +48,14 @@ class Admin:
             commands,
             self._figures,
             lambda answer, now: answer(now),
+            lambda answer, now: self.waiting.append(answer),
             story.core.state.counters,
         )
+
+    def _reloaded(self) -> Mapping[str, Any]:
+        if isinstance(self.outcome, PoolError):
+            raise self.outcome
+        return self.outcome
 
     def _grace(self) -> float:
         if isinstance(self.grace, Exception):
@@ -117,7 +125,6 @@ def test_commands_become_events(admin: Admin) -> None:
         admin.events.clear()
     assert admin.ask("stop").body == {"state": "stopping"}
     assert admin.stopped_at == [1.0]
-    assert admin.ask("reload").body == {"state": "reloading"}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +147,18 @@ def test_bad_commands_are_refused_with_the_reason(
     assert words in admin.refused(kind, **body)
 
 
-def test_reload_is_refused_without_settings_to_read(admin: Admin) -> None:
-    admin.can_reload = False
-    assert "not started from settings that can be read again" in admin.refused("reload")
+def test_reload_is_answered_when_it_is_over(admin: Admin) -> None:
+    for number in (1, 2):
+        admin.send(frames.encode(Header("reload", ID), {}), number)
+    assert admin.peers.sent == [], "the settings are being read"
+    done, failed = admin.waiting
+    done(2.0)
+    admin.outcome = BadRequest("not reloaded: keys, line 3")
+    failed(3.0)
+    (first, told), (second, error) = admin.peers.sent
+    assert (first, told.kind, told.body) == (1, "reload", {"state": "reloaded"})
+    assert (second, error.kind, error.body["code"]) == (2, kinds.ERROR, "bad_request")
+    assert "line 3" in error.body["message"]
 
 
 def test_a_bug_in_a_command_costs_one_answer(admin: Admin) -> None:

@@ -423,9 +423,12 @@ def test_a_deadline_out_of_bounds_is_refused(story: Story, deadline_ms: object) 
     story.assert_sent(1, "error", id=ident, code="bad_request")
 
 
-def test_a_call_that_ends_two_workers_is_poison_and_the_others_are_answered(story: Story) -> None:
+@pytest.mark.parametrize("kind", [kinds.EMBED, kinds.DECIDE])
+def test_a_call_that_ends_two_workers_is_poison_and_the_others_are_answered(
+    story: Story, kind: str
+) -> None:
     worker = story.ready_worker()
-    bad, good = (story.ask(kinds.EMBED, model="m") for _ in range(2))
+    bad, good = (story.ask(kind, model="m") for _ in range(2))
     worker.die("killed by SIGSEGV", own=True)
     worker = story.ready_worker()
     assert sorted(asked_of(worker)) == sorted([bad, good])
@@ -458,6 +461,7 @@ def test_kills_from_outside_charge_no_call(story: Story) -> None:
     [
         (["embed"], kinds.RERANK, "does not rerank: it is a model for embed"),
         (["rerank"], kinds.EMBED, "does not embed: it is a model for rerank"),
+        (["embed"], kinds.DECIDE, "does not decide: it is a model for embed"),
         (["batching", "tree"], kinds.EMBED, "does not embed: it generates text"),
     ],
 )
@@ -469,6 +473,12 @@ def test_what_a_model_is_not_for_is_refused_without_loading_it(
     frame = story.assert_sent(1, "error", id=ident, code="bad_request")
     assert said in body_of(frame)["message"]
     assert not story.started()
+
+
+def test_a_model_that_generates_decides(story: Story) -> None:
+    story.do(ev.ModelDescribed("m", {"features": ["batching", "tree"], "problems": []}))
+    ident = story.ask(kinds.DECIDE, model="m")
+    assert asked_of(story.ready_worker()) == [ident]
 
 
 def test_a_model_that_embeds_refuses_to_generate(story: Story) -> None:

@@ -200,6 +200,13 @@ def test_a_queue_is_bounded_in_bytes_too() -> None:
     story.assert_sent(1, "accepted", queue_position=1)
 
 
+def test_formats_count_in_the_bytes_of_a_queue() -> None:
+    story, choice = Story(queue_bytes=1024), {"type": "choice", "choices": ["x" * 970]}
+    story.generate(prompt="ab", options={"format": choice})
+    story.generate(prompt="x" * 100)
+    story.assert_refused("queue_full", "1004 bytes", "1024")
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [

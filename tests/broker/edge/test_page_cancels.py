@@ -25,7 +25,7 @@ def page_cancels(story: Story, queue: CancelQueue) -> PageCancels:
     unused = Controls(
         snapshot=lambda now, listing: pytest.fail("unused"),
         last_dump=lambda slot: None,
-        reload=lambda: False,
+        reloaded=lambda: {},
         stop=lambda now: None,
         drain_grace=lambda: 0.0,
     )

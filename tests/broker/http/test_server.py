@@ -61,6 +61,35 @@ def test_metrics_are_answered_in_prometheus_format(server: HttpServer, loop: Loo
     assert "mlxpool_build_info" in {m.name for m in text_string_to_metric_families(text)}
 
 
+def get_as(server: HttpServer, lines: bytes) -> bytes:
+    """All that is answered to a GET of the page with these lines of headers."""
+    host, port = host_port(server.url.removeprefix("http://"))
+    with socket.create_connection((host, port), 60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n" + lines + b"\r\n")
+        said = b""
+        while piece := connection.recv(65536):
+            said += piece
+    return said
+
+
+@pytest.mark.parametrize("host", [b"evil.example", b"evil.example:80", b"10.0.0.1", b"", b"[::2]"])
+def test_a_page_of_another_name_reads_nothing(server: HttpServer, host: bytes) -> None:
+    """A name of somebody else's that resolves to our address: DNS rebinding."""
+    said = get_as(server, b"Host: " + host + b"\r\n")
+    assert said.startswith(b"HTTP/1.0 403 ") and b"is not this machine's loopback address" in said
+    assert b"<html" not in said
+
+
+@pytest.mark.parametrize("lines", [b"", b"Host: localhost:1\r\n", b"Host: [::1]:80\r\n"])
+def test_a_loopback_name_or_none_reads_the_page(server: HttpServer, lines: bytes) -> None:
+    assert get_as(server, lines).startswith(b"HTTP/1.0 200 ")
+
+
+def test_an_open_address_is_asked_by_any_name() -> None:
+    with HttpServer("0.0.0.0:0", history_interval=3600.0) as server:
+        assert get_as(server, b"Host: pool.example\r\n").startswith(b"HTTP/1.0 200 ")
+
+
 def test_stats_are_those_of_the_admin(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/stats")
     assert (status, kind) == (200, "application/json")

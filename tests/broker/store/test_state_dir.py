@@ -225,6 +225,24 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
         assert (tmp_path / "jobs-1.db").stat().st_size < before
 
 
+def test_only_what_is_not_copied_counts_as_the_length_of_the_log(tmp_path: Path) -> None:
+    with open_folder(tmp_path) as folder, folder.open() as store:
+        store.begin(BOOT, BEGIN)
+        database = store.database
+        assert isinstance(database, SqliteDatabase)
+        log = tmp_path / "jobs-1.db-wal"
+        database.copy_log()  # the tables
+        for number in range(2):  # the second time over the first one's frames
+            assert not database.log_is_long(200_000)
+            store.transaction([submit(2 * number, request=b"x" * 100_000)], BEGIN)
+            assert not database.log_is_long(200_000)
+            store.transaction([submit(2 * number + 1, request=b"x" * 150_000)], BEGIN)
+            assert database.log_is_long(200_000)
+            database.copy_log()
+            assert log.stat().st_size > 250_000
+        assert log.stat().st_size < 500_000
+
+
 # ---- versions of the schema ----------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlxpool.gateway.operations.exchange import OTHER_ROUTE, Exchange
+from mlxpool.gateway.operations.exchange import CLIENT_DISCONNECTED, OTHER_ROUTE, Exchange
 from mlxpool.gateway.operations.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
@@ -44,16 +44,18 @@ def test_a_request_is_counted_by_route_and_status() -> None:
     assert of(metrics, "request_duration_seconds_sum", route=CHAT) == 2
     tokens = [of(metrics, f"{name}_tokens_total", route=CHAT) for name in ("prompt", "cached")]
     assert tokens == [5, 2] and of(metrics, "generation_tokens_total", route=CHAT) == 3
-    assert of(metrics, "stream_failures_total", route=CHAT) == 0
+    assert of(metrics, "stream_failures_total", route=CHAT, cause="error") == 0
     assert of(metrics, "build_info", version="1.2") == 1
 
 
 def test_a_stream_that_fails_after_its_head_is_counted_apart() -> None:
     metrics = Metrics("1.2", [CHAT])
-    exchange = Exchange("id", "POST", CHAT, started=0.0, status=200, failure="worker_lost")
-    metrics.begun(exchange)
-    metrics.ended(exchange, 1.0)
-    assert of(metrics, "stream_failures_total", route=CHAT) == 1
+    for failure in ("worker_lost", "worker_lost", CLIENT_DISCONNECTED):
+        exchange = Exchange("id", "POST", CHAT, started=0.0, status=200, failure=failure)
+        metrics.begun(exchange)
+        metrics.ended(exchange, 1.0)
+    assert of(metrics, "stream_failures_total", route=CHAT, cause="error") == 2
+    assert of(metrics, "stream_failures_total", route=CHAT, cause="disconnect") == 1
 
 
 def test_series_exist_before_the_first_request_and_none_has_a_time_of_creation() -> None:

@@ -255,9 +255,9 @@ def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
     commit = Generation.commit
 
     def fails_late(
-        generation: Generation, drawn: SampledToken, eos: frozenset[int], now: float
+        generation: Generation, drawn: SampledToken, eos: frozenset[int], now: float, **forced: Any
     ) -> Delta:
-        delta = commit(generation, drawn, eos, now)
+        delta = commit(generation, drawn, eos, now, **forced)
         if generation.sequence.id[0] == 2 and len(generation.sequence.ids) == 3:
             raise RuntimeError("broken text")
         return delta

@@ -72,6 +72,7 @@ def test_white_space_is_one_space_at_most(text: str) -> None:
         (schema(type="bogus"), "Invalid type: bogus"),
         (schema(enum=[]), "Unsatisfiable schema"),
         (schema(**{"$ref": "http://example.org/a"}), "http://example.org/a"),
+        (schema(allOf=[{"$id": "http://a/", "$ref": "b"}]), "'$ref' beside '$id'"),
         (schema(**{"x-guidance": {"whitespace_flexible": True}}), "x-guidance"),
         ({"type": "json_schema", "schema": False}, "schema cannot be followed"),
         ({"type": "regex", "pattern": "(a"}, "unclosed group"),
@@ -84,6 +85,13 @@ def test_what_cannot_be_followed_is_named(format: dict[str, Any], words: str) ->
         grammar.check(format)
     assert words in caught.value.message
     assert "<non-verbose/>" not in caught.value.message
+
+
+def test_names_and_values_may_look_like_references() -> None:
+    grammar.check(schema(properties={"$ref": {"type": "string"}, "$id": {"type": "string"}}))
+    grammar.check(schema(const={"$ref": "a", "$id": "b"}))
+    root = {"$id": "http://a/", "$ref": "#/definitions/x", "definitions": {"x": {"type": "null"}}}
+    assert takes(schema(**root), "null")
 
 
 def test_a_digest_depends_on_format_order_of_keys_and_vocabulary() -> None:

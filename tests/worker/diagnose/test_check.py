@@ -101,13 +101,15 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
         "chat": {"tools": None, "thinking": None},
         "eos_ids": [EOS],
         "digest": versions.digest_of(inspect(good).digest),
-        "features": ["batching", "tree", "resume", "deterministic"],
+        "features": ["batching", "tree", "resume", "format", "deterministic"],
         "details": {
             "modified": int((good / "config.json").stat().st_mtime),
             "width": 32,
             "heads": 4,
             "kv_heads": 2,
             "template": json.loads((good / "tokenizer_config.json").read_text())["chat_template"],
+            "license": None,
+            "sampling": {},
         },
     }
     assert set(report["model"]) == MODEL

@@ -132,6 +132,23 @@ def test_log_probabilities_are_mlx_lms(case: str, checked: dict[str, Checked]) -
 
 
 @every
+def test_scored_tokens_have_mlx_lms_log_probabilities(
+    case: str, checked: dict[str, Checked]
+) -> None:
+    one = checked[case]
+    engine, seq = one.engine(), sequence(prompt_of(PROMPTS[0]))
+    seq.scored = (9, 200, 3)
+    enter(engine, seq)
+    (drawn,) = decode(engine, [seq])
+    logits = one.logits[0][0].astype(np.float64)
+    whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
+    assert drawn.logprob is not None
+    assert [token for token, _ in drawn.logprob.top] == [9, 200, 3]
+    for token, logprob in drawn.logprob.top:
+        assert abs(logits[token] - whole - logprob) < 2e-4 * np.abs(logits).max()
+
+
+@every
 def test_rows_in_turn_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]) -> None:
     one = checked[case]
     engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]

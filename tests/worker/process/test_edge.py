@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Welcome
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.__main__ import build
-from mlxpool.worker.compute.messages import Admit, Answer, CallKey, DropAll, RunKey
+from mlxpool.worker.compute.messages import Admit, Answer, CallKey, DropAll, Loaded, RunKey
 from mlxpool.worker.engine.counting_engine import piece
 from mlxpool.worker.process.calls import ModelCalls
 from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
@@ -276,6 +277,33 @@ def test_a_run_prepared_for_an_older_connection_is_dropped(tmp_path: Path) -> No
         assert edge.compute.inbox.empty()
         edge.handle_mail(replace(old, fence=edge.runs.fence))
         assert isinstance(edge.compute.inbox.get_nowait(), Admit)
+    finally:
+        edge.link.close()
+        edge.mailbox.waker.close()
+
+
+def test_a_worker_is_ready_when_requests_can_be_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(
+        f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
+    )
+    edge, calls = build(config), list[Callable[[], None]]()
+    ready: list[int] = []
+    monkeypatch.setattr(edge.runs, "loaded", ready.append)
+
+    class Late(Preparations):
+        def is_ready(self, again: Callable[[], None]) -> bool:
+            calls.append(again)
+            return len(calls) > 1
+
+    edge._preparer = Late()
+    try:
+        edge.handle_mail(Loaded(3))
+        assert not ready
+        calls[0]()
+        edge.handle_mail(next(edge.mailbox.take()))
+        assert ready == [3]
     finally:
         edge.link.close()
         edge.mailbox.waker.close()

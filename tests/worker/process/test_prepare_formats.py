@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,10 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit
+from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.preparation.jobs import Encoded
+from mlxpool.worker.process import formats
+from mlxpool.worker.process.formats import Formats
 from mlxpool.worker.process.prepare import admit_of
 from mlxpool.worker.prompt.text_model import Opened
 from support.constrained_answers import constraint, demo, tokens_of
@@ -77,6 +82,50 @@ def test_the_format_holds_behind_thoughts() -> None:
         for token in ids_of("blue"):
             rule.take(token)
         assert rule.accepts and rule.finished
+
+
+def test_the_vocabulary_is_loaded_before_the_worker_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process stands still meanwhile, and so would the streams of a worker that has some."""
+    folder, text, table = demo()
+    gate, loads, ready = threading.Event(), list[int](), threading.Event()
+
+    def load(*arguments: Any) -> Any:
+        loads.append(1)
+        assert gate.wait(60)
+        return load_vocabulary(*arguments)
+
+    monkeypatch.setattr(formats, "load_vocabulary", load)
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
+    made = Formats(opened)
+    made.load()
+    assert not made.is_loaded(ready.set) and not ready.is_set()
+    gate.set()
+    assert ready.wait(60) and made.is_loaded(ready.clear) and ready.is_set()
+    assert loads == [1]
+
+
+def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, text, table = demo()
+
+    def load(*arguments: Any) -> Any:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(formats, "load_vocabulary", load)
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
+    made, ready, found = Formats(opened), threading.Event(), queue.SimpleQueue[Any]()
+    made.load()
+    while not made.is_loaded(ready.set):
+        assert ready.wait(60)
+
+    def make(result: Any, constraint: Any = None) -> Any:
+        return result
+
+    made.constraining(COLOURS, make, found.put)(Encoded(b""))
+    assert "no such file" in str(found.get(timeout=60))
 
 
 @pytest.mark.parametrize(

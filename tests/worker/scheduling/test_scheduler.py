@@ -16,6 +16,7 @@ from mlxpool.worker.scheduling.kv_blocks import (
     block_capacity,
 )
 from mlxpool.worker.scheduling.scheduler import (
+    MAX_RUN_LINES,
     MIN_CHUNK,
     StepLimits,
     longest_chunk,
@@ -282,6 +283,42 @@ def test_a_sequence_that_failed_decodes_with_the_others() -> None:
     assert [span.sequence for span in plan([row, suspect]).spans] == [row, suspect]
 
 
+# ---- runs of tokens ------------------------------------------------------------------------------
+
+
+def reading_a_run(unread: int) -> Sequence:
+    seq = sequence(100, ids=unread)
+    seq.submitted = 100
+    return seq
+
+
+def test_a_run_of_a_completion_is_read_in_a_decode_step() -> None:
+    """Before the prompts, however old these are."""
+    prompt, run = sequence(5000), reading_a_run(9)
+    step = plan([prompt, run])
+    assert step.rows == 1 and step.spans[0] == Span(run, 100, 9, draws=1)
+    assert [span.sequence for span in step.chunks] == [prompt]
+
+
+def test_runs_are_cut_so_that_the_others_of_a_step_hardly_notice() -> None:
+    runs = [reading_a_run(40) for _ in range(4)]
+    step = plan(runs)
+    assert [span.count for span in step.spans] == [40, 26, 1, 1]
+    assert [span.draws for span in step.spans] == [1, 0, 0, 0]
+
+
+def test_what_is_longer_than_a_run_waits_as_a_prompt_does() -> None:
+    long, alone = reading_a_run(65), reading_a_run(9)
+    alone.read_alone = True
+    assert plan([long]).rows == plan([alone]).rows == 0
+
+
+def test_a_held_sequence_sits_the_step_out() -> None:
+    seq, beside = reading_a_run(1), reading_a_run(1)
+    seq.held = True
+    assert [span.sequence for span in plan([seq, beside]).spans] == [beside]
+
+
 # ---- all of it, over random sequences ------------------------------------------------------------
 
 
@@ -305,11 +342,14 @@ def running(draw: st.DrawFn) -> Sequence:
     seq.read_alone = draw(st.sampled_from([False] * 5 + [True]))
     seq.phase = draw(st.sampled_from([Phase.RUNNING] * 6 + [Phase.WAITING, Phase.FINISHED]))
     if seq.phase is Phase.RUNNING:
-        state = draw(st.sampled_from(["reads", "decodes", "in flight"]))
+        seq.held = draw(st.sampled_from([False] * 5 + [True]))
+        state = draw(st.sampled_from(["reads", "decodes", "in flight", "reads a run"]))
         if state == "reads":
             seq.submitted = draw(st.integers(0, length - 1))
         elif state == "decodes":
             seq.submitted = length - 1
+        elif state == "reads a run":
+            seq.submitted = draw(st.integers(prompt - 1, length - 1))
         else:
             seq.awaited = draw(st.integers(1, 2))
             seq.submitted = length + seq.awaited - 1
@@ -350,7 +390,7 @@ def test_a_step_keeps_every_bound(
     clip = clip_at(every)
     step = schedule(live, limits, cost, clip, alone=alone)
     inside = [span.sequence for span in step.spans]
-    assert len(set(inside)) == len(inside)
+    assert len(set(inside)) == len(inside) and not any(one.held for one in inside)
     for span in step.spans:
         seq = span.sequence
         assert seq.phase is Phase.RUNNING
@@ -359,15 +399,20 @@ def test_a_step_keeps_every_bound(
         made = len(seq.ids) + seq.awaited
         assert made < seq.max_tokens and len(seq.prompt) + made < limits.context + 1
         assert span.draws == (span.end == seq.length + seq.awaited)
-    rows = [span for span in step.spans if span.decodes]
-    assert list(step.spans) == [*rows, *step.chunks] and step.rows == len(rows)
+    rows = [*step.spans[: step.rows]]
+    assert all(span.decodes or span.sequence.reads_run for span in rows)
+    assert sum(span.count - 1 for span in rows) <= MAX_RUN_LINES
+    assert not any(span.sequence.reads_run for span in step.chunks)
     order = [live.index(span.sequence) for span in step.chunks]
     assert order == sorted(order)
-    waits = [one for one in live if one.reads_prompt]
+    free = [one for one in live if not one.held]
+    waits = [one for one in free if one.reads_prompt]
     if step.alone:
         assert len(inside) == 1 and inside[0].read_alone and inside[0] is waits[0]
     else:
-        due = [one for one in live if one.phase is Phase.RUNNING and one.unread == 1]
+        due = [
+            one for one in free if one.phase is Phase.RUNNING and (one.unread == 1 or one.reads_run)
+        ]
         assert set(due) <= {span.sequence for span in rows}
         assert not any(span.sequence.read_alone for span in step.chunks)
         bounds_of(step, rows, limits, cost, clip)

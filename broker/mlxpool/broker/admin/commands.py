@@ -34,7 +34,7 @@ class Controls:
 
     snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
     last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers
-    reload: Callable[[], bool]  # begins to read the settings anew; False: there is nothing to read
+    reloaded: Callable[[], Answer]  # what the last reload changed; raises BadRequest if it failed
     stop: Callable[[float], None]  # ends the broker for good
     drain_grace: Callable[[], float]  # seconds that a drain gives to streams, by the settings
 
@@ -127,10 +127,8 @@ class Commands:
         return {"slot": slot.name}
 
     def reload(self, message: Message, now: float) -> Answer:
-        """Begin to read models, limits and keys anew; the log tells the result."""
-        if not self._operations.reload():
-            raise BadRequest("this broker was not started from settings that can be read again")
-        return {"state": "reloading"}
+        """Tell what a reload has changed, which is over when this is called."""
+        return self._operations.reloaded()
 
     def cancel(self, message: Message, now: float) -> Answer:
         if message.header.id is None:

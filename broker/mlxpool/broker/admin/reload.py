@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
@@ -19,8 +19,10 @@ from mlxpool.broker.core.events import Perform
 from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.security.keyring import KEY
+from mlxpool.common import api_keys
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.broker")
@@ -29,6 +31,9 @@ NO_KEY = (
     "the settings have no secret_key any more, which this broker cannot be without: was the file"
     " read while it was written? Write another one and mv it into its place"
 )
+
+NOTHING_TO_READ = "this broker was not started from settings that can be read again"
+UNEXPECTED = "not reloaded as a whole: the broker's log says why"
 
 FIXED = (  # sockets, folders and threads were made with these: only a restart changes them
     "run_dir",
@@ -44,6 +49,9 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "http_per_key",
     "http_max_body",
     "http_drain_timeout",
+    "http_cors_origins",
+    "http_trusted_proxies",
+    "http_access_log",
     "models_dir",
     "state_dir",
     "state_bytes",
@@ -80,6 +88,12 @@ class Change:
     gone: tuple[str, ...]
     changed: tuple[str, ...]
     keys: tuple[str, ...]  # names of keys that were added, removed or changed
+
+    def body(self) -> dict[str, Any]:
+        """The answer to an operator who asked for it."""
+        names = ("limits", "added", "gone", "changed", "keys")
+        told = {name: list(getattr(self, name)) for name in names}
+        return {"state": "reloaded", **told, "restart_needed": list(self.fixed)}
 
 
 def compare(old: PoolConfig, new: PoolConfig) -> Change:
@@ -154,6 +168,26 @@ class Reloader:
         self._read_settings: NewSettings | None = None
         self._thread: threading.Thread | None = None
         self._again = False  # another reload was asked for while the file was being read
+        self._outcome: Change | str = NOTHING_TO_READ  # of the last; text: why it failed
+        self._answers: list[Callable[[float], None]] = []  # of those who asked for this reload
+        self._later: list[Callable[[float], None]] = []  # of those who asked for the next one
+
+    def outcome(self) -> Mapping[str, Any]:
+        """What the last reload changed. Raises BadRequest with the reason if it failed."""
+        if isinstance(self._outcome, Change):
+            return self._outcome.body()
+        raise BadRequest(self._outcome)
+
+    def after_reload(self, answer: Callable[[float], None], now: float) -> None:
+        """Read the settings, and call `answer` when they are in force, or when that has failed."""
+        (self._answers if self._thread is None else self._later).append(answer)
+        if not self.begin():
+            self._answer_all(now)
+
+    def _answer_all(self, now: float) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer(now)
 
     def begin(self) -> bool:
         """Read the settings; False when there is nothing to read them from."""
@@ -163,6 +197,7 @@ class Reloader:
         if self._thread is not None:
             self._again = True
             return True
+        self._outcome = UNEXPECTED
         self._notifier.reloading()
         self._thread = threading.Thread(
             target=self._read, args=(self._reread,), name="reload", daemon=True
@@ -178,11 +213,15 @@ class Reloader:
                 raise ConfigError(NO_KEY)
             if not before.local_workers:
                 config = without_local_workers(config)
+            if before.http and before.http_keys is not None:
+                api_keys.read_keys(before.http_keys)  # which the gateway reads again
             self._read_settings = NewSettings(
                 config, all_weights_bytes(config), all_locations(config)
             )
         except (ValueError, OSError) as error:  # ConfigError among them
-            log.error("not reloaded: nothing has changed", extra={"why": str(error)})
+            why = "; ".join(getattr(error, "problems", [str(error)]))
+            self._outcome = f"not reloaded, nothing has changed: {why}"
+            log.error("not reloaded: nothing has changed", extra={"why": why})
         except Exception:
             log.exception("not reloaded: nothing has changed")
         self.waker.wake()
@@ -200,8 +239,10 @@ class Reloader:
             self._counters.internal_errors += 1
             log.exception("not reloaded as a whole")
         self._notifier.ready()
+        self._answer_all(now)
         if self._again:
             self._again = False
+            self._answers, self._later = self._later, []
             self.begin()
 
     def _apply(self, new: NewSettings, now: float) -> None:
@@ -221,6 +262,7 @@ class Reloader:
                 self._perform(ev.LoadModel(self._target.model_of(name)), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
+        self._outcome = change
 
     def _apply_limits(self, config: PoolConfig, now: float) -> None:
         """Put all but the models in force, and end what revoked keys have."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxpool.broker.admin.commands import Commands
 from mlxpool.broker.admin.subscriptions import Subscriptions
-from mlxpool.broker.core.events import AfterScan
+from mlxpool.broker.core.events import AnswerLater
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.errors import Internal, PoolError
@@ -30,14 +30,19 @@ class AdminServer:
         peers: Peers,
         commands: Commands,
         figures: Callable[[float], Mapping[str, Any]],
-        after_scan: AfterScan,
+        after_scan: AnswerLater,
+        after_reload: AnswerLater,
         counters: Counters,
     ) -> None:
-        """`after_scan` calls its argument when the models on the disk are known."""
+        """`after_scan` calls its argument when the models on the disk are known.
+
+        `after_reload` reads the settings anew, and calls its argument when they are in force.
+        """
         self.peers = peers
         self.subscriptions = Subscriptions(peers, figures)
         self._commands = commands
         self._after_scan = after_scan
+        self._after_reload = after_reload
         self._counters = counters
 
     def serve(self, now: float) -> None:
@@ -63,6 +68,8 @@ class AdminServer:
             self._guarded(partial(self.subscriptions.renew, number, message.header.id), now)
         elif message.kind == from_client.ListModels.kind:
             self._after_scan(partial(self._answer, number, message), now)
+        elif message.kind == admin.RELOAD:
+            self._after_reload(partial(self._answer, number, message), now)
         else:
             self._answer(number, message, now)
 

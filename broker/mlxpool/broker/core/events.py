@@ -21,7 +21,8 @@ class Event:
 # The one way into the core for everything around it: lets the core handle an event at a time in
 # seconds, then performs the actions that it decided.
 Perform = Callable[[Event, float], None]
-AfterScan = Callable[[Callable[[float], None], float], None]  # see Catalogue.after_scan
+# Has an answer given at a time when it can be: at once, or when something is known.
+AnswerLater = Callable[[Callable[[float], None], float], None]
 
 # ---- clients ---------------------------------------------------------------------------------
 

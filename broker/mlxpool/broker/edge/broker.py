@@ -208,7 +208,7 @@ class Broker:
         controls = Controls(
             reporter.snapshot,
             self.supervisor.last_dump,
-            self.reloader.begin,
+            self.reloader.outcome,
             stop=lambda now: self.lifecycle.stop(now, final=True),
             drain_grace=lambda: self.settings.config.drain_grace,
         )
@@ -221,6 +221,7 @@ class Broker:
             commands,
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
+            self.reloader.after_reload,
             self.counters,
         )
         self.signals = Signals(self.lifecycle, self.supervisor.kill_all, self.reloader.begin)

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from mlxpool.broker.admin.commands import HANDLERS
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.events import AfterScan, Perform
+from mlxpool.broker.core.events import AnswerLater, Perform
 from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.metrics.counters import Counters
@@ -47,7 +47,7 @@ class ClientIngress:
         boot: int,
         settings: Callable[[], PoolConfig],
         is_live: Callable[[bytes], bool],
-        after_scan: AfterScan,
+        after_scan: AnswerLater,
         jobs: JobService | None,
     ) -> None:
         """`is_live`: whether a request with this id is live. `jobs` is None where they are off.

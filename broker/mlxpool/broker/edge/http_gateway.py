@@ -15,7 +15,7 @@ from mlxpool.common.config.schema import PoolConfig
 log = logging.getLogger("mlxpool.broker")
 
 PROVEN_AFTER = 60.0  # seconds: the end of a gateway that lived for longer is no failed start
-ABORT_GRACE = 4.0  # seconds beyond `http_drain_timeout` in which it ends its last answers itself
+ABORT_GRACE = 4.0  # seconds in which it ends its last answers itself, each with an error
 RUNNING = ("starting", "ready", "draining")
 
 
@@ -185,20 +185,16 @@ class HttpGateway:
         )
         self._stop(now, signal.SIGTERM, self._settings().http_drain_timeout + ABORT_GRACE)
 
-    def abort(self, now: float) -> None:
-        """End it and its answers."""
+    def abort(self, now: float, grace: float | None = None) -> None:
+        """Have it end its answers with errors; it is killed after `grace` seconds (stop_grace)."""
         self._then = _nothing
-        self._stop(now, signal.SIGINT, self._settings().stop_grace)
-
-    def kill(self, now: float) -> None:
-        """End it without waiting for anything."""
-        self._stop(now, signal.SIGKILL, 0.0)
+        self._stop(now, signal.SIGINT, self._settings().stop_grace if grace is None else grace)
 
     def _stop(self, now: float, number: int, grace: float) -> None:
         self._ending = True
         self._process.stop_listening()
         if self.state in RUNNING:
-            self.state, self._kill_at = "draining", now + grace
+            self.state, self._kill_at = "draining", min(self._kill_at, now + grace)
             self._process.signal(number)
         else:
             self._end(now)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
-from mlxpool.broker.edge.http_gateway import HttpGateway
+from mlxpool.broker.edge.http_gateway import ABORT_GRACE, HttpGateway
 from mlxpool.common.folder_lock import FolderLocked, lock_folder
 from mlxpool.common.transport.waker import Waker
 
@@ -86,9 +86,9 @@ class Lifecycle:
             self._gateway.drain(now, lambda now: self.stop(now, final=False))
 
     def end_at_once(self, now: float) -> None:
-        """Stop without waiting for answers over HTTP."""
+        """Stop without waiting for answers over HTTP: they end with errors, in ABORT_GRACE."""
         if self._gateway is not None:
-            self._gateway.kill(now)
+            self._gateway.abort(now, ABORT_GRACE)
         self.stop(now, final=False)
 
     def stop(self, now: float, *, final: bool) -> None:

@@ -1,8 +1,9 @@
-"""Who may change the pool over HTTP: an operator with the token, on the page of this server.
+"""Who may ask over HTTP; and who may change the pool: an operator with the token, on this page.
 
 The server has no sessions and no cookies, so a request is judged by its headers alone:
 
-- Host is a loopback address: a page whose name resolves to it (DNS rebinding) sends its own name;
+- Host is a loopback address: a page whose name resolves to it (DNS rebinding) sends its own name.
+  This holds for what is only read as well, unless the server listens on an open address;
 - Origin is that host: scripts of other sites (CSRF) send the origin of their page;
 - Authorization is the token, which no browser adds by itself.
 """
@@ -58,17 +59,24 @@ def read_token(file: Path) -> bytes:
     return _digest(text)
 
 
+def host_refusal(host: str) -> Refusal | None:
+    """Why a request with this Host header is refused; None: it names the loopback interface."""
+    if is_loopback(_name(f"//{host}")):
+        return None
+    return Refusal(
+        HTTPStatus.FORBIDDEN,
+        f"the host {host!r:.80} is not this machine's loopback address: open the page as"
+        " http://127.0.0.1:PORT, from elsewhere through ssh -L",
+    )
+
+
 def refusal(headers: Message, token: bytes) -> Refusal | None:
     """Why a request with these headers is refused; None: it may change the pool."""
     host, origin, authorization = (
         str(headers.get(name, "")) for name in ("Host", "Origin", "Authorization")
     )
-    if not is_loopback(_name(f"//{host}")):
-        return Refusal(
-            HTTPStatus.FORBIDDEN,
-            f"the host {host!r:.80} is not this machine's loopback address: open the page as"
-            " http://127.0.0.1:PORT, from elsewhere through ssh -L",
-        )
+    if refused := host_refusal(host):
+        return refused
     if origin.lower() != f"http://{host}".lower():
         return Refusal(HTTPStatus.FORBIDDEN, f"the origin {origin!r:.80} is not http://{host}")
     scheme, _, given = authorization.partition(" ")

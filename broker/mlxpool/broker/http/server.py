@@ -21,6 +21,7 @@ from mlxpool.broker.http.cancel_queue import CancelQueue
 from mlxpool.broker.http.cancel_route import CancelRoute
 from mlxpool.broker.http.connections import MAX_SECONDS, Connections, Stage
 from mlxpool.broker.http.latest_snapshot import LatestSnapshot, Unavailable
+from mlxpool.broker.http.operator_access import host_refusal, is_loopback
 from mlxpool.broker.http.routes import (
     HEADERS,
     HOME,
@@ -139,6 +140,7 @@ class _Server(ThreadingHTTPServer):
         cancel_route: CancelRoute | None,
     ) -> None:
         self.address_family = family
+        self.loopback = is_loopback(address[0])  # only this machine can ask
         self.latest = latest
         self.cancel_route = cancel_route
         self.renderers = Renderers(cancels=cancel_route is not None)
@@ -202,6 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
         return route.answer(self.headers, body, self.client_address[0])
 
     def _answer(self) -> Answer:
+        host = self.headers.get("Host")  # programs may leave it out, no browser does
+        if self.server.loopback and host is not None and (refused := host_refusal(str(host))):
+            return refused.status, TEXT, f"{refused.why}\n".encode()
         path = self.path.partition("?")[0]
         if path == HOME:
             return HOME_ANSWER

@@ -12,6 +12,7 @@ from mlxpool.broker.models.model_states import FAILING
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import BadRequest, ModelUnavailable, PoolError, UnknownModel, from_body
+from mlxpool.common.protocol.decisions import DECIDE
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.from_client import Generate
 
@@ -188,10 +189,10 @@ class Registry:
         A model whose files were not read yet passes: its worker refuses.
         """
         features = self.names.known[name].about.get("features")
-        if not isinstance(features, list | tuple) or kind not in (GENERATE, *TASKS):
+        if not isinstance(features, list | tuple) or kind not in (GENERATE, DECIDE, *TASKS):
             return
         tasks = [one for one in TASKS if one in features]
-        if (kind not in tasks) if tasks else (kind != GENERATE):
+        if (kind not in tasks) if tasks else (kind in TASKS):
             purpose = f"it is a model for {' and '.join(tasks)}" if tasks else "it generates text"
             raise BadRequest(f"model {name!r} does not {kind}: {purpose}")
 

@@ -92,6 +92,7 @@ class GatewayProcess(Closing):
             max_body=config.http_max_body,
             drain_timeout=config.http_drain_timeout,
             cors_origins=config.http_cors_origins,
+            trusted_proxies=config.http_trusted_proxies,
             access_log=config.http_access_log,
             beat_interval=config.beat_limit / BEATS,
             log_format=config.log_format,

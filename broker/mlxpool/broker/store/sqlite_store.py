@@ -7,7 +7,6 @@ so that no second connection can be made, by which SQLite before 3.51.3 could da
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from pathlib import Path
@@ -42,6 +41,7 @@ PRAGMAS = {
     "cache_size": "-16384",  # KiB
 }
 NO_BOUND = 1 << 44  # bytes
+LOG_HEAD, FRAME_HEAD = 32, 24  # bytes before the frames of the log, and before each page in it
 LOG_BYTES = 32 * 1024 * 1024  # of the log, from which on it is copied into the database
 FREE_PAGES = 256  # that are given back to the file system at once
 # The result codes after which nothing on this connection can be believed.
@@ -68,6 +68,7 @@ class SqliteDatabase(Database):
                 f" {'.'.join(map(str, MIN_VERSION))} or later"
             )
         self.path = path
+        self._copied_salt = b""
         make_private(path)
         self._connection = sqlite3.connect(
             path, timeout=0, isolation_level=None, check_same_thread=False
@@ -147,8 +148,15 @@ class SqliteDatabase(Database):
         sync(path)
 
     def copy_log(self) -> None:
-        """Copy the log into the database file, and begin the log anew."""
-        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        """Copy the log into the database file; the next commit begins it anew, in its old room.
+
+        The log keeps its size on the disk: to write over it is one fsync of data alone, where to
+        append to it the file system has to note its new size, too.
+        """
+        salt = self._log_salt()
+        row = self.one("PRAGMA wal_checkpoint(PASSIVE)")
+        if row is not None and row[1] == row[2]:  # frames in the log, frames that are copied
+            self._copied_salt = salt
 
     def give_back(self, pages: int) -> None:
         """Give free pages back to the file system, outside a transaction."""
@@ -158,12 +166,28 @@ class SqliteDatabase(Database):
         except sqlite3.Error as error:
             raise self._translated(error) from error
 
-    def log_bytes(self) -> int:
-        """The size of the log."""
+    def log_is_long(self, size: int) -> bool:
+        """Whether the log has so many bytes that are not copied yet.
+
+        Frames from before the log was begun anew lie behind those that count. They have another
+        salt than its head, so it is as long as `size` if the frame at that place has the same.
+        """
+        salt = self._log_salt()
+        if not salt or salt == self._copied_salt:
+            return False
+        frame = LOG_HEAD + (FRAME_HEAD + PAGE) * (size // (FRAME_HEAD + PAGE))
+        return self._log_part(frame + 8, len(salt)) == salt
+
+    def _log_salt(self) -> bytes:
+        return self._log_part(16, 8)
+
+    def _log_part(self, start: int, count: int) -> bytes:
         try:
-            return os.stat(f"{self.path}-wal").st_size
+            with open(f"{self.path}-wal", "rb", buffering=0) as log:
+                log.seek(start)
+                return log.read(count)
         except FileNotFoundError:
-            return 0
+            return b""
 
     def close(self) -> None:
         self._connection.close()
@@ -195,7 +219,7 @@ class SqliteStore(SqlStore):
     def tend(self) -> None:
         """Copy the log into the database when it is long, give pages back, hold the reserve."""
         database = self._sqlite
-        if database.log_bytes() < LOG_BYTES:
+        if not database.log_is_long(LOG_BYTES):
             return
         if database.number("PRAGMA freelist_count") > FREE_PAGES:
             database.give_back(FREE_PAGES)

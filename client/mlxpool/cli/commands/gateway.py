@@ -18,7 +18,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="answer HTTP as OpenAI and Ollama do, for a running pool",
     )
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    gateway.add_argument("--port", type=int, default=8080, help="0: any that is free (8080)")
+    gateway.add_argument(
+        "--port", type=int, default=11434, help="0: any that is free (11434, as Ollama's)"
+    )
     gateway.add_argument(
         "--keys", type=Path, metavar="FILE", help="bearer keys, one a line (none: all may ask)"
     )
@@ -43,6 +45,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="whose pages in browsers may use it, as https://app.example or '*'; may be repeated"
         " (none)",
+    )  # fmt: skip
+    gateway.add_argument(
+        "--trusted-proxy", action="append", default=[], metavar="ADDRESS",
+        help="of a proxy whose X-Forwarded-For names the client, or a network such as 10.0.0.0/8;"
+        " may be repeated (none)",
     )  # fmt: skip
     gateway.add_argument(
         "--access-log", action=argparse.BooleanOptionalAction, default=True,
@@ -75,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
         deadline=options.deadline,
         drain_timeout=options.drain_timeout,
         cors_origins=tuple(options.cors_origin),
+        trusted_proxies=tuple(options.trusted_proxy),
         access_log=options.access_log,
     )
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mlxpool.cli import admin
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration
 from mlxpool.cli.json_text import json_text
@@ -22,6 +23,14 @@ from mlxpool.common.protocol import frames
 ID_DIGITS = 2 * frames.ID_BYTES
 MAX_LISTED = 1000  # rows of `requests`
 SHOWN_IDS = 5  # in an error
+CHANGES = (  # of an answer to `reload`, and how they are printed
+    ("limits", "changed settings"),
+    ("added", "new models"),
+    ("gone", "models that are gone"),
+    ("changed", "changed models"),
+    ("keys", "changed keys"),
+    ("restart_needed", "only a restart changes"),
+)
 SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name ends so
 
 
@@ -165,8 +174,10 @@ def _whole_id(options: argparse.Namespace, prefix: str) -> str:
 
 
 def reload(options: argparse.Namespace) -> int:
-    answer = ask(options.admin_target, "reload")
-    return _show(options, answer, "the broker reads its settings; its log says what changes")
+    """Print what has changed; the broker's error says what is wrong with its settings."""
+    answer = admin.reload(options.admin_target)
+    changes = [f"{words}: {', '.join(answer[key])}" for key, words in CHANGES if answer.get(key)]
+    return _show(options, answer, "reloaded", *(changes or ["the settings are as they were"]))
 
 
 def stop(options: argparse.Namespace) -> int:

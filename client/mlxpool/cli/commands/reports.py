@@ -60,6 +60,7 @@ def ps(options: argparse.Namespace) -> int:
         f"broker {broker['pid']} {broker['state']}",
         f"up {duration(broker['uptime_s'])}",
         broker["run_dir"],
+        *([f"status page {broker['metrics']}"] if broker.get("metrics") else []),
     )
     rows = [_worker_row(worker) for worker in workers]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]

@@ -36,7 +36,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the file, then ask the broker to reload it. Raises ValueError, OSError, PoolError."""
-    from mlxpool.cli.admin import ask
+    from mlxpool.cli import admin
 
     file = config_file(options.config)
     if file is None:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     replace(file, without(text, options.name, str(file)))
     reloaded = True
     try:
-        ask(options.admin_target, "reload")
+        admin.reload(options.admin_target)
     except BrokerLost:
         reloaded = False
     ending = (

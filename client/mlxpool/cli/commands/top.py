@@ -32,11 +32,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="show workers and their work, live",
         description=f"A snapshot each second. Keys: {', '.join(KEYS)}.",
     )
+    columns = [order.name for order in SORT_ORDERS]
     parser.add_argument(
         "--sort",
-        choices=[order.name for order in SORT_ORDERS],
-        default=SORT_ORDERS[0].name,
-        help="the column to begin with (default: %(default)s)",
+        metavar="COLUMN",
+        choices=columns,
+        default=columns[0],
+        help=f"the column to begin with: {', '.join(columns)} (default: %(default)s)",
     )
     parser.add_argument(
         "--count", type=count, default=0, metavar="N", help="end after N snapshots (default: never)"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -197,6 +198,7 @@ def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 ANY_ORIGIN = "*"
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # at the end of an origin
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write it: no path
 
 
@@ -207,6 +209,23 @@ def origin_faults(origins: Iterable[str]) -> Iterator[str]:
             yield (
                 f"{origin!r} is no origin: write scheme://host or scheme://host:port in lower case,"
                 f" without a path, or {ANY_ORIGIN!r} for all"
+            )
+        elif (port := DEFAULT_PORTS.get(origin.partition(":")[0])) and origin.endswith(port):
+            yield (
+                f"{origin!r} would match no page: browsers leave the default port out, so write"
+                f" {origin.removesuffix(port)!r}"
+            )
+
+
+def proxy_faults(proxies: Iterable[str]) -> Iterator[str]:
+    """Why the values that are neither addresses nor networks are none."""
+    for proxy in proxies:
+        try:
+            ipaddress.ip_network(proxy)
+        except ValueError as error:
+            yield (
+                f"{proxy!r} is no address of a proxy: {error}; write an address such as 127.0.0.1,"
+                " or a network such as 10.0.0.0/8"
             )
 
 

@@ -24,6 +24,7 @@ from mlxpool.common.config.bounds import (
     declarations,
     host_port,
     origin_faults,
+    proxy_faults,
 )
 from mlxpool.common.config.model_names import fault_of_name, scan
 from mlxpool.common.config.schema import (
@@ -255,9 +256,11 @@ def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Problems of HTTP: an address that others reach and that asks for no key; origins."""
+    """Problems of HTTP: an address that others reach and that asks for no key; origins; proxies."""
     for fault in origin_faults(values.get("http_cors_origins", ())):
         yield f"{where}.http_cors_origins: {fault}"
+    for fault in proxy_faults(values.get("http_trusted_proxies", ())):
+        yield f"{where}.http_trusted_proxies: {fault}"
     address = values.get("http", "")
     if address and not values.get("http_keys") and host_port(address)[0] not in LOOPBACK:
         yield (

@@ -232,6 +232,8 @@ class PoolConfig:
     http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
     # Origins whose pages in browsers may use it, as "https://app.example", or "*" for all.
     http_cors_origins: tuple[str, ...] = ()
+    # Addresses or networks of proxies, whose X-Forwarded-For names the client; else the peer is it.
+    http_trusted_proxies: tuple[str, ...] = ()
     # Whether the log has a line for each request over HTTP.
     http_access_log: Flag = True
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
@@ -290,6 +292,7 @@ class GatewayConfig:
     max_body: int = 8 * 1024 * 1024
     drain_timeout: float = 10.0
     cors_origins: Sequence[str] = ()
+    trusted_proxies: Sequence[str] = ()
     access_log: bool = True
     beat_interval: float = 1.0
     log_format: str = "text"

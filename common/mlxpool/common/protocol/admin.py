@@ -13,6 +13,7 @@ from typing import Any
 from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest
 
+RELOAD = "reload"  # is answered when the settings are in force, or refused
 WATCH = "watch"  # the one command that is answered more than once
 MAX_GRACE_MS = 24 * 3600 * 1000
 

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 import msgpack
 
+from mlxpool.common import answer_format
 from mlxpool.common.checks import flag, integer, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol.choice import Choice
+from mlxpool.common.protocol.decisions import DECIDE
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
@@ -25,7 +27,8 @@ from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.unread_keys import check_keys
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
-CALLS = frozenset({TOKENIZE, DETOKENIZE, *TASKS})  # the kinds of a `ModelCall`
+COMPUTED = frozenset({DECIDE, *TASKS})  # the kinds of calls that a model computes
+CALLS = frozenset({TOKENIZE, DETOKENIZE, *COMPUTED})  # the kinds of a `ModelCall`
 _OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that are not fields
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
@@ -57,6 +60,7 @@ class Generate:
     choice: Choice | None = None
     resume: Resume | None = None
     warnings: tuple[str, ...] = ()  # of keys that are ignored
+    format_bytes: int = 0  # of the option `format`
 
     @property
     def resume_ids(self) -> bytes:
@@ -70,8 +74,8 @@ class Generate:
 
     @property
     def size(self) -> int:
-        """Bytes of prompt, images and ids that are held while the request waits."""
-        return self.text_size + image_bytes(self.prompt)
+        """Bytes of prompt, format, images and ids that are held while the request waits."""
+        return self.text_size + self.format_bytes + image_bytes(self.prompt)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Generate:
@@ -106,6 +110,7 @@ class Generate:
             choice=Choice.parse(body.get("choice")),
             resume=resume,
             warnings=warnings,
+            format_bytes=answer_format.size_of(checked.format),
         )
 
 
@@ -253,7 +258,7 @@ class ModelCall(Content):
     @property
     def computes(self) -> bool:
         """Whether the model computes its answer; the others need the tokenizer alone."""
-        return self.kind in TASKS
+        return self.kind in COMPUTED
 
     def body(self) -> dict[str, Any]:
         body = {"model": self.model, **self.fields}

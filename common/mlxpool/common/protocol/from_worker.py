@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from mlxpool.common.checks import is_number, mapping, natural
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.decisions import DECISIONS
 from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.frames import Content
 
 TOKENS = "tokens"  # the kind of the answer to a call of the tokenizer
-ANSWERS = frozenset({TOKENS, VECTORS})  # the kinds of a `CallAnswer`
+ANSWERS = frozenset({TOKENS, VECTORS, DECISIONS})  # the kinds of a `CallAnswer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +160,13 @@ class Beat(Content):
 class CallAnswer(Content):
     """The answer to a call; the body of an error if it has a `code`.
 
-    Its kind is `tokens` for those of the tokenizer, `vectors` for those that a model computed.
+    Its kind is `tokens` for those of the tokenizer, `vectors` or `decisions` for those that a model
+    computed.
     """
 
     fields: Mapping[str, Any]
     packed: tuple[bytes, ...] = ()
-    kind: str = TOKENS  # type: ignore[misc]  # one dataclass for two kinds
+    kind: str = TOKENS  # type: ignore[misc]  # one dataclass for several kinds
 
     @property
     def failed(self) -> bool:

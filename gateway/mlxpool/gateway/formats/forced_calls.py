@@ -1,43 +1,120 @@
-"""Formats of answers that are one call of a tool, as models of a format write it. Pure."""
+"""Formats of answers that call tools as models of a format write it. Pure.
+
+The parser of the same format reads what these grammars allow.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-# format of tools -> what stands in front of and behind a call, and the name of its arguments
-_WRITTEN: Mapping[str, tuple[str, str, str]] = {
-    "hermes": ("<tool_call>\n", "\n</tool_call>", "arguments"),
-    "llama_json": ("", "", "parameters"),
+from mlxpool.gateway.formats.tagged_arguments import (
+    FUNCTION_XML,
+    GLM,
+    WHITE_SPACE,
+    TaggedStyle,
+    quoted,
+    tagged_call,
+)
+
+# Characters that llama_json skips in front of a call.
+_OTHER_ANSWER = r"/[ \t\r\n;,]*([^{ \t\r\n;,](.|\n)*)?/"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonStyle:
+    """Calls as JSON: `{"name": …, ARGUMENTS: …}` between texts in `front` and `behind`."""
+
+    front: str
+    behind: str
+    arguments: str
+
+    def call(self, number: int, tool: Mapping[str, Any], *, strict: bool) -> list[str]:
+        """Returns the rules of a call: `call_NUMBER` and those that it needs."""
+        function = tool["function"]
+        name = json.dumps(function["name"], ensure_ascii=False)
+        begin = f'{self.front}{{"name": {name}, "{self.arguments}": '
+        schema = _schema(function.get("parameters") if strict else None)
+        return [
+            f"call_{number}: {quoted(begin)} arguments_{number} {quoted('}' + self.behind)}",
+            f"arguments_{number}: %json {schema}",
+        ]
+
+
+_STYLES: Mapping[str, JsonStyle | TaggedStyle] = {
+    "function_xml": FUNCTION_XML,
+    "glm": GLM,
+    "hermes": JsonStyle("<tool_call>\n", "\n</tool_call>", "arguments"),
+    "llama_json": JsonStyle("", "", "parameters"),
+    "mistral": JsonStyle("[TOOL_CALLS][", "]", "arguments"),
 }
-# White space in arguments is at most one space: see docs/structured-output.md.
-_WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# format of tools -> the text with which a call begins, after any other text. The models of
+# mistral and harmony begin calls with control tokens, which no format lets them draw.
+_BEGINS: Mapping[str, str] = {
+    "function_xml": "<tool_call>",
+    "glm": "<tool_call>",
+    "hermes": "<tool_call>",
+}
 
 
 def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
     """The format of an answer that calls one of these tools; None: not with this format of tools.
 
-    The arguments are of the tool's `parameters`, an object in any case.
+    The arguments are of the tool's `parameters`, an object in any case. Raises ValueError naming
+    what of these cannot be followed.
     """
-    written = _WRITTEN.get(tool_format or "")
-    if written is None:
+    style = _STYLES.get(tool_format or "")
+    if style is None:
         return None
-    front, behind, arguments = written
-    rules = [f"start: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    return _lark([f"start: {_any(tools)}", *_calls(style, tools, every=True)])
+
+
+def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """The format of an answer that is text, calls of these tools, or text and calls.
+
+    The arguments of tools that are `strict` are of their `parameters`, those of others any object.
+    None: not with this format of tools. Raises ValueError as `forced_call` does.
+    """
+    style = _STYLES.get(tool_format or "")
+    if style is None:
+        return None
+    calls = _calls(style, tools, every=False)
+    if tool_format == "llama_json":  # calls are the whole answer
+        several = f'({_any(tools)}) ("; " ({_any(tools)}))*'
+        return _lark([f"start: {several} | OTHER", f"OTHER: {_OTHER_ANSWER}", *calls])
+    begin = _BEGINS.get(tool_format or "")
+    if begin is None:
+        return None
+    # The begin of a call ends the text in front of it wherever it stands.
+    calls = [one.replace(f': "{begin}', ': begin "', 1) for one in calls]
+    head = f"start: ({_any(tools)})* TEXT", r"TEXT: /(.|\n)*/", f'begin[lazy]: TEXT "{begin}"'
+    return _lark([*head, *calls])
+
+
+def _any(tools: Sequence[Mapping[str, Any]]) -> str:
+    return " | ".join(f"call_{number}" for number in range(len(tools)))
+
+
+def _calls(
+    style: JsonStyle | TaggedStyle, tools: Sequence[Mapping[str, Any]], *, every: bool
+) -> list[str]:
+    """The rules of all calls; `every`: the parameters of all tools hold, else of strict ones."""
+    found: list[str] = []
     for number, tool in enumerate(tools):
-        function = tool["function"]
-        name = json.dumps(function["name"], ensure_ascii=False)
-        begin = f'{front}{{"name": {name}, "{arguments}": '
-        rules.append(f"call_{number}: {_text(begin)} arguments_{number} {_text('}' + behind)}")
-        rules.append(f"arguments_{number}: %json {_schema(function.get('parameters'))}")
+        strict = every or bool(tool["function"].get("strict"))
+        if isinstance(style, JsonStyle):
+            found += style.call(number, tool, strict=strict)
+        else:
+            found += tagged_call(style, number, tool["function"], strict=strict)
+    return found
+
+
+def _lark(rules: Sequence[str]) -> dict[str, str]:
     return {"type": "lark", "grammar": "\n".join(rules) + "\n"}
 
 
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _schema(parameters: Mapping[str, Any] | None) -> str:
-    schema = {"type": "object", **(parameters or {}), "x-guidance": _WHITE_SPACE}
+    schema = {"type": "object", **(parameters or {}), "x-guidance": WHITE_SPACE}
     return json.dumps(schema, ensure_ascii=False)

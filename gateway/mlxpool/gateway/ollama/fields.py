@@ -76,8 +76,11 @@ OPTIONS_REFUSED: RefusedFields = {
     "mirostat": ((0,), "leave it out"),
     "penalize_newline": ((True,), "leave it out"),
 }
+# Options of which Ollama takes every negative value, and the pool's value for all of these.
+NEGATIVE: Mapping[str, int] = {"seed": -1, "top_k": 0}  # a drawn seed; all tokens
+ANY_INTEGER: Schema = {"type": "integer"}
 GENERATION_OPTIONS = Body(
-    {name: option(target) for name, target in OPTIONS.items()},
+    {name: ANY_INTEGER if name in NEGATIVE else option(target) for name, target in OPTIONS.items()},
     accepted=OPTIONS_IGNORED,
     refused=OPTIONS_REFUSED,
     open=True,
@@ -141,6 +144,7 @@ GENERATE = Body(
     },
     required=("model",),
     refused={**REFUSED, "suffix": (("",), "models complete the end of a text only")},
+    open=True,
 )
 CHAT = Body(
     {
@@ -150,6 +154,7 @@ CHAT = Body(
     },
     required=("model",),
     refused={**REFUSED, "images": (([],), "give them in a message: messages[n].images")},
+    open=True,
 )
 EMBED = Body(
     {
@@ -161,6 +166,7 @@ EMBED = Body(
         "keep_alive": KEEP_ALIVE,
     },
     required=("model",),
+    open=True,
 )
 EMBEDDINGS = Body(
     {
@@ -170,10 +176,20 @@ EMBEDDINGS = Body(
         "keep_alive": KEEP_ALIVE,
     },
     required=("model",),
+    open=True,
 )
 NAMED: Mapping[str, Schema] = {"model": NAME, "name": described("the older form of `model`", NAME)}
-SHOW = Body({**NAMED, "verbose": FLAG})
-PULL = Body({**NAMED, "stream": described("true if it is absent", FLAG)}, (), {"insecure": ANY})
+SHOW = Body({**NAMED, "verbose": FLAG}, open=True)
+PULL = Body(
+    {**NAMED, "stream": described("true if it is absent", FLAG)}, (), {"insecure": ANY}, open=True
+)
 
-IN_OPTIONS = {name: f"options.{name}" for name in OPTIONS}
+# Fields that would change the answer, which stand at another place or have another name here.
+IN_OPTIONS = {
+    **{name: f"options.{name}" for name in OPTIONS},
+    "max_tokens": "options.num_predict",
+    "max_completion_tokens": "options.num_predict",
+    "response_format": "format",
+    "reasoning_effort": "think",
+}
 BESIDE_OPTIONS = {name: name for name in COMMON if name != "options"}

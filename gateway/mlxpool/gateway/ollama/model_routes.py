@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from mlxpool.common.checks import shown
 from mlxpool.common.errors import UnknownModel
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import PoolAccess
@@ -21,6 +21,8 @@ HOW_TO_GET = (
     " tokenizer.json on the pool's machine, name it with `mlxpool serve --model {name}=FOLDER`, or"
     " in [models.{name}] of its config and run `mlxpool reload`; docs/models.md has more"
 )
+
+PLAIN_NAME = re.compile(r"[\w.-]{1,60}")  # needs no quotes in a shell or in TOML
 
 
 class ModelRoutes:
@@ -58,7 +60,8 @@ class ModelRoutes:
         try:
             model = await self._pool.models.described(name)
         except UnknownModel as error:
-            message = f"{error.message}; {HOW_TO_GET.format(name=shown(name))}"
+            plain = name if PLAIN_NAME.fullmatch(name) else "NAME"
+            message = f"{error.message}; {HOW_TO_GET.format(name=plain)}"
             raise HttpError(404, message, "model_not_found", "model", retry=False) from None
         response.exchange.model = model.name
         statuses = pull_statuses(model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from mlxpool.common.answer_format import FORMAT
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.models import ModelInfo
@@ -86,6 +87,7 @@ def capabilities(model: ModelInfo) -> list[str]:
         "tools": chat.tools is not None,
         "thinking": chat.thinking is not None,
         "vision": model.vision,
+        "format": FORMAT in model.features,  # not a word of Ollama's
     }
     return [name for name, there in found.items() if there]
 
@@ -112,14 +114,20 @@ def show(model: ModelInfo, fallback: int, *, verbose: bool = False) -> dict[str,
     modified = fallback if model.modified is None else model.modified
     return {
         "modelfile": f"# {model.name} is a model of an mlxpool; it has no Modelfile\n",
-        "parameters": "",
+        "parameters": _parameters(known.get("sampling")),
         "template": known.get("template") or "",
-        "license": "",
+        "license": known.get("license") or "",
         "details": details(model),
         "model_info": info,
         "capabilities": capabilities(model),
         "modified_at": time_text(modified),
     }
+
+
+def _parameters(sampling: object) -> str:
+    """The options that a model's makers recommend, one a line as Ollama writes them."""
+    found = sampling if isinstance(sampling, Mapping) else {}
+    return "\n".join(f"{name:<30} {value:g}" for name, value in found.items())
 
 
 def pull_statuses(model: ModelInfo) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from mlxpool.gateway.ollama.fields import (
     GENERATE,
     GENERATION_OPTIONS,
     IN_OPTIONS,
+    NEGATIVE,
     OPTIONS,
     PULL,
     SHOW,
@@ -35,7 +36,8 @@ class OllamaRequest:
     """A checked request. Without `prompt`, `images` and `messages` it only loads the model.
 
     Parts of the messages name the images by their index. `keep_alive`: seconds, None: as it is.
-    `ignored`: options that have no effect here. `context`: token ids in front of the prompt.
+    `ignored`: options that have no effect here, `unknown`: fields beside them that have none.
+    `context`: token ids in front of the prompt.
     """
 
     model: str
@@ -44,6 +46,7 @@ class OllamaRequest:
     think: bool | str | None
     keep_alive: float | None = None
     ignored: Sequence[str] = ()
+    unknown: Sequence[str] = ()
     prompt: str = ""
     system: str = ""
     raw: bool = False
@@ -69,7 +72,12 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
         message = "'context' has token ids, beside which no images are taken: use /api/chat"
         raise bad_request(message, "context")
     return OllamaRequest(
-        **_common(body), prompt=prompt, system=system, raw=raw, images=images, context=context
+        **_common(body, GENERATE),
+        prompt=prompt,
+        system=system,
+        raw=raw,
+        images=images,
+        context=context,
     )
 
 
@@ -79,7 +87,7 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
     given = body.get("messages")
     messages, images = ([], []) if given is None or given == [] else _messages(given)
     tools = fields.checked("tools", check_tools, body.get("tools"))
-    common = _common(body)
+    common = _common(body, CHAT)
     require_no_tools(tools, common["options"])
     return OllamaRequest(**common, messages=messages, tools=tools, images=images)
 
@@ -94,6 +102,7 @@ class OllamaEmbedRequest:
     dimensions: int | None = None
     keep_alive: float | None = None
     ignored: Sequence[str] = ()
+    unknown: Sequence[str] = ()
 
 
 def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
@@ -111,6 +120,7 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
         fields.integer(body, "dimensions", 1),
         keep_alive(body.get("keep_alive")),
         ignored,
+        EMBED.unknown(body),
     )
 
 
@@ -125,6 +135,7 @@ def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
         True,
         keep_alive=keep_alive(body.get("keep_alive")),
         ignored=ignored,
+        unknown=EMBEDDINGS.unknown(body),
     )
 
 
@@ -171,8 +182,16 @@ def _context(given: object) -> list[int]:
     return given
 
 
-def _common(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = fields.mapping(body, "options")
+def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the pool's value for the negative ones that Ollama takes."""
+    return {
+        name: NEGATIVE[name] if name in NEGATIVE and type(value) is int and value < 0 else value
+        for name, value in options.items()
+    }
+
+
+def _common(body: Mapping[str, Any], known: Body) -> dict[str, Any]:
+    given = _as_taken(fields.mapping(body, "options"))
     GENERATION_OPTIONS.check(given, "options.", BESIDE_OPTIONS)
     options = fields.options(given, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
@@ -185,6 +204,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         "think": fields.checked("think", check_think, body.get("think")),
         "keep_alive": keep_alive(body.get("keep_alive")),
         "ignored": _ignored(given, GENERATION_OPTIONS),
+        "unknown": known.unknown(body),
     }
 
 

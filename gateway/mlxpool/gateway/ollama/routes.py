@@ -49,7 +49,7 @@ LOAD, UNLOAD = "load", "unload"
 # Why an option has no effect.
 BY_SETTINGS = "the pool's settings say how models are loaded and computed"
 NO_GENERATION = "vectors are made without it: a longer text than the model reads is cut or refused"
-UNKNOWN = "there is no such option"
+UNKNOWN = "it is not known, as to Ollama"
 MAX_LOGGED = 200  # options without effect that the log names
 
 MakeBody = Callable[[OutputPart], dict[str, Any]]
@@ -80,7 +80,7 @@ class OllamaRoutes:
     async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/generate."""
         request = requests.generate(body)
-        model = await self._get(request.model, request.ignored, response)
+        model = await self._get(request, response)
         make_body = partial(generate_body, request.model)
         if not request.prompt and not request.images:
             return await self._load(model, request, make_body, response)
@@ -92,7 +92,7 @@ class OllamaRoutes:
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/chat."""
         request = requests.chat(body)
-        model = await self._get(request.model, request.ignored, response)
+        model = await self._get(request, response)
         make_body = partial(chat_body, request.model)
         if not request.messages:
             return await self._load(model, request, make_body, response)
@@ -118,11 +118,15 @@ class OllamaRoutes:
         found = await self._vectors(request, response, normalise=False)
         await response.json({"embedding": [] if found is None else found[0]})
 
-    async def _get(self, name: str, ignored: Sequence[str], response: ResponseWriter) -> ModelInfo:
-        """The model of a request; options without effect are logged, each once."""
-        model = await self._pool.models.get(name)
+    async def _get(
+        self, request: OllamaRequest | OllamaEmbedRequest, response: ResponseWriter
+    ) -> ModelInfo:
+        """The model of a request; options and fields without effect are logged, each once."""
+        model = await self._pool.models.get(request.model)
         response.exchange.model = model.name
-        for option in ignored:
+        for field in request.unknown:
+            self._log_once(f"{shown(field)} beside options", UNKNOWN)
+        for option in request.ignored:
             if option in OPTIONS:
                 self._log_once(f"{option} of vectors", NO_GENERATION)
             elif option in OPTIONS_IGNORED:
@@ -142,7 +146,7 @@ class OllamaRoutes:
         self, request: OllamaEmbedRequest, response: ResponseWriter, *, normalise: bool
     ) -> Vectors | None:
         """The vectors of the inputs; without inputs the model is loaded or unloaded: None."""
-        model = await self._get(request.model, request.ignored, response)
+        model = await self._get(request, response)
         if not request.inputs:
             await self._load_or_unload(model, request.keep_alive)
             return None

@@ -12,6 +12,15 @@ from typing import Any
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
 from mlxpool.common.protocol.choice import MAX_CHOICES
+from mlxpool.common.protocol.decisions import (
+    MAX_CHOICE_CHARS,
+    MAX_QUESTION_CHARS,
+    MAX_QUESTIONS,
+    MAX_SCALE,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+)
+from mlxpool.common.protocol.decisions import MAX_CHOICES as MAX_LABELS
 from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.schemas import (
@@ -220,3 +229,37 @@ SCORE = _of_texts(
     ("text_1", "text_2"), {"text_1": one_of(NAME, INPUTS), "text_2": one_of(NAME, INPUTS)}
 )
 CLASSIFY = _of_texts(("input",), {"input": one_of(NAME, INPUTS)})
+
+# ---- decisions -------------------------------------------------------------------------------
+
+_CHOICE_TEXT: Schema = {
+    "type": "string",
+    "pattern": r"^[^\r\n]*\S[^\r\n]*$",
+    "maxLength": MAX_CHOICE_CHARS,
+}
+QUESTION = Body(
+    {
+        "question": {"type": "string", "maxLength": MAX_QUESTION_CHARS},
+        "choices": described(
+            "labels of which one is picked; without them and `scale`: yes or no",
+            listed(_CHOICE_TEXT, 2, MAX_LABELS),
+        ),
+        "scale": described(
+            "the least and the greatest of its whole numbers", listed(integer(0, MAX_SCALE), 2, 2)
+        ),
+    }
+)
+DECISIONS = Body(
+    {
+        "model": NAME,
+        "prompt": {"type": "string", "pattern": r"\S"},
+        "questions": listed(QUESTION.schema(), 1, MAX_QUESTIONS),
+        "temperature": {
+            "type": "number",
+            "minimum": MIN_TEMPERATURE,
+            "maximum": MAX_TEMPERATURE,
+        },
+    },
+    ("model", "prompt", "questions"),
+    VECTORS_ACCEPTED,
+)

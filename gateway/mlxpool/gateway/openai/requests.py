@@ -52,6 +52,7 @@ class CompletionRequest:
     tools: Sequence[Mapping[str, Any]] = ()
     think_field: str = "reasoning_effort"  # that asked for thoughts
     forced: Sequence[Mapping[str, Any]] = ()  # tools of which the answer has to call one
+    strict: str = ""  # the first field that wants arguments of calls to follow their schema
 
     @property
     def prompt_logprobs(self) -> bool:
@@ -95,7 +96,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     given_effort = body.get("reasoning_effort") is not None
     field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
     request = _request(body, [prompt], options, tools)
-    return replace(request, think_field=field, forced=forced)
+    return replace(request, think_field=field, forced=forced, strict=_strict(tools))
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
@@ -194,10 +195,13 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         if tool.get("type") != "function" or "function" not in tool:
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
-        if tool["function"].get("strict") and body.get("tool_choice") in (None, "auto"):
-            advice = "leave it out, or let 'tool_choice' be 'required' or a function"
-            raise unsupported_parameter(f"tools[{number}].function.strict", advice)
     return [] if body.get("tool_choice") == "none" else tools
+
+
+def _strict(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The field of the first strict function; empty if there is none."""
+    strict = (number for number, one in enumerate(tools) if one["function"].get("strict"))
+    return next((f"tools[{number}].function.strict" for number in strict), "")
 
 
 def _forced(

@@ -11,7 +11,7 @@ from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.formats.forced_calls import forced_call
+from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
 from mlxpool.gateway.generation import (
     ChoiceRequest,
     Generation,
@@ -41,6 +41,10 @@ from mlxpool.gateway.openai.responses import (
 
 NO_FORCED_CALL = (
     "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
+)
+NOT_STRICT = (
+    "beside 'auto' the arguments of calls in the format in which this model writes them cannot be"
+    " held to a schema; leave it out, or let 'tool_choice' be 'required' or a function"
 )
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -82,8 +86,8 @@ class OpenAIRoutes:
         if request.tools and chat.tools is None:
             message = f"the chat template of {request.model!r} knows no tools; leave `tools` out"
             raise bad_request(message, "tools", "unsupported_parameter")
-        if request.forced:
-            request = _with_forced_call(request, chat)
+        if request.forced or request.strict:
+            request = _with_calls(request, chat)
         if request.thinks and chat.thinking is None:
             message = f"the chat template of {request.model!r} knows no thinking; leave it out"
             raise bad_request(message, request.think_field, "unsupported_parameter")
@@ -174,10 +178,18 @@ def _with_usage(
     return {**answer, "usage": usage(results, request.candidates)}
 
 
-def _with_forced_call(request: CompletionRequest, chat: ChatFormats) -> CompletionRequest:
-    """The request with the format of a call. Raises HttpError where a call cannot be forced."""
-    format = forced_call(chat.tools, request.forced)
+def _with_calls(request: CompletionRequest, chat: ChatFormats) -> CompletionRequest:
+    """The request with the format of the calls that it wants. Raises HttpError if there is none."""
+    try:
+        if request.forced:
+            field, advice = "tool_choice", NO_FORCED_CALL
+            format = forced_call(chat.tools, request.forced)
+        else:
+            field, advice = request.strict, NOT_STRICT
+            format = strict_calls(chat.tools, request.tools)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from None
     if format is None:
-        raise unsupported_parameter("tool_choice", NO_FORCED_CALL)
+        raise unsupported_parameter(field, advice)
     checked = fields.option("tools", format, "format")
     return replace(request, options={**request.options, "format": checked})

@@ -1,4 +1,4 @@
-"""The endpoints that models of texts answer."""
+"""The endpoints whose answers are numbers: those of models of texts, and decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpool.common.errors import ContextExceeded
 from mlxpool.gateway.errors import from_pool_error
 from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
-from mlxpool.gateway.openai import vectors
+from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai.vectors import ScoreRequest
 
 AT_ONCE = 16  # calls of one /v1/score that are open at a time
@@ -85,6 +85,17 @@ class VectorRoutes:
         found = await _answer(asked, "input")
         response.exchange.count(found.usage)
         await response.json(vectors.classify_body(request, found, _new_id("classify")))
+
+    async def decisions(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/decisions."""
+        request = decisions.decisions(body)
+        model, late = await self._model(request.model, response)
+        asked = self._pool.client.decide_all(
+            model, request.prompt, request.questions, **request.settings, **late
+        )
+        found = await _answer(asked, "prompt")
+        response.exchange.count(found.usage)
+        await response.json(decisions.decisions_body(request, found, _new_id("decide")))
 
     async def _model(self, name: str, response: ResponseWriter) -> tuple[str, dict[str, Any]]:
         """The pool's name of a model, and the deadline as an argument of the client's calls."""

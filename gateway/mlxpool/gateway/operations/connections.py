@@ -7,11 +7,18 @@ bounds a few thousand of them leave no descriptor for anybody else.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
+import uuid
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.operations.exchange import NOT_HTTP, REQUEST_ID, Exchange
 
 log = logging.getLogger("mlxpool.gateway")
 
@@ -25,6 +32,17 @@ FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
 )
+
+NO_HTTP = (
+    "this is no HTTP/1.1 request; the gateway has no TLS: https:// needs a proxy in front of it"
+)
+# Warnings of uvicorn about requests, for which the access log has a line.
+TOLD_ELSEWHERE = ("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket library")
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter of the logger uvicorn.error: False for what the access log says already."""
+    return not record.getMessage().startswith(TOLD_ELSEWHERE)
 
 
 def connection_limit(descriptors: int) -> int:
@@ -56,10 +74,17 @@ class LogInterval:
 class Connections:
     """The open connections of one server. Belongs to the event loop."""
 
-    def __init__(self, limit: int, header_time: float) -> None:
-        """`header_time`: seconds until the headers of a request must be complete."""
+    def __init__(
+        self, limit: int, header_time: float, unparsable: Callable[[str | None], Exchange]
+    ) -> None:
+        """`header_time`: seconds until the headers of a request must be complete.
+
+        `unparsable` is called with the address of a peer whose bytes are no HTTP request; it
+        returns the record of the answer.
+        """
         self.limit = limit
         self.header_time = header_time
+        self.unparsable = unparsable
         self._open: set[BoundedProtocol] = set()
         self._waiting: dict[BoundedProtocol, None] = {}  # without a request, the oldest first
         self._log = LogInterval()
@@ -137,6 +162,36 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not before:
             self._stop_timer()
             self.book.request_begins(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for bytes that are no HTTP request, also in the body of one."""
+        if self.cycle is None or self.cycle.response_complete:
+            client = None if self.client is None else self.client[0]
+            request_id = self.book.unparsable(client).id
+        else:  # the record of the request in whose body they are says that the client is gone
+            request_id = uuid.uuid4().hex
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._write_not_http(request_id)
+        self.transport.close()
+
+    def _write_not_http(self, request_id: str) -> None:
+        error = bad_request(NO_HTTP, code=NOT_HTTP)
+        error.request_id = request_id
+        body = json.dumps(error.openai_body()).encode()
+        head = h11.Response(
+            status_code=400,
+            reason=b"Bad Request",
+            headers=[
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (REQUEST_ID.encode(), request_id.encode()),
+                (b"connection", b"close"),
+            ],
+        )
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
 
     def on_response_complete(self) -> None:
         self.book.request_ended(self)

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-OTHER_ROUTE = "other"  # of a path that is no route
+# Routes of what the table of routes does not have.
+OTHER_ROUTE = "other"  # paths that are none, absolute URLs, CONNECT
+PREFLIGHT = "preflight"  # the question of a browser whether a page may send a request
+UNPARSABLE = "unparsable"  # bytes that are no HTTP request
+FURTHER_ROUTES = (OTHER_ROUTE, PREFLIGHT, UNPARSABLE)
+CLIENT_DISCONNECTED = "client_disconnected"  # the error code of a request whose client is gone
+NOT_HTTP = "not_http"  # the error code of UNPARSABLE
 DISCONNECTED = 499  # status of a request whose client disconnected before the response, as in nginx
 REQUEST_ID = "x-request-id"
 # Ids of proxies and tracing systems: UUIDs, ULIDs, AWS's `Root=1-…;…`, Google's `TRACE/SPAN;o=1`.

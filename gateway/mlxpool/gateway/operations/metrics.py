@@ -12,7 +12,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from mlxpool.gateway.operations.exchange import OTHER_ROUTE, Exchange
+from mlxpool.gateway.operations.exchange import CLIENT_DISCONNECTED, FURTHER_ROUTES, Exchange
 
 # Upper bounds in seconds; those of the broker's histograms of the same things.
 FIRST_TOKEN_BUCKETS = (
@@ -24,6 +24,7 @@ DURATION_BUCKETS = (
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
 )  # fmt: skip
 PREFIX = "mlxpool_gateway"
+CAUSES = ERROR, DISCONNECT = "error", "disconnect"  # of streams that end before their end
 
 
 class Metrics:
@@ -70,8 +71,8 @@ class Metrics:
         )
         self._failures = Counter(
             f"{PREFIX}_stream_failures",
-            "Responses with the status 200 that ended with an error or a disconnect.",
-            ("route",),
+            "Responses with the status 200 that ended with an error, or whose client was gone.",
+            ("route", "cause"),
             registry=registry,
         )
         self._draining = Gauge(
@@ -82,10 +83,11 @@ class Metrics:
         )
         info.labels(version).set(1)
         ProcessCollector(registry=registry)
-        for route in (*routes, OTHER_ROUTE):
+        for route in (*routes, *FURTHER_ROUTES):
             self._in_flight.labels(route)
             self._requests.labels(route, "200")
-            self._failures.labels(route)
+            for cause in CAUSES:
+                self._failures.labels(route, cause)
 
     def begun(self, exchange: Exchange) -> None:
         """A request came."""
@@ -98,7 +100,8 @@ class Metrics:
         self._requests.labels(route, str(exchange.status)).inc()
         self._duration.labels(route).observe(now - exchange.started)
         if exchange.status == 200 and exchange.failure is not None:
-            self._failures.labels(route).inc()
+            gone = exchange.failure == CLIENT_DISCONNECTED
+            self._failures.labels(route, DISCONNECT if gone else ERROR).inc()
         if exchange.first_token is not None:
             self._first_token.labels(route).observe(exchange.first_token - exchange.started)
         for counter, tokens in (

@@ -12,7 +12,7 @@ from typing import Self
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.token_ids import ID_WIDTH
+from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.compute.prompt_report import PromptReport, Row
 from mlxpool.worker.constraints.constraint import Constraint
@@ -20,6 +20,11 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
+
+# Forced tokens that are appended together, at least. A pass that reads several of a row takes
+# longer: rows without a format see that, and rows with one have forced tokens as well.
+MIN_RUN = 4
+MIN_RUN_OF_ALL = 2  # where each row has a format
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -58,10 +63,20 @@ class Generation:
     def key(self) -> RunKey:
         return self.sequence.id, self.sequence.run_number
 
-    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
+    def commit(
+        self,
+        drawn: SampledToken,
+        eos: frozenset[int],
+        now: float,
+        *,
+        find: bool = False,
+        least: int = MIN_RUN,
+    ) -> Delta:
         """Append one drawn token. Returns its delta, with the end if it is the last one.
 
-        Raises BadRequest for a token that the constraint does not allow.
+        The tokens that the constraint forces behind it are appended as well, if they are `least` or
+        more: `find` them, or take those that are known. Raises BadRequest for a token that the
+        constraint does not allow.
         """
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
         if not self.decode_at:
@@ -82,6 +97,10 @@ class Generation:
         if goes_on and self.facts_sent and drawn.logprob is None and constraint is None:
             # as most tokens
             return new_delta((id, number, position, text, packed, None, None, None))
+        if goes_on and constraint is not None and not sequence.options.logprobs:
+            run = constraint.forced(find=find)
+            text += self._append_forced(constraint, run if len(run) >= least else ())
+            packed += pack_ids(ids[position + 1 :])
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
@@ -103,6 +122,17 @@ class Generation:
         return [
             Delta(*self.key, position, text, b"", entries, self._facts()) for text, entries in rows
         ]
+
+    def _append_forced(self, constraint: Constraint, run: Iterable[int]) -> str:
+        """Appends forced tokens, as far as the completion goes. Returns their text."""
+        sequence, detokenizer, text = self.sequence, self.detokenizer, ""
+        for token in run:
+            constraint.take(token)
+            sequence.ids.append(token)
+            text += detokenizer.push(token)
+            if detokenizer.stopped or len(sequence.ids) >= sequence.max_tokens:
+                break
+        return text
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
         """A delta without a token that ends the generation."""
@@ -194,6 +224,11 @@ class Generations:
             return []
         drawing = [self.of(span.sequence) for span in spans if span.draws]
         return [one for one in drawing if one.constraint is not None]
+
+    @property
+    def min_run(self) -> int:
+        """The forced tokens that are appended together, at least."""
+        return MIN_RUN_OF_ALL if self._constrained == len(self._by_key) else MIN_RUN
 
     def finish(self, generation: Generation, reason: str) -> Delta:
         """End it without a further token. Returns its last delta."""

@@ -13,14 +13,18 @@ from typing import NoReturn
 
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.admissions import Admissions
+from mlxpool.worker.compute.decisions import Decisions
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import (
     Admit,
+    Decide,
     DeltaQueue,
     Drop,
     DropAll,
+    DropCall,
     Inbound,
     MakeRoom,
+    Outbound,
     Reserve,
 )
 from mlxpool.worker.compute.progress import Progress
@@ -36,7 +40,10 @@ BeginGeneration = Callable[[Admit, Callable[[int], bytes]], Generation]
 
 
 class ComputeLoop:
-    """Owns the engine. `begin` makes the generation of an admitted sequence."""
+    """Owns the engine. `post` sends a message to the main thread.
+
+    `begin` makes the generation of an admitted sequence.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class ComputeLoop:
         delta_queue: DeltaQueue,
         progress: Progress,
         cpu_threads: CpuThreads,
+        post: Callable[[Outbound], None],
         begin: BeginGeneration = Generation.begin,
     ) -> None:
         self._engine = engine
@@ -58,6 +66,7 @@ class ComputeLoop:
         self._generations = Generations(engine)
         self._admissions = Admissions(engine, self._generations, progress)
         self._steps = Steps(engine, self._generations, progress)
+        self._decisions = Decisions(engine, self._generations, post)
         self._reported = 0.0  # when the memory was read last
         self._report_memory(monotonic())
 
@@ -66,17 +75,17 @@ class ComputeLoop:
         while True:
             deltas = self._take_messages()
             deltas += self._step()
-            self._delta_queue.put(deltas)
+            self._delta_queue.put(self._decisions.take(deltas))
             now = monotonic()
             if now - self._reported >= REPORT_INTERVAL:
                 self._report_memory(now)
 
     def _take_messages(self) -> list[Delta]:
-        """Handle the messages in the inbox; without a generation, wait for one."""
+        """Handle the messages in the inbox; without a generation and a call, wait for one."""
         deltas: list[Delta] = []
         while not self._generations and self._steps.in_flight:
             self._steps.collect()  # of sequences that have left
-        if not self._generations:
+        if not self._generations and not self._decisions:
             self._report_memory(monotonic())
             self._progress.enter("idle")
             self._cpu_threads.end_steps()
@@ -98,7 +107,12 @@ class ComputeLoop:
             dropped = self._generations.get(message.key)
             if dropped is not None:
                 deltas.append(self._generations.finish(dropped, "cancelled"))
+        elif isinstance(message, Decide):
+            self._decisions.add(message)
+        elif isinstance(message, DropCall):
+            self._decisions.remove(message.key)
         elif isinstance(message, DropAll):
+            self._decisions.clear(message.fence)
             self._generations.forget_all()
             deltas.clear()
             self._delta_queue.fence = message.fence
@@ -107,6 +121,7 @@ class ComputeLoop:
         elif isinstance(message, MakeRoom):
             self._engine.make_room(message.bytes)
         else:
+            self._decisions.restart()
             self._generations.forget_all()
             self._delta_queue.put(deltas)
             deltas.clear()
@@ -116,6 +131,9 @@ class ComputeLoop:
         generations, progress = self._generations, self._progress
         self._cpu_threads.begin_step(monotonic())
         deltas = generations.expire(monotonic())
+        cache = self._engine.prefix
+        apart = cache is not None and cache.exclusive
+        self._decisions.begin(self._max_sequences - len(generations), apart=apart)
         deltas += self._admissions.grow()
         deltas += self._admissions.admit(self._max_sequences, self._steps.admit)
         deltas += self._steps.run()

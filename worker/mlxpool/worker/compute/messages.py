@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.prompt_report import PromptReport
 from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.decisions.answers import Answers, Path
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.prompt.detokenizer import Detokenizer
@@ -92,6 +93,34 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """The token ids of a question's prompt, its answers, and the tokens that may follow at each of
+    their branches.
+    """
+
+    prompt: tuple[int, ...]
+    answers: Answers
+    branches: Mapping[Path, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Find the probabilities of answers with a model that generates text; answered by `Answer`.
+
+    The prompts begin with the same `shared` tokens. For the other fields see DecideCall.
+    """
+
+    key: CallKey
+    id: bytes
+    questions: Many[AskedQuestion]
+    shared: int
+    owner: str = ""
+    temperature: float = 1.0
+    first: int = 0
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DropCall:
     """Stop computing a call, which gets no answer."""
 
@@ -112,7 +141,7 @@ class MakeRoom:
     bytes: int
 
 
-Inbound = Admit | Drop | DropAll | HandBack | Compute | DropCall | Reserve | MakeRoom
+Inbound = Admit | Drop | DropAll | HandBack | Compute | Decide | DropCall | Reserve | MakeRoom
 
 # ---- to the main thread --------------------------------------------------------------------------
 

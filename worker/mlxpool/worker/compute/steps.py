@@ -13,6 +13,7 @@ from typing import Self
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.worker.compute.constrained_rows import ConstrainedRows
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
@@ -57,7 +58,7 @@ class StepInFlight:
     def of(cls, step: Step) -> Self:
         chunks = step.chunks
         request = chunks[0].sequence.id if len(chunks) == 1 else None
-        tokens = step.rows + sum(span.count for span in chunks) if chunks else 0
+        tokens = sum(span.count for span in step.spans) if chunks else 0
         return cls(step, request, tokens, len(step.spans))
 
     @property
@@ -78,6 +79,7 @@ class Steps:
         self._generations = generations
         self._progress = progress
         self._flights: deque[StepInFlight] = deque()
+        self._constrained = ConstrainedRows(engine)
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
 
@@ -146,6 +148,7 @@ class Steps:
         return []
 
     def _run(self, live: list[Sequence]) -> list[Delta]:
+        self._constrained.release()
         limits = self._engine.limits
         step = schedule(
             live,
@@ -161,7 +164,10 @@ class Steps:
             if self._flights and (step.alone or len(self._flights) > limits.ahead):
                 deltas += self.collect()
             return deltas
-        return self.collect() if self._flights else []
+        if self._flights:
+            return self.collect()
+        self._constrained.wait()
+        return []
 
     def _submit(self, step: Step) -> list[Delta]:
         self._alone = step.alone
@@ -194,15 +200,12 @@ class Steps:
         if not self._flights:
             return deltas  # the step before failed, and this one with it
         masks: dict[Sequence, Mask] = {}
-        for generation in constrained:
-            sequence, constraint = generation.sequence, generation.constraint
-            if constraint is None or not self._is_live(sequence):
-                continue
-            try:
-                masks[sequence] = constraint.mask()
-            except Exception as error:
-                log.warning("the mask of an answer could not be made", exc_info=error)
-                deltas.append(self._generations.fail(sequence, as_pool_error(error)))
+        for row, mask in self._constrained.masks(constrained).items():
+            if isinstance(mask, Exception):
+                log.warning("the mask of an answer could not be made", exc_info=mask)
+                deltas.append(self._generations.fail(row.sequence, as_pool_error(mask)))
+            else:
+                masks[row.sequence] = mask
         try:
             self._engine.draw(masks)
         except Exception as error:
@@ -270,14 +273,15 @@ class Steps:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
         deltas: list[Delta] = []
         generations, eos = self._generations, self._engine.eos
-        running, now = Phase.RUNNING, monotonic()
+        running, now, least = Phase.RUNNING, monotonic(), generations.min_run
         for one in drawn:
             sequence = one.sequence
             if sequence.phase is not running:
                 continue
             generation, count = generations.of(sequence), len(sequence.ids)
             try:
-                delta = generation.commit(one, eos, now)
+                find = self._constrained.finds_forced(generation)
+                delta = generation.commit(one, eos, now, find=find, least=least)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent

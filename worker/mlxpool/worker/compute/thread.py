@@ -92,6 +92,7 @@ class Compute(threading.Thread):
             self.delta_queue,
             self.progress,
             cpu_threads,
+            self._post,
             self._begin,
         )
         self._post(Loaded(source.max_sequences))

@@ -21,12 +21,13 @@ from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.constraints.vocabulary import words_of
 
 MAX_GRAMMARS = 64  # texts that are kept
+SMALL_GRAMMAR = 16 * 1024  # characters; a text of so many is tokenised in some 4 ms
 
 log = logging.getLogger("mlxpool.worker")
 
 
 class Compiler:
-    """Makes constraints for one model. `load` gives its vocabulary when a format first asks.
+    """Makes constraints for one model. `load` gives its vocabulary.
 
     `vocabulary` names it in digests. A format has passed `grammar.check` before it comes here.
     """
@@ -55,6 +56,15 @@ class Compiler:
         """Whether the format was compiled before. Any thread may ask."""
         return self.digest(format) in self._grammars
 
+    def load(self) -> None:
+        """Loads the vocabulary, if that was not done. Called by the thread alone.
+
+        The library holds Python's lock meanwhile, with a large vocabulary for a second: so no
+        stream should wait for it.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+
     def submit(self, job: Callable[[], None]) -> None:
         """Has the thread call a function, which may use `constraint`; it must not raise."""
         if self._thread is None:
@@ -74,8 +84,8 @@ class Compiler:
 
         Called by the thread alone.
         """
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
+        self.load()
+        assert self._tokenizer is not None
         digest = self.digest(format)
         text = self._grammars.get(digest) or grammar.grammar_of(format)
         matcher = LLMatcher(self._tokenizer, text, limits=grammar.LIMITS, log_level=0)
@@ -85,4 +95,11 @@ class Compiler:
         self._grammars.move_to_end(digest)
         if len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
-        return Constraint(matcher, self._ends, self._others, digest)
+        return Constraint(
+            matcher,
+            self._ends,
+            self._others,
+            digest,
+            canonical=self._tokenizer.is_canonical,
+            small=len(text) <= SMALL_GRAMMAR,
+        )

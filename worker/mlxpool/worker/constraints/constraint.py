@@ -5,7 +5,9 @@ Its state depends on the grammar and the ids alone, so a resumed answer is const
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -16,23 +18,43 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.grammar import reason
 
 THOUGHTS_END = (b"</think>", b"[/THINK]")  # see THINKING_OPENERS
+MAX_RUN = 64  # forced tokens that are appended at once
+WORD_BITS = 32  # tokens of a word of a mask
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
 
 class Constraint:
-    """Used by one thread at a time. Tokens that end an answer are allowed where it is complete."""
+    """Used by one thread at a time. Tokens that end an answer are allowed where it is complete.
 
-    def __init__(self, matcher: LLMatcher, ends: Words, others: Words, digest: str) -> None:
+    Where the format leaves no choice of text, the next tokens are forced: they are found together,
+    because the library tokenises the whole text for each one that is asked for.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: Words,
+        others: Words,
+        digest: str,
+        *,
+        canonical: bool = False,
+        small: bool = True,
+    ) -> None:
         """`ends` [ceil(vocabulary / 32)] has the bits of the tokens that end an answer, `others`
-        those of all other tokens.
+        those of all other tokens. `canonical`: the library knows the tokens of a forced text.
+        `small`: no text of the format takes long to tokenise.
         """
         self._matcher = matcher
         self._ends = ends
         self._others = others
+        self._canonical = canonical
+        self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
+        self._accepts: bool | None = None  # at the newest token; None: the matcher was not asked
         self._thoughts: bytes | None = None  # the end of their text; None: they have ended
         self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
+        self.small = small
 
     def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
         """The answer begins inside thoughts: until they end, any token but an end may follow.
@@ -49,6 +71,8 @@ class Constraint:
         """
         if self._thoughts is not None:
             return self._others[None]
+        if self._find_forced():
+            return self._only(self._forced[0])
         data = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._failed()
@@ -59,12 +83,24 @@ class Constraint:
             raise BadRequest("format: no token of this model may follow")
         return words[None]
 
+    def forced(self, *, find: bool) -> list[int]:
+        """Returns the next tokens as far as the format forces them, at most MAX_RUN.
+
+        Without `find`, only those that `mask` has found.
+        """
+        if self._thoughts is None and find:
+            self._find_forced()
+        return [*islice(self._forced, MAX_RUN)]
+
     def take(self, token: int) -> None:
         """Appends a token. Raises BadRequest for one that may not follow."""
+        self._accepts = None
         if self._thoughts is not None:
             self._think(token)
         elif not self._matcher.consume_token(token):
             raise self._failed()
+        elif self._forced:
+            self._forced.popleft()  # it is the token: no other one may follow
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Appends the ids of a resumed answer. Raises BadRequest naming the first that is wrong."""
@@ -72,6 +108,7 @@ class Constraint:
         while self._thoughts is not None and begin < len(tokens):
             self._think(tokens[begin])
             begin += 1
+        self._accepts = None
         at = begin + self._matcher.try_consume_tokens(list(tokens[begin:]))
         if at < len(tokens):
             raise BadRequest(
@@ -87,13 +124,33 @@ class Constraint:
 
     @property
     def accepts(self) -> bool:
-        """Whether the answer is complete, though it may go on."""
-        return self._thoughts is None and self._matcher.is_accepting()
+        """Whether the answer is complete, though it may go on.
+
+        After it was asked once behind a token, any thread may ask, also while a mask is made.
+        """
+        if self._accepts is None:
+            self._accepts = self._thoughts is None and self._matcher.is_accepting()
+        return self._accepts
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and no token but the end may follow."""
         return self.accepts and self._matcher.is_stopped()
+
+    def _find_forced(self) -> bool:
+        """Finds the tokens that are forced, unless some are known. Returns whether there are any.
+
+        An error is found by the next mask.
+        """
+        if not self._forced and self._canonical and not self.accepts:
+            self._forced.extend(self._matcher.compute_ff_tokens())
+        return bool(self._forced)
+
+    def _only(self, token: int) -> Words:
+        """Returns the mask that allows one token."""
+        words = np.zeros((1, self._others.size), dtype=np.uint32)
+        words[0, token // WORD_BITS] = 1 << token % WORD_BITS
+        return words
 
     def _failed(self) -> BadRequest:
         return BadRequest(f"format: {reason(self._matcher.get_error())}")

@@ -30,6 +30,7 @@ JSON_OPTIONS: Any = {
     "key_separator": ": ?",
 }
 OWN_OPTIONS = "x-guidance"  # a key by which a schema could change JSON_OPTIONS
+_DATA = ("const", "default", "enum", "examples")  # keys whose values are no schemas
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _NOT_VERBOSE = "<non-verbose/>"  # llguidance writes it behind its errors
 
@@ -71,7 +72,29 @@ def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
         schema = {} if schema else {"not": {}}
     if OWN_OPTIONS in schema:
         raise BadRequest(f"format: the schema has the key {OWN_OPTIONS!r}, which is not supported")
+    _require_one_meaning(schema)
     return LLMatcher.grammar_from_json_schema(text_of(schema), overrides=JSON_OPTIONS)
+
+
+def _require_one_meaning(schema: Mapping[str, Any]) -> None:
+    """Raises BadRequest for a `$ref` beside an `$id`, whose base differs between drafts.
+
+    At the root a reference into the schema itself means the same in all of them.
+    """
+    unread: list[Any] = [schema]
+    while unread:
+        one = unread.pop()
+        if isinstance(one, Mapping):
+            reference = one.get("$ref")
+            inside = one is schema and isinstance(reference, str) and reference.startswith("#")
+            if isinstance(reference, str) and isinstance(one.get("$id"), str) and not inside:
+                raise BadRequest(
+                    "format: the schema cannot be followed: it has '$ref' beside '$id', which"
+                    " drafts of JSON Schema read in different ways"
+                )
+            unread += [value for key, value in one.items() if key not in _DATA]
+        elif isinstance(one, list | tuple):
+            unread += one
 
 
 def _literal(text: str) -> str:

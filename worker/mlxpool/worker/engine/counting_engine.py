@@ -140,9 +140,16 @@ class CountingEngine:
     def draw(self, masks: Mapping[Sequence, Mask]) -> None:
         raise NotImplementedError("the counting model draws tokens in the pass itself")
 
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        raise NotImplementedError("the counting model draws tokens in the pass itself")
+
     @property
     def in_flight(self) -> int:
         return len(self.flights)
+
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        return False
 
     def lost(self, seq: Sequence) -> bool:
         return False

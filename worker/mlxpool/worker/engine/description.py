@@ -19,11 +19,11 @@ from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
 from mlxpool.worker.scheduling.memory_estimate import DTYPE_NAMES, main_dtype
-from mlxpool.worker.weights import mlx_lm_models
+from mlxpool.worker.weights import card, mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
 
-FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
+FEATURES = ("batching", "tree", "resume", "format")  # of every architecture in models/
 CONFIG_NUMBERS = {  # detail -> key of config.json
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -62,7 +62,8 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree") -> dict[str, Any]:
 
 def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str, Any]:
     """Further facts, None where the files do not say: when its config.json was written (seconds
-    since 1970), numbers of its config, and its chat template.
+    since 1970), numbers of its config, its chat template, its licence (a text or a name), and the
+    options that generation_config.json recommends.
     """
     inner = folder.config.get("text_config")
     config = inner if isinstance(inner, Mapping) else folder.config
@@ -72,6 +73,8 @@ def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str,
         "modified": int((folder.files / "config.json").stat().st_mtime),
         **{name: number if is_integer(number) else None for name, number in numbers.items()},
         "template": None if template is None else _shown(template.source),
+        "license": card.licence(folder.files),
+        "sampling": card.sampling(folder.files),
     }
 
 
@@ -86,7 +89,9 @@ def _parameters(folder: ModelFolder) -> int:
 
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
-    """Which of batching, prefix tree, resume, `deterministic` and images the model supports."""
+    """Which of batching, prefix tree, resume, formats of answers, `deterministic` and images the
+    model supports.
+    """
     if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
     if folder.vision is not None:
@@ -128,7 +133,10 @@ def describe_counting(engine: CountingEngine) -> dict[str, Any]:
         "eos_ids": [],
         "digest": engine.digest,
         "features": list(COUNTING_FEATURES),
-        "details": dict.fromkeys(("modified", *CONFIG_NUMBERS, "template")),
+        "details": {
+            **dict.fromkeys(("modified", *CONFIG_NUMBERS, "template", "license")),
+            "sampling": {},
+        },
     }
 
 

@@ -164,11 +164,24 @@ class Engine(Protocol):
         with none it fails. What was collected since `forward` counts in its penalties.
         """
 
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """Takes a sequence out of the newest pass, before it draws: it gets no token of it.
+
+        `again`: it gives up its last input, which a later pass reads again; otherwise its next
+        tokens are known.
+        """
+
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
 
         Rows give up the drafts that were wrong, and `seq.submitted` goes back. A failure loses the
         rows of all sequences in flight.
+        """
+
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """Has a running sequence keep its first `count` inputs, so that others may follow.
+
+        No pass may have it. Returns False and changes nothing where a row cannot go back.
         """
 
     def lost(self, seq: Sequence) -> bool:

@@ -216,6 +216,16 @@ class ModelEngine(RowEngine[CacheRow]):
             flight, undrawn=None, sampled=sampled, done=done, download=download
         )
 
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """See Engine.withdraw."""
+        flight = self._flights[-1]
+        assert flight.undrawn is not None, "the newest pass has drawn its tokens"
+        self._flights[-1] = flight.without(seq)
+        seq.awaited -= 1
+        if again:
+            seq.submitted -= 1
+            self._rows[seq].trim(seq.submitted)
+
     def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
         """Starts one pass; unless it draws its tokens at once, its logits wait for `draw`."""
         began = monotonic()
@@ -235,6 +245,7 @@ class ModelEngine(RowEngine[CacheRow]):
                         row.images = self._images_of(span)
                     row.positions = self._positions_of(span)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
+            reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
             asking, sampled = wants.asking, None
@@ -257,7 +268,7 @@ class ModelEngine(RowEngine[CacheRow]):
                 began,
                 fresh,
                 download,
-                reads=bool(wants.chunks),
+                reads=reads,
                 checks=wants.checks,
                 hidden=hidden,
                 embedded=embedded,
@@ -351,6 +362,15 @@ class ModelEngine(RowEngine[CacheRow]):
             # token, so a recurrent state must not include that one.
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
         super().release(seq)
+
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        if self._layout.store.stateful or seq.awaited:
+            return False
+        self._draws.forget()
+        self._rows[seq].trim(count)
+        seq.submitted = count
+        return True
 
     def blocks_in_use(self) -> int:
         """See BlockMemory."""

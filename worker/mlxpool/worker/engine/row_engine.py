@@ -235,6 +235,10 @@ class RowEngine(ABC, Generic[R]):
         assert row.offset == span.start, f"a row of {row.offset} tokens, a span at {span.start}"
         return row
 
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        return False
+
     def lost(self, seq: Sequence) -> bool:
         """See Engine.lost."""
         return seq in self._rows and self._rows[seq].offset < seq.submitted

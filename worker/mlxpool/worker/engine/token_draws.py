@@ -57,7 +57,8 @@ class TokenDraws:
             ]
         if not batch.any_penalties:
             return sampler.sample_batch(logits, batch, positions, (), None, (), allowed)
-        awaited = [span.end - span.sequence.length for span in spans]
+        # Tokens of a sequence that was withdrawn may be known already.
+        awaited = [max(0, span.end - span.sequence.length) for span in spans]
         histories = list(map(penalty_history, rows, awaited))
         pending = self._pending(rows, before)
         return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, allowed)
@@ -86,7 +87,9 @@ class TokenDraws:
         """Returns the batch of the last draw while it has the same sequences."""
         if self._last is None or self._last[0] != rows:
             options, seeds = [seq.options for seq in rows], [seq.seed for seq in rows]
-            self._last = rows, SamplingBatch(options, seeds, self._vocab_size, self._upload)
+            scored = [seq.scored for seq in rows]
+            batch = SamplingBatch(options, seeds, self._vocab_size, self._upload, scored)
+            self._last = rows, batch
         return self._last[1]
 
     def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import sys
 
 import mlx.core as mx
@@ -93,12 +94,21 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def blas_of(platform: str, preload: str) -> str | None:
+    """A CPU's BLAS in MLX: on Linux the file that $LD_PRELOAD names; None: the slow reference."""
+    if platform != "linux":
+        return "Accelerate"
+    return next((path for path in re.split("[: ]", preload) if "blas" in path), None)
+
+
 def log_device() -> None:
-    """Logs the device; on a Linux CPU without OpenBLAS the line says how to install it."""
+    """Logs the device, and a CPU's BLAS; on Linux without OpenBLAS how to install it."""
     if on_gpu():
         log.info("computing on the GPU", extra={"device": mx.device_info().get("device_name")})
-    elif sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", ""):
-        log.info("computing on the CPU in float32")
+        return
+    blas = blas_of(sys.platform, os.environ.get("LD_PRELOAD", ""))
+    if blas is not None:
+        log.info("computing on the CPU in float32", extra={"blas": blas})
     else:
         log.warning(
             "computing on the CPU with the reference BLAS, some 30 times slower than OpenBLAS:"

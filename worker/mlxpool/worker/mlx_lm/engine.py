@@ -178,6 +178,10 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.draw."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """See Engine.withdraw."""
+        raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
+
     def _computed(self, span: Span) -> mx.array:
         """Returns logits [1, vocabulary] after the last input of a span."""
         row = self._require_row(span)
@@ -190,7 +194,8 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
 
     def _drawn(self, rows: Many[Sequence], logits: mx.array) -> SamplerOutput:
         requests = [
-            SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq)) for seq in rows
+            SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq), seq.scored)
+            for seq in rows
         ]
         return sampler.sample(logits, requests)
 

@@ -57,11 +57,13 @@ class PrefixCache(Generic[R]):
     Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`, and
     `evicted_tokens` that are in no entry any more.
     `reason` says why the newest `begin` found what it found. `shares`: a row in use can be kept for
-    others. `whole`: then they get all of its tokens or none.
+    others. `whole`: then they get all of its tokens or none. `exclusive`: one row at most can begin
+    with what is kept.
     """
 
     shares = False
     whole = False
+    exclusive = False
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         if budget < 0:
@@ -149,6 +151,8 @@ class _Entry(Generic[R]):
 
 class SingleCache(PrefixCache[R]):
     """One entry: the row of the last sequence, which the next prompt takes over."""
+
+    exclusive = True
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         super().__init__(store, budget)

@@ -17,6 +17,7 @@ from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge, fro
 from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
 from mlxpool.common.protocol.images import images_of_messages
 from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
+from mlxpool.worker.decisions.prompts import AskQuestions, prompts_of
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.literals import check_literals, cuts_of, parts_of, seamed
@@ -97,6 +98,18 @@ class EncodedInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompts of questions: packed ids of what they begin with, and of the rest of each.
+
+    `answers`: for each question, for each of its labels, the token sequences that stand for it.
+    """
+
+    shared: bytes
+    tails: Sequence[bytes]
+    answers: Sequence[Sequence[Sequence[Sequence[int]]]]
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
     later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
@@ -118,8 +131,8 @@ class Decoded:
 
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
-Job = Render | Encode | Decode | EncodeInputs | CheckFormat
-Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | PoolError
+Job = Render | Encode | Decode | EncodeInputs | CheckFormat | AskQuestions
+Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | Asked | PoolError
 
 
 def reads_images(job: Job) -> bool:
@@ -133,11 +146,13 @@ _KINDS = (
     Decode,
     EncodeInputs,
     CheckFormat,
+    AskQuestions,
     Encoded,
     RenderedChat,
     Decoded,
     EncodedInputs,
     Checked,
+    Asked,
 )
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
@@ -153,7 +168,9 @@ class EncoderFunctions(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-GENERATES = "this model generates text: it answers `generate`, not embed, rerank or classify"
+GENERATES = (
+    "this model generates text: it answers `generate` and `decide`, not embed, rerank or classify"
+)
 ENCODES = "this model does not generate text: it answers embed, rerank or classify"
 
 # ---- performing a job --------------------------------------------------------------------------
@@ -173,6 +190,8 @@ def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
             raise BadRequest(GENERATES)
         if isinstance(job, CheckFormat):
             return _check_format(job)
+        if isinstance(job, AskQuestions):
+            return _ask(text, job)
         return _render(text, job) if isinstance(job, Render) else _encode(text, job)
     except PoolError as error:
         return error
@@ -264,6 +283,15 @@ def _check_format(job: CheckFormat) -> Checked:
 
     check(job.format)
     return Checked()
+
+
+def _ask(text: TextModel, job: AskQuestions) -> Asked:
+    found = prompts_of(text, job)
+    return Asked(
+        pack_ids(found.shared),
+        [pack_ids(one) for one in found.tails],
+        [one.paths for one in found.answers],
+    )
 
 
 def _decoded(blob: bytes) -> str:

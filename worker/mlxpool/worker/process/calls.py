@@ -1,4 +1,4 @@
-"""The calls of this worker: of its tokenizer, or for its encoder model, until answer or cancel."""
+"""The calls of this worker: of its tokenizer, or for its model, until answer or cancel."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable
 from itertools import count
 
 from mlxpool.common.errors import PoolError, TooLarge
+from mlxpool.common.protocol.decisions import DECIDE, DecideCall
 from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall, Task
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
-from mlxpool.worker.compute.messages import Answer, CallKey, Compute, DropCall, Inbound
+from mlxpool.worker.compute.messages import Answer, CallKey, Compute, Decide, DropCall, Inbound
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.preparations import PreparedInputs
+from mlxpool.worker.process.preparations import PreparedInputs, PreparedQuestions
 from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.prepare_inputs import InputPreparer
 
@@ -44,29 +45,24 @@ class ModelCalls:
                 self._preparer.answer(key, id, Tokenize.parse(body, blobs), fence)
             elif kind == Detokenize.kind:
                 self._preparer.answer(key, id, Detokenize.parse(body, blobs), fence)
+            elif kind == DECIDE:
+                self._preparer.decide(key, id, DecideCall.parse(body, blobs), fence)
             else:
                 call = EncoderCall.parse(_task(kind), body, blobs)
                 self._preparer.encode(key, id, call, fence)
         except PoolError as error:
             self.answered(Answer(key, id, CallAnswer(error.body()), fence))
 
-    def prepared(self, prepared: PreparedInputs) -> None:
-        """The inputs of a call are there; they are computed unless it was cancelled."""
-        key, call = prepared.key, prepared.call
-        if self._open.get(prepared.id) == key:
-            self._computing.add(key)
-            self._compute(
-                Compute(
-                    key,
-                    prepared.id,
-                    prepared.inputs,
-                    call.owner,
-                    call.dimensions,
-                    call.normalise,
-                    call.first,
-                    call.alone,
-                )
-            )
+    def prepared(self, prepared: PreparedInputs | PreparedQuestions) -> None:
+        """What a call needs is there; the model computes it unless it was cancelled."""
+        message: Compute | Decide
+        if isinstance(prepared, PreparedQuestions):
+            message = prepared.message
+        else:
+            message = _compute_of(prepared)
+        if self._open.get(message.id) == message.key:
+            self._computing.add(message.key)
+            self._compute(message)
 
     def cancel(self, id: bytes) -> None:
         """Stop what is done for a call, which gets no answer."""
@@ -103,3 +99,18 @@ class ModelCalls:
 
 def _task(kind: str) -> Task:
     return next(task for task in TASKS if task == kind)
+
+
+def _compute_of(prepared: PreparedInputs) -> Compute:
+    """The message with the inputs of a call for an encoder model."""
+    call = prepared.call
+    return Compute(
+        prepared.key,
+        prepared.id,
+        prepared.inputs,
+        call.owner,
+        call.dimensions,
+        call.normalise,
+        call.first,
+        call.alone,
+    )

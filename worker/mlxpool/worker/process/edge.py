@@ -12,6 +12,7 @@ import platform
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic
 
 import psutil
@@ -40,7 +41,12 @@ from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.service import Load
 from mlxpool.worker.process.calls import ModelCalls
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.preparations import Prepared, PreparedInputs, Product
+from mlxpool.worker.process.preparations import (
+    Prepared,
+    PreparedInputs,
+    PreparedQuestions,
+    Product,
+)
 from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.prepare_inputs import InputPreparer
 from mlxpool.worker.process.runs import Runs
@@ -266,7 +272,7 @@ class Edge:
         if isinstance(mail, Opened | OpenedEncoder):
             self._opened(mail)
         elif isinstance(mail, Loaded):
-            self.runs.loaded(mail.max_sequences)
+            self._loaded(mail)
         elif isinstance(mail, Unusable):
             self._model_unusable(mail.error)
         elif mail.fence != self.runs.fence:
@@ -275,12 +281,18 @@ class Edge:
             self.runs.deliver(mail.deltas)
         elif isinstance(mail, Prepared):
             self.runs.prepared(mail)
-        elif isinstance(mail, PreparedInputs):
+        elif isinstance(mail, PreparedInputs | PreparedQuestions):
             self.calls.prepared(mail)
         elif isinstance(mail, Answer):
             self.calls.answered(mail)
         else:
             self.runs.handed_back()
+
+    def _loaded(self, loaded: Loaded) -> None:
+        """The engine is ready for work: the worker is, too, when requests can be prepared."""
+        assert self._preparer is not None
+        if self._preparer.is_ready(partial(self.mailbox.post, loaded)):
+            self.runs.loaded(loaded.max_sequences)
 
     def _opened(self, opened: Opened | OpenedEncoder) -> None:
         self._preparer = self._make_preparer(opened, self.mailbox.post)

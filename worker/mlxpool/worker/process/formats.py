@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +32,26 @@ class Formats:
         load = partial(load_vocabulary, source, text.pieces, opened.eos)
         vocabulary = f"{source.sha256} {opened.vocab_size} {sorted(opened.eos)}"
         self._compiler = Compiler(load, vocabulary, opened.eos, opened.vocab_size)
+
+        self._loaded = threading.Event()
+
+    def load(self) -> None:
+        """Begins to load the vocabulary."""
+
+        def perform() -> None:
+            try:
+                self._compiler.load()
+            finally:  # where it failed, requests with a format say why
+                self._loaded.set()
+
+        self._compiler.submit(perform)
+
+    def is_loaded(self, again: Callable[[], None]) -> bool:
+        """Whether the vocabulary is loaded; if not, the thread calls `again` when it is."""
+        if not self._loaded.is_set():
+            self._compiler.submit(again)
+            return False
+        return True
 
     def knows(self, format: Mapping[str, Any]) -> bool:
         """Whether the format is compiled already."""

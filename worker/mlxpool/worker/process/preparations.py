@@ -13,7 +13,7 @@ from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
 from mlxpool.common.protocol.token_ids import count_of
-from mlxpool.worker.compute.messages import Admit, Answer, CallKey, RunKey
+from mlxpool.worker.compute.messages import Admit, Answer, CallKey, Decide, RunKey
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.jobs import (
@@ -56,7 +56,15 @@ class PreparedInputs:
     fence: int = 0
 
 
-Product = Prepared | PreparedInputs | Answer
+@dataclass(frozen=True, slots=True)
+class PreparedQuestions:
+    """A call of `decide` for the compute thread. `fence`: see StepDeltas."""
+
+    message: Decide
+    fence: int = 0
+
+
+Product = Prepared | PreparedInputs | PreparedQuestions | Answer
 Finish = Callable[[Result], Product | None]  # None: the product follows later
 MakeService = Callable[[Opened | OpenedEncoder, Deliver], Service]
 
@@ -100,6 +108,10 @@ class Preparations:
 
     def start(self) -> None:
         self._service.start()
+
+    def is_ready(self, again: Callable[[], None]) -> bool:
+        """Whether requests can be prepared; if not, a thread calls `again` when they can."""
+        return True
 
     @property
     def load(self) -> Load:

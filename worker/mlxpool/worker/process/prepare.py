@@ -15,6 +15,7 @@ from mlxpool.common.answer_format import text_of
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.decisions import DecideCall
 from mlxpool.common.protocol.encoder_calls import EncoderCall
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt, image_bytes
 from mlxpool.common.protocol.resume import Facts
@@ -45,6 +46,7 @@ from mlxpool.worker.process.preparations import (
     Prepared,
     Product,
 )
+from mlxpool.worker.process.prepare_questions import job_of_questions, product_of_questions
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
@@ -65,6 +67,16 @@ class Preparer(Preparations):
         super().__init__(opened, post, make_service)
         self.opened = opened
         self._formats = None if opened.no_format or opened.source is None else Formats(opened)
+
+    def start(self) -> None:
+        """Starts to prepare, and to load the vocabulary of formats: no stream runs yet."""
+        super().start()
+        if self._formats is not None:
+            self._formats.load()
+
+    def is_ready(self, again: Callable[[], None]) -> bool:
+        """See Preparations."""
+        return self._formats is None or self._formats.is_loaded(again)
 
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
         """Begin a preparation. Raises BadRequest, and ContextExceeded if it cannot fit."""
@@ -114,6 +126,14 @@ class Preparer(Preparations):
     def encode(self, key: CallKey, id: bytes, call: EncoderCall, fence: int = 0) -> None:
         """Refuse a call for an encoder model: raises BadRequest."""
         raise BadRequest(GENERATES)
+
+    def decide(self, key: CallKey, id: bytes, call: DecideCall, fence: int = 0) -> None:
+        """Begin the preparation of a `decide`. Raises BadRequest and ContextExceeded."""
+        job = job_of_questions(self.opened, call, time.time())
+        self._submit(
+            Waiting(key, call.owner, call.size, job),
+            partial(product_of_questions, self.opened, key, id, call, fence),
+        )
 
 
 def product_of(

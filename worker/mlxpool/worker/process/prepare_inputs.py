@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
 from mlxpool.common.protocol.bounds import MAX_BLOB
+from mlxpool.common.protocol.decisions import DecideCall
 from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, EncoderCall
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.to_worker import Work
@@ -35,6 +36,10 @@ class InputPreparer(Preparations):
 
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
         """Refuse a `generate`: raises BadRequest."""
+        raise BadRequest(ENCODES)
+
+    def decide(self, key: CallKey, id: bytes, call: DecideCall, fence: int = 0) -> None:
+        """Refuse a `decide`: raises BadRequest."""
         raise BadRequest(ENCODES)
 
     def encode(self, key: CallKey, id: bytes, call: EncoderCall, fence: int = 0) -> None:

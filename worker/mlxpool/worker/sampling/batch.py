@@ -43,13 +43,15 @@ class SampleRequest:
     """The sampler input of one row.
 
     `position` counts the completion tokens before this one. `history` is prompt and completion so
-    far, or at least the tokens that penalties count; unused without penalties.
+    far, or at least the tokens that penalties count; unused without penalties. `scored`: see
+    Sequence.
     """
 
     options: Options
     seed: int
     position: int
     history: Many[int] = ()
+    scored: tuple[int, ...] = ()
 
 
 def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
@@ -87,7 +89,8 @@ class SamplingBatch:
 
     Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some row has a top-p and
     some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
-    `upload` gives the device the numbers of the rows; the pass that asks first computes with them.
+    `scored` has for each row the tokens whose log-probabilities are asked for. `upload` gives the
+    device the numbers of the rows; the pass that asks first computes with them.
     """
 
     def __init__(
@@ -96,14 +99,17 @@ class SamplingBatch:
         seeds: Many[int],
         size: int,
         upload: Upload = upload_copy,
+        scored: Many[tuple[int, ...]] = (),
     ) -> None:
         self.upload = upload
+        self.scored = scored if any(scored) else ()
         self.options = options
         self.seeds = seeds
         self.any_random = any(one.temperature > 0 for one in options)
         self.any_penalties = any(map(has_penalties, options))
-        self.logprobs = any(one.logprobs for one in options)
-        self.top_logprobs = min(max(one.top_logprobs for one in options), size)
+        self.logprobs = bool(self.scored) or any(one.logprobs for one in options)
+        wanted = max(one.top_logprobs for one in options)
+        self.top_logprobs = min(max(wanted, int(bool(self.scored))), size)
         limits = [_top_k(one, size) for one in options]  # 0: no top-k
         self.top_ks = limits
         self.max_top_k = max(limits)
@@ -164,6 +170,13 @@ class SamplingBatch:
         return rows, ids, self.upload(np.array(biases, dtype=np.float32))
 
     @cached_property
+    def scored_ids(self) -> mx.array:
+        """[R, s] the tokens that rows ask for, token 0 behind those of a row with fewer."""
+        width = max(map(len, self.scored))
+        padded = [[*ids, *[0] * (width - len(ids))] for ids in self.scored]
+        return self.upload(np.array(padded, dtype=np.int32))
+
+    @cached_property
     def kernel_inputs(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Temperatures, top-k, top-p, min-p [R] and seeds [R, 2], see kernels/sampling.py."""
         top_ps = [one.top_p if has_top_p(one) else NO_TOP_P for one in self.options]
@@ -203,10 +216,13 @@ class SamplerOutput:
     logprobs: mx.array | None = None  # [R] float32
     top_ids: mx.array | None = None  # [R, k] int32 of the likeliest tokens, in any order
     top_logprobs: mx.array | None = None  # [R, k] float32
+    scored: mx.array | None = (
+        None  # [R, s] float32 of the tokens that rows ask for; with the others
+    )
 
     def arrays(self) -> list[mx.array]:
         """Returns all arrays, to evaluate them together."""
-        every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs)
+        every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs, self.scored)
         return [array for array in every if array is not None]
 
 
@@ -218,6 +234,7 @@ class SampledNumbers:
     logprobs: list[float] | None = None
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
+    scored: list[list[float]] | None = None
 
 
 def sampled_tokens(
@@ -263,7 +280,12 @@ def _no_numbers(seq: Sequence) -> SequenceFailed:
 
 
 def _logprob(sampled: SampledNumbers, seq: Sequence, row: int) -> TokenLogprob | None:
-    if not seq.options.logprobs or sampled.logprobs is None:
+    if sampled.logprobs is None:
+        return None
+    if seq.scored and sampled.scored is not None:
+        scores = zip(seq.scored, sampled.scored[row], strict=False)
+        return TokenLogprob(sampled.logprobs[row], tuple(scores))
+    if not seq.options.logprobs:
         return None
     return logprob_of_row(sampled, sampled.logprobs, row, seq.options.top_logprobs)
 

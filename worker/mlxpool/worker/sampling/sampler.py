@@ -47,7 +47,7 @@ def sample(
     read it yet.
     """
     options, seeds = [row.options for row in rows], [row.seed for row in rows]
-    batch = SamplingBatch(options, seeds, logits.shape[-1])
+    batch = SamplingBatch(options, seeds, logits.shape[-1], scored=[row.scored for row in rows])
     positions, histories = [row.position for row in rows], [row.history for row in rows]
     return sample_batch(logits, batch, positions, histories, pending)
 
@@ -240,13 +240,17 @@ def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> Sam
     """Adds the log-softmax of the raw logits, for all rows when one requests it."""
     if not batch.logprobs:
         return SamplerOutput(tokens)
-    return log_probabilities(raw, tokens, batch.top_logprobs)
+    scored = batch.scored_ids if batch.scored else None
+    return log_probabilities(raw, tokens, batch.top_logprobs, scored)
 
 
-def log_probabilities(raw: mx.array, tokens: mx.array, k: int) -> SamplerOutput:
+def log_probabilities(
+    raw: mx.array, tokens: mx.array, k: int, scored: mx.array | None = None
+) -> SamplerOutput:
     """Returns tokens [R] with their log-softmax, and the `k` most likely ones of each row.
 
-    `raw` are logits [R, vocabulary] in float32.
+    `raw` are logits [R, vocabulary] in float32. `scored` [R, s] are tokens whose log-softmax is
+    asked for beside these, which takes a `k` above 0.
     """
     near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
@@ -256,4 +260,5 @@ def log_probabilities(raw: mx.array, tokens: mx.array, k: int) -> SamplerOutput:
     if k == 0:
         return SamplerOutput(tokens, chosen)
     ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k].astype(mx.int32)
-    return SamplerOutput(tokens, chosen, ids, flat[rows[:, None] + ids])
+    found = None if scored is None else flat[rows[:, None] + scored]
+    return SamplerOutput(tokens, chosen, ids, flat[rows[:, None] + ids], found)

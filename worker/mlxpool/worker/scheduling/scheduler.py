@@ -20,6 +20,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
+MAX_RUN_LINES = 64  # inputs of a pass beyond one of each sequence whose run of tokens is read
 
 # (sequence, tokens) -> tokens of its next chunk: at most so many, or a group of an image's inputs,
 # which is not divided; 0: its next input is of an image that is not encoded yet
@@ -60,7 +61,8 @@ def schedule(
     `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
     decode.
     """
-    rows, prompts = _rows_and_prompts(live, limits, clip)
+    rows, prompts, runs = _rows_and_prompts(live, limits, clip)
+    rows += _run_spans(runs, limits.lines - len(rows), clip)
     if not prompts:
         return Step(tuple(rows), len(rows))
     if prompts[0].read_alone and (alone or not rows):
@@ -69,7 +71,7 @@ def schedule(
             return Step((chunk,), alone=True)
         return Step(tuple(rows), len(rows))
     chunks = _chunks(prompts, rows, limits, predict, clip)
-    return Step((*rows, *_filled(chunks, len(rows), limits.sizes)), len(rows))
+    return Step((*rows, *_filled(chunks, _inputs(rows), limits.sizes)), len(rows))
 
 
 def pair_budget(chunk: int) -> int:
@@ -89,16 +91,18 @@ def longest_chunk(start: int, pairs: int) -> int:
 
 def _rows_and_prompts(
     live: Many[Sequence], limits: StepLimits, clip: Clip
-) -> tuple[list[Span], list[Sequence]]:
-    """Returns the spans of the sequences that decode, and the sequences with prompts to read.
+) -> tuple[list[Span], list[Sequence], list[Sequence]]:
+    """Returns the spans of the sequences that decode, and those with prompts or runs to read.
 
     A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
     One whose image was given up for others waits until it is encoded again.
     """
-    rows, prompts = [], []
+    rows: list[Span] = []
+    prompts: list[Sequence] = []
+    runs: list[Sequence] = []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
     for one in live:  # in every step, so with as few calls as possible
-        if one.phase is not running:
+        if one.phase is not running or one.held:
             continue
         awaited, submitted = one.awaited, one.submitted
         made = len(one.ids) + awaited
@@ -109,10 +113,30 @@ def _rows_and_prompts(
             if goes_on and (not one.media or clip(one, 1)):
                 rows.append(Span(one, submitted, 1, 1))
         elif length - submitted > 1:
-            prompts.append(one)
+            (runs if one.reads_run else prompts).append(one)
         elif length - submitted == 1 and (not one.media or clip(one, 1)):
             rows.append(Span(one, submitted, 1, 1))
-    return rows, prompts
+    return rows, prompts, runs
+
+
+def _run_spans(runs: Many[Sequence], lines: int, clip: Clip) -> list[Span]:
+    """Returns spans of unread tokens of completions, at least one of each.
+
+    Together they have at most MAX_RUN_LINES and half of the spare `lines` more than that, so that
+    prompts and other rows hardly notice.
+    """
+    spare = min(MAX_RUN_LINES, max(0, lines - len(runs)) // 2)
+    spans: list[Span] = []
+    for one in runs:
+        count = clip(one, min(one.unread, 1 + spare))
+        if count:
+            spans.append(_chunk(one, count))
+            spare -= count - 1
+    return spans
+
+
+def _inputs(spans: Many[Span]) -> int:
+    return sum(span.count for span in spans)
 
 
 def _chunk(sequence: Sequence, count: int) -> Span:
@@ -134,7 +158,7 @@ def _chunks(
     """Returns chunks of the first prompts, until a bound of the pass is reached."""
     load = Load.of(rows)
     bound = limits.seconds and predict(load) + limits.seconds
-    lines, pairs = limits.lines - len(rows), limits.pairs
+    lines, pairs = limits.lines - _inputs(rows), limits.pairs
     chunks: list[Span] = []
     for prompt in prompts:
         if prompt.read_alone or (limits.prompts and len(chunks) == limits.prompts):
@@ -168,9 +192,10 @@ def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predic
     return bisect_right(range(1, most + 1), bound, key=takes)
 
 
-def _filled(chunks: list[Span], rows: int, sizes: Many[int]) -> list[Span]:
+def _filled(chunks: list[Span], beside: int, sizes: Many[int]) -> list[Span]:
     """Returns the chunks, the last one cut so that the lines of the pass are one of `sizes`.
 
+    `beside` lines are those of decode steps.
     Only a last chunk that ends inside its prompt is cut: padding is cheaper than another pass.
     """
     if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
@@ -178,7 +203,7 @@ def _filled(chunks: list[Span], rows: int, sizes: Many[int]) -> list[Span]:
     last = chunks[-1]
     if touches_images(last.sequence.media, last.start, last.end):
         return chunks  # such passes are not compiled
-    lines = rows + sum(span.count for span in chunks)
+    lines = beside + _inputs(chunks)
     fitting = bisect_right(sizes, lines)
     spare = lines - sizes[fitting - 1] if fitting else 0
     if spare >= last.count:

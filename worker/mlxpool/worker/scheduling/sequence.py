@@ -11,6 +11,8 @@ from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, MediaSpan, is_slot, seen_images, without
 from mlxpool.worker.scheduling.context_policy import ContextShift
 
+MAX_RUN_TOKENS = 64  # of a completion that a decode step reads together
+
 
 class Phase(Enum):
     """The state of a sequence; it moves forward, or back to WAITING at a preemption."""
@@ -49,11 +51,13 @@ class Sequence:
     promised: int = 0  # blocks to which it may grow when it runs alone, see block_manager.py
     preempted: bool = False  # it had a row and lost it
     read_alone: bool = False  # a pass or a worker failed with it: its prompt has passes of its own
+    held: bool = False  # steps leave it out until it is known which tokens may follow
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
     shift: ContextShift | None = None  # how it goes on at a full context; None: it ends there
     discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
+    scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with what is drawn
     shared: bool = False  # others have its prompt: the prefix cache keeps it as soon as it is read
     awaits: Sequence | None = None  # the one whose prompt it waits for, see shared_prompts.py
     reported: int = 0
@@ -81,7 +85,10 @@ class Sequence:
         """Returns the inputs that other sequences may begin with.
 
         After a shift these are the kept ones: no conversation goes on with what stands behind them.
+        Of one that only scores tokens they are those before its restore point.
         """
+        if self.scored:
+            return self.token_range(0, self.restore_at)
         if self.shift is None or not self.discarded:
             return self.tokens
         return self.token_range(0, self.shift.keep)
@@ -114,9 +121,20 @@ class Sequence:
         return max(0, self.length - self.submitted)
 
     @property
+    def reads_run(self) -> bool:
+        """Whether all unread tokens are the completion's, and few: a decode step reads them.
+
+        Several were appended together, or it had a row before.
+        """
+        unread = self.unread
+        if not 1 < unread <= MAX_RUN_TOKENS or self.read_alone:
+            return False
+        return self.length - unread >= self.prompt_inputs
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether it runs and has more to read than the input of a decode step."""
-        return self.phase is Phase.RUNNING and self.unread > 1
+        return self.phase is Phase.RUNNING and self.unread > 1 and not self.reads_run
 
     def token_range(self, start: int, end: int) -> list[int]:
         """Returns `tokens[start:end]` without building `tokens`; `end` is at most `length`."""
@@ -171,10 +189,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one sampled token (float32, from raw logits) and of the likeliest."""
+    """The log-probability of one sampled token (float32, from raw logits) and of others.
+
+    These are the likeliest, or of a sequence with `scored` those tokens, in their order.
+    """
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob); the likeliest: most likely first
 
 
 @dataclass(frozen=True, slots=True)

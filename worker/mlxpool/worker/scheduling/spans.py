@@ -44,8 +44,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The spans of one pass: `rows` inputs of decode steps first, then chunks of prompts.
+    """The spans of one pass: those of `rows` decode steps first, then chunks of prompts.
 
+    A decode step may have several inputs, see Sequence.reads_run.
     `alone`: it reads a prompt that failed before, so no other pass may be in flight with it.
     """
 

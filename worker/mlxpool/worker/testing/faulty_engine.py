@@ -108,8 +108,8 @@ class FaultyGeneration(Generation):
 
     faults = NO_FAULTS
 
-    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
-        delta = super().commit(drawn, eos, now)
+    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float, **forced: Any) -> Delta:
+        delta = super().commit(drawn, eos, now, **forced)
         ends = delta.end is not None and self.faults.site == "end"
         if ends and self.faults.victim([self.sequence.prompt], [range(0)]) is not None:
             self.faults.strike()

@@ -1,0 +1,145 @@
+"""Grammars of calls whose arguments stand between marks, see tagged_call.py. Pure.
+
+The parsers take a value for text where its schema is of type string, and for JSON otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# White space in arguments is at most one space: see docs/structured-output.md.
+WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_DEFINITIONS = ("$defs", "definitions")
+_ANNOTATIONS = frozenset(
+    {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
+)
+_OF_PARAMETERS = {*_ANNOTATIONS, *_DEFINITIONS, "additionalProperties", "properties", "required"}
+_OF_TEXT = {*_ANNOTATIONS, "const", "enum", "maxLength", "minLength"}
+_NAME = re.compile(r"[^\s<>](?:[^<>]*[^\s<>])?")
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedStyle:
+    """What stands around a call and around a value; NAME and KEY stand for names.
+
+    `mark` ends a value, so no value contains it.
+    """
+
+    front: str
+    behind: str
+    key: str
+    end: str
+    mark: str
+
+
+FUNCTION_XML = TaggedStyle(
+    "<tool_call>\n<function=NAME>\n",
+    "</function>\n</tool_call>",
+    "<parameter=KEY>\n",
+    "\n</parameter>\n",
+    "</parameter>",
+)
+GLM = TaggedStyle(
+    "<tool_call>NAME",
+    "</tool_call>",
+    "<arg_key>KEY</arg_key><arg_value>",
+    "</arg_value>",
+    "</arg_value>",
+)
+
+
+def tagged_call(
+    style: TaggedStyle, number: int, function: Mapping[str, Any], *, strict: bool
+) -> list[str]:
+    """Returns the rules of a call: `call_NUMBER` and those that it needs.
+
+    Arguments come in the order of the parameters' properties; without `strict` they may be any.
+    Raises ValueError naming what cannot be followed.
+    """
+    front = style.front.replace("NAME", _name(function["name"], "the name"))
+    if not strict:
+        before, after = map(quoted, style.key.split("KEY"))
+        return [
+            f"call_{number}: {quoted(front)} any_{number}* {quoted(style.behind)}",
+            f"any_{number}: {before} KEY_{number} {after} VALUE_{number}",
+            rf"KEY_{number}: /[^<>\s]+/",
+            f"VALUE_{number}: {_any_text(style, 0, None)} {quoted(style.end)}",
+        ]
+    parameters = function.get("parameters") or {}
+    _require_known(parameters, "object", _OF_PARAMETERS, f"the parameters of {function['name']!r}")
+    required = parameters.get("required", ())
+    properties = {**(parameters.get("properties") or {})}
+    properties = {**properties, **{key: {} for key in required if key not in properties}}
+    definitions = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
+    arguments, rules = [], []
+    for place, (key, schema) in enumerate(properties.items()):
+        rule = f"argument_{number}_{place}"
+        arguments.append(rule if key in required else f"{rule}?")
+        before = quoted(style.key.replace("KEY", _name(key, "the parameter")))
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            value = f"VALUE_{number}_{place}"
+            rules.append(f"{value}: {_value(style, key, schema)} {quoted(style.end)}")
+        else:
+            whole = schema if isinstance(schema, Mapping) else {}
+            whole = {**definitions, **whole, "x-guidance": WHITE_SPACE}
+            value = f"value_{number}_{place}"
+            rules.append(f"{value}: %json {json.dumps(whole, ensure_ascii=False)}")
+            value += f" {quoted(style.end)}"
+        rules.append(f"{rule}: {before} {value}")
+    body = " ".join([quoted(front), *arguments, quoted(style.behind)])
+    return [f"call_{number}: {body}", *rules]
+
+
+def _value(style: TaggedStyle, key: str, schema: Mapping[str, Any]) -> str:
+    """Returns the terminal of a text, without the mark that ends it."""
+    _require_known(schema, "string", _OF_TEXT, f"the parameter {key!r}")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if "const" not in schema and "enum" not in schema:
+        return _any_text(style, least, most)
+    listed = schema["enum"] if "enum" in schema else [schema["const"]]
+    texts = [
+        one
+        for one in listed
+        if isinstance(one, str)
+        and least <= len(one) <= (len(one) if most is None else most)
+        and one == schema.get("const", one)
+        and style.mark not in one
+    ]
+    if not texts:
+        raise ValueError(f"the parameter {key!r} allows no text")
+    return f"({' | '.join(map(quoted, texts))})"
+
+
+def _any_text(style: TaggedStyle, least: int, most: int | None) -> str:
+    times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+    mark = style.mark.replace("/", r"\/")
+    return rf"(/(.|\n){times}/ & ~/(.|\n)*{mark}(.|\n)*/)"
+
+
+def _require_known(schema: Mapping[str, Any], kind: str, known: set[str], what: str) -> None:
+    unknown = [key for key in schema if key not in known and key != "type"]
+    if schema.get("type", kind) != kind:
+        raise ValueError(f"{what} must be of type {kind!r}")
+    if unknown:
+        raise ValueError(
+            f"{what} has {unknown[0]!r}, which cannot be followed in the format in which this"
+            " model writes calls"
+        )
+
+
+def _name(name: str, what: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r} cannot be written in the format in which this model writes calls: it"
+            " must not have '<' or '>', and no white space at its ends"
+        )
+    return name
+
+
+def quoted(text: str) -> str:
+    """Returns a text as grammars write it."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,91 @@
+"""Requests and responses of /v1/decisions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.client import Decision, DecisionList
+from mlxpool.client.decisions import AnswerChoices, Asked
+from mlxpool.common.checks import is_number, shown
+from mlxpool.common.protocol.decisions import (
+    MAX_QUESTIONS,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Question,
+)
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.openai.fields import DECISIONS, QUESTION
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRequest:
+    """A checked /v1/decisions. `settings`: keyword arguments of the client's `decide_all`."""
+
+    model: str
+    prompt: str
+    questions: list[Asked]
+    settings: Mapping[str, Any]
+
+
+def decisions(body: Mapping[str, Any]) -> DecisionRequest:
+    """A checked /v1/decisions. Raises HttpError naming the field."""
+    DECISIONS.check(body)
+    given, prompt = body.get("questions"), fields.text(body, "prompt")
+    if not prompt.strip():
+        raise bad_request("'prompt' has no text but white space", "prompt")
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_QUESTIONS:
+        got = f"{len(given)}" if isinstance(given, list) else shown(given)
+        message = f"'questions' must be a list of 1 to {MAX_QUESTIONS} maps, got {got}"
+        raise bad_request(message, "questions")
+    questions = [_question(f"questions[{index}]", one) for index, one in enumerate(given)]
+    settings = {"temperature": _temperature(body)}
+    return DecisionRequest(fields.text(body, "model"), prompt, questions, settings)
+
+
+def _question(name: str, raw: Any) -> Asked:
+    if isinstance(raw, Mapping):
+        QUESTION.check(raw, f"{name}.")
+    found: Question = fields.checked(name, lambda value: Question.parse(name, value), raw)
+    choices: AnswerChoices = found.choices or None
+    if found.scale is not None:
+        low, high = found.scale
+        choices = range(low, high + 1)
+    return found.text, choices
+
+
+def _temperature(body: Mapping[str, Any]) -> float | None:
+    value = body.get("temperature")
+    if value is None:
+        return None
+    if not is_number(value) or not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        bounds = f"from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+        message = f"'temperature' must be {bounds}, got {shown(value)}"
+        raise bad_request(message, "temperature")
+    return float(value)
+
+
+def decisions_body(request: DecisionRequest, found: DecisionList, name: str) -> dict[str, Any]:
+    """The response of /v1/decisions; `name` is its id."""
+    data = [
+        {"index": index, "object": "decision", **decision_body(one)}
+        for index, one in enumerate(found)
+    ]
+    answer = {"id": name, "object": "list", "model": request.model, "data": data}
+    return {**answer, "usage": dict(found.usage)}
+
+
+def decision_body(decision: Decision) -> dict[str, Any]:
+    """One answer. Labels are names of JSON: those of yes and no, and numbers as text."""
+    named = {True: "yes", False: "no"}
+    yes_no = isinstance(decision.answer, bool)
+    shares = {
+        named[bool(label)] if yes_no else str(label): share
+        for label, share in decision.probabilities.items()
+    }
+    body = {"answer": decision.answer, "probabilities": shares, "outside": decision.outside}
+    if not isinstance(decision.answer, str):
+        body["expected"] = decision.expected
+    return body

@@ -1,0 +1,392 @@
+"""`decide` in the compute thread: compared with full passes, in every layout, beside streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import Any
+
+import pytest
+
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.decisions import DecideCall, Question
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.from_worker import CallAnswer
+from mlxpool.worker.compute.messages import (
+    Answer,
+    AskedQuestion,
+    CallKey,
+    Decide,
+    DropAll,
+    DropCall,
+    HandBack,
+    HandedBack,
+    StepDeltas,
+)
+from mlxpool.worker.compute.model_source import ModelSource
+from mlxpool.worker.decisions.answers import Path
+from mlxpool.worker.preparation.jobs import perform
+from mlxpool.worker.process.preparations import PreparedQuestions
+from mlxpool.worker.process.prepare_questions import job_of_questions, product_of_questions
+from mlxpool.worker.prompt.text_model import Opened
+from support.compute_harness import ComputeHarness, ids_of
+from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+
+MODELS: dict[str, dict[str, Any]] = {
+    "full attention": {},
+    "latent": GLM,
+    "states": {**QWEN3_NEXT, "num_hidden_layers": 2},
+}
+LAYOUTS = {"full attention": ("rows", "slabs", "pool"), "latent": ("rows", "pool")}
+CASES = [(name, layout) for name in MODELS for layout in LAYOUTS.get(name, ("rows",))]
+TEXT = "the fox and the dog. " * 6
+QUESTIONS = [
+    Question("is it?"),
+    Question("which?", ("a fox", "a dog", "none")),
+    Question("how many?", scale=(1, 12)),
+    Question(choices=("left", "right")),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: load(
+            inspect(
+                write_checkpoint(
+                    folder / name.replace(" ", "_"), max_position_embeddings=2048, **changes
+                )
+            )
+        )
+        for name, changes in MODELS.items()
+    }
+
+
+def opened_of(loaded: LoadedModel) -> tuple[Opened, ChatTokenizer]:
+    folder = loaded.folder
+    text = ChatTokenizer.from_folder(folder)
+    return Opened("", folder.context, folder.plan.vocab_size, text, text.source), text
+
+
+def started(
+    loaded: LoadedModel, kind: type[ModelEngine] = ModelEngine, sequences: int = 4, **settings: Any
+) -> ComputeHarness:
+    """A compute thread with this model, without its warm-up, which takes long."""
+    opened, text = opened_of(loaded)
+
+    def build(on_progress: object) -> Engine:
+        engine = kind(loaded, text, **{"blocks": 60, "max_sequences": sequences, **settings})
+        engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
+        return engine
+
+    def open_source(config: ModelConfig) -> ModelSource:
+        return ModelSource(opened, build, config.sequences)
+
+    return ComputeHarness(sequences, source=open_source).ready()
+
+
+def prepared(
+    loaded: LoadedModel, number: int, questions: Many[Question] = QUESTIONS, **changes: Any
+) -> Decide:
+    opened, text = opened_of(loaded)
+    call = DecideCall(changes.pop("prompt", TEXT), tuple(questions), **changes)
+    result = perform(text, job_of_questions(opened, call, 0.0))
+    id = bytes([200 + number] * 16)
+    product = product_of_questions(opened, CallKey(number), id, call, 0, result)
+    assert isinstance(product, PreparedQuestions)
+    return product.message
+
+
+def answer_of(harness: ComputeHarness) -> Answer:
+    """The next answer; deltas of streams are dropped."""
+    while isinstance(mail := harness.mail.get(timeout=60), StepDeltas):
+        harness.compute.delta_queue.acknowledge()
+    assert isinstance(mail, Answer), mail
+    return mail
+
+
+def log_probabilities(loaded: LoadedModel, prompt: tuple[int, ...]) -> Mapping[int, float]:
+    """Those of all tokens after a prompt, by a pass over all of it, with nothing kept."""
+    engine = ModelEngine(loaded, layout="rows", prefix="off", lookahead=False)
+    size = loaded.folder.plan.vocab_size
+    seq = Sequence(b"", 1, prompt, Options(logprobs=True, top_logprobs=size), 1, 1)
+    engine.admit(seq)
+    if engine.clip(seq, len(prompt)) < len(prompt):
+        engine.step([Span(seq, 0, len(prompt) - 1, 0)])
+    (drawn,) = engine.step([Span(seq, seq.submitted, len(prompt) - seq.submitted, 1)]).drawn
+    assert drawn.logprob is not None and len(drawn.logprob.top) == size
+    return dict(drawn.logprob.top)
+
+
+def expected(loaded: LoadedModel, question: AskedQuestion) -> dict[str, Any]:
+    """The row of one question, each branch by a full pass of its own."""
+    found: dict[Path, Mapping[int, float]] = {
+        branch: log_probabilities(loaded, (*question.prompt, *branch))
+        for branch in question.answers.branches()
+    }
+    masses = []
+    for paths in question.answers.paths:
+        mass = 0.0
+        for path in paths:
+            one = math.prod(math.exp(found[path[:at]][token]) for at, token in enumerate(path))
+            longer = question.answers.branches().get(path, ())
+            mass += one * (1 - sum(math.exp(found[path][token]) for token in longer))
+        masses.append(mass)
+    inside = sum(masses)
+    return {"probabilities": [mass / inside for mass in masses], "outside": 1 - inside}
+
+
+def check(answer: CallAnswer, wanted: Many[dict[str, Any]]) -> None:
+    assert not answer.failed, answer.fields
+    assert len(answer.fields["decisions"]) == len(wanted)
+    for row, want in zip(answer.fields["decisions"], wanted, strict=True):
+        assert row["probabilities"] == pytest.approx(want["probabilities"], abs=1e-4)
+        assert row["outside"] == pytest.approx(want["outside"], abs=1e-4)
+
+
+@pytest.mark.parametrize("prefix", ["tree", "single", "off"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_probabilities_are_those_of_full_passes(
+    models: dict[str, LoadedModel], name: str, layout: str, prefix: str
+) -> None:
+    loaded = models[name]
+    message = prepared(loaded, 1)
+    wanted = [expected(loaded, one) for one in message.questions]
+    harness = started(loaded, layout=layout, prefix=prefix)
+    for number in (1, 2):  # the second time the text is cached
+        harness.compute.send(prepared(loaded, number))
+        answer = answer_of(harness)
+        assert (answer.key, answer.content.kind) == (CallKey(number), "decisions")
+        check(answer.content, wanted)
+    tokens = message.shared + sum(len(one.prompt) - message.shared for one in message.questions)
+    assert answer.content.fields["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+class CountsInputs(ModelEngine):
+    """Notes the inputs of each pass, and how many sequences have rows."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.inputs: list[int] = []
+        self.spans: list[int] = []
+        ENGINES.append(self)
+
+    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+        self.inputs.append(sum(span.count for span in spans))
+        self.spans.append(len(spans))
+        return super()._start(spans, at_once=at_once)
+
+
+ENGINES: list[CountsInputs] = []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_text_is_read_once(models: dict[str, LoadedModel], name: str) -> None:
+    questions = [Question(f"{n}?", ("yes", "no")) for n in range(16)]
+    message = prepared(models[name], 1, questions)
+    harness = started(models[name], CountsInputs)
+    harness.compute.send(message)
+    assert not answer_of(harness).content.failed
+    own = sum(len(one.prompt) - message.shared for one in message.questions)
+    engine = ENGINES.pop()
+    assert sum(engine.inputs) == message.shared + own
+    assert max(engine.spans) == 4  # as many as there are places for sequences
+    # A row that can go back is used again: it has the text.
+    begun = engine.prefix.hits + engine.prefix.misses
+    assert begun == (len(questions) if name == "states" else 1 + 4)
+    # What is kept is the text alone, not the questions.
+    assert engine.prefix.nbytes <= engine._block_bytes * (len(TEXT) // 256 + 2)
+    harness.compute.send(prepared(models[name], 2, questions))
+    assert not answer_of(harness).content.failed
+    assert sum(engine.inputs) == message.shared + 2 * own
+
+
+def test_streams_go_on_meanwhile_with_the_same_tokens(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    alone = started(loaded)
+    alone.admit(1, "a stream", 60, ignore_eos=True, temperature=0)
+    wanted = ids_of(alone.until_ended({1})[1])
+    harness = started(loaded, CountsInputs)
+    engine = ENGINES.pop()
+    harness.admit(1, "a stream", 60, ignore_eos=True, temperature=0)
+    harness.compute.send(prepared(loaded, 1, [Question(f"{n}?") for n in range(64)]))
+    harness.admit(2, "later", 20, ignore_eos=True, temperature=0)
+    found: list[Delta] = []
+    answers: list[tuple[Answer, set[int]]] = []
+    ended: set[int] = set()
+    while len(ended) < 2 or not answers:
+        mail = harness.mail.get(timeout=60)
+        if isinstance(mail, Answer):
+            answers.append((mail, set(ended)))
+            continue
+        assert isinstance(mail, StepDeltas)
+        harness.compute.delta_queue.acknowledge()
+        found += [delta for delta in mail.deltas if delta.id[0] == 1]
+        ended |= {delta.id[0] for delta in mail.deltas if delta.end is not None}
+        assert all(delta.id[0] in (1, 2) for delta in mail.deltas)
+    assert ids_of(found) == wanted
+    ((answer, ended_before),) = answers
+    assert not answer.content.failed
+    assert ended_before == {1, 2}  # neither waited for the questions, which need many more passes
+    assert max(engine.spans) <= 4
+
+
+def test_calls_of_several_owners_have_turns(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    harness = started(loaded, sequences=2)
+    many = [Question(f"{n}?", ("a", "b")) for n in range(64)]
+    for number in (1, 2):
+        harness.compute.send(prepared(loaded, number, many, owner="many"))
+    harness.compute.send(prepared(loaded, 3, many[:2], owner="few"))
+    assert [answer_of(harness).key.number for _ in range(3)] == [3, 1, 2]
+
+
+def test_a_cancelled_call_leaves_and_is_not_answered(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    harness = started(loaded)
+    harness.compute.send(prepared(loaded, 1, [Question(f"{n}?") for n in range(64)]))
+    harness.compute.send(prepared(loaded, 2))
+    harness.compute.send(DropCall(CallKey(1)))
+    harness.compute.send(DropCall(CallKey(9)))
+    assert answer_of(harness).key == CallKey(2)
+    harness.compute.send(prepared(loaded, 3))
+    harness.compute.send(DropAll(5))
+    harness.compute.send(prepared(loaded, 4))
+    answer = answer_of(harness)
+    assert (answer.key, answer.fence) == (CallKey(4), 5)
+
+
+def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    harness = started(loaded)
+    message = prepared(loaded, 1)
+    harness.admit(1, "a stream", 200, ignore_eos=True)
+    harness.compute.send(message)
+    harness.compute.send(HandBack())
+    while not isinstance(mail := harness.mail.get(timeout=60), HandedBack):
+        assert isinstance(mail, StepDeltas)
+    check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
+
+
+class FailsWith(ModelEngine):
+    """A pass that has this many sequences fails."""
+
+    count = 2
+
+    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+        if len(spans) == self.count:
+            raise RuntimeError("this pass fails")
+        return super()._start(spans, at_once=at_once)
+
+
+class FailsAlone(FailsWith):
+    count = 1
+
+
+def test_a_pass_that_fails_with_several_questions_is_done_again(
+    models: dict[str, LoadedModel],
+) -> None:
+    loaded = models["full attention"]
+    message = prepared(loaded, 1)
+    harness = started(loaded, FailsWith, sequences=2)
+    harness.compute.send(message)
+    check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
+
+
+def test_a_question_that_fails_alone_is_named(models: dict[str, LoadedModel]) -> None:
+    harness = started(models["full attention"], FailsAlone)
+    harness.compute.send(prepared(models["full attention"], 1, first=64))
+    fields = answer_of(harness).content.fields
+    assert fields["code"] == "internal"
+    assert fields["message"].startswith("questions[64]: the step failed: RuntimeError")
+
+
+def test_a_text_that_memory_cannot_hold_is_refused(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    harness = started(loaded, blocks=3)
+    harness.compute.send(prepared(loaded, 1, prompt="x" * 1500))
+    fields = answer_of(harness).content.fields
+    assert fields["code"] == "out_of_memory" and "questions[0]: " in fields["message"]
+    harness.compute.send(prepared(loaded, 2))
+    assert not answer_of(harness).content.failed
+
+
+def test_few_blocks_delay_questions_and_lose_none(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    message = prepared(loaded, 1, prompt="x " * 200)
+    wanted = [expected(loaded, one) for one in message.questions]
+    for layout in LAYOUTS["full attention"]:
+        harness = started(loaded, blocks=7, layout=layout)
+        harness.admit(1, "a stream", 300, ignore_eos=True)
+        harness.compute.send(message)
+        check(answer_of(harness).content, wanted)
+        harness.drop(1)
+        harness.until_ended({1})
+
+
+def test_a_call_that_may_have_ended_a_worker_is_read_line_by_line(
+    models: dict[str, LoadedModel],
+) -> None:
+    loaded = models["full attention"]
+    harness = started(loaded, CountsInputs)
+    message = prepared(loaded, 1, alone=True)
+    harness.compute.send(message)
+    check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
+    assert set(ENGINES.pop().spans) == {1}
+
+
+def test_a_temperature_changes_the_labels_alone(models: dict[str, LoadedModel]) -> None:
+    loaded = models["full attention"]
+    harness = started(loaded)
+    rows: list[dict[str, Any]] = []
+    for number, temperature in enumerate((1.0, 4.0)):
+        harness.compute.send(prepared(loaded, number, temperature=temperature))
+        rows += answer_of(harness).content.fields["decisions"][1:2]
+    plain, flat = rows
+    powers = [one**0.25 for one in plain["probabilities"]]
+    assert flat["probabilities"] == pytest.approx([one / sum(powers) for one in powers], rel=1e-4)
+    assert flat["outside"] == pytest.approx(plain["outside"], abs=1e-6)
+
+
+def test_scored_tokens_beside_log_probabilities_of_a_stream(
+    models: dict[str, LoadedModel],
+) -> None:
+    """One pass draws for a stream with the likeliest tokens and for a question."""
+    loaded = models["full attention"]
+    engine = ModelEngine(loaded, prefix="off", lookahead=False)
+    prompt = tuple(range(40, 60))
+    wanted = log_probabilities(loaded, prompt)
+    top = Options(temperature=0, logprobs=True, top_logprobs=3)
+    rows = [
+        Sequence(b"a", 1, prompt, top, 1, 4),
+        Sequence(b"b", -1, prompt, Options(temperature=0), 1, 1, scored=(9, 200, 3)),
+        Sequence(b"c", -2, prompt, Options(temperature=0), 1, 1, scored=(5,)),
+        Sequence(b"d", 1, prompt, Options(temperature=0), 1, 4),
+    ]
+    for one in rows:
+        engine.admit(one)
+    drawn = {one.sequence: one for one in engine.step([Span(r, 0, 20, 1) for r in rows]).drawn}
+    found = [drawn[one].logprob for one in rows]
+    assert found[3] is None
+    best = sorted(wanted.items(), key=lambda one: -one[1])[:3]
+    for logprob, want in (
+        (found[0], best),
+        (found[1], [(token, wanted[token]) for token in (9, 200, 3)]),
+        (found[2], [(5, wanted[5])]),
+    ):
+        assert logprob is not None
+        assert [token for token, _ in logprob.top] == [token for token, _ in want]
+        assert [one for _, one in logprob.top] == pytest.approx([one for _, one in want], abs=1e-4)

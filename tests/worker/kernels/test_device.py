@@ -1,0 +1,38 @@
+"""Which BLAS a worker's log names."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from mlxpool.worker.kernels import device
+
+OPENBLAS = "/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3"
+
+
+@pytest.mark.parametrize(
+    ("platform", "preload", "blas"),
+    [
+        ("linux", OPENBLAS, OPENBLAS),
+        ("linux", f"/lib/libtcmalloc.so:{OPENBLAS}", OPENBLAS),
+        ("linux", f"/lib/a.so {OPENBLAS}", OPENBLAS),
+        ("linux", "/lib/libtcmalloc.so", None),
+        ("linux", "", None),
+        ("darwin", "", "Accelerate"),
+    ],
+)
+def test_the_blas_of_a_cpu(platform: str, preload: str, blas: str | None) -> None:
+    assert device.blas_of(platform, preload) == blas
+
+
+def test_the_log_names_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("LD_PRELOAD", OPENBLAS)
+    device.log_device()
+    assert [vars(one)["blas"] for one in caplog.records] == [OPENBLAS]

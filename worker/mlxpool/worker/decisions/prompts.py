@@ -1,0 +1,182 @@
+"""The prompts of questions about one text: rendered and tokenised so that they begin alike.
+
+Runs in the processes that prepare requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from mlxpool.common.errors import BadRequest, ContextExceeded
+from mlxpool.common.protocol.decisions import Question
+from mlxpool.worker.decisions.answers import Answers, Path, kept_forms
+from mlxpool.worker.decisions.wording import BORDER, forms, worded
+from mlxpool.worker.media.literals import check_ids_of_text
+from mlxpool.worker.prompt.size_bound import check_bytes
+from mlxpool.worker.prompt.text_model import TextModel
+
+_CONTEXT_CHARS = 256  # of the text before a border, which decide how tokenizers divide it
+_ANCHOR = "\n"  # a text in front of parts, so that they get no begin-of-sequence token
+THINKS = "the chat template of this model opens its thoughts: its next token is no answer"
+
+
+@dataclass(frozen=True, slots=True)
+class AskQuestions:
+    """Make the prompts of questions, maps as in `decide`, about a text.
+
+    `chat`: the model has a chat template. `think` is the template's, `now`: seconds since 1970.
+    `context`: the most tokens of a prompt and its answer. `first`: see DecideCall.
+    """
+
+    prompt: str
+    questions: Sequence[dict[str, object]]
+    chat: bool
+    think: bool | None
+    now: float
+    context: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The ids of each question's prompt behind the `shared` ones of all, and its answers.
+
+    Each tail has at least one. Those of questions with the same labels are their own words alone.
+    """
+
+    shared: list[int]
+    tails: list[list[int]]
+    answers: list[Answers]
+
+
+def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
+    """Returns the prompts. Raises BadRequest naming a question, and ContextExceeded."""
+    questions = [
+        Question.parse(f"questions[{job.first + at}]", one) for at, one in enumerate(job.questions)
+    ]
+    head, tails = _rendered(text, job, questions)
+    check_bytes(len(head), text.max_bytes_per_token, job.context)
+    shared = text.encode(head)
+    part = _parts(text)
+    prompts = [_prompt(text, part, head, shared, tail) for tail in tails]
+    common = min(min(_common(prompts[0], one), len(one) - 1) for one in prompts)
+    end = worded_end(tails[0], worded(questions[0], chat=job.chat))
+    answers = []
+    for at, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
+        name = f"questions[{job.first + at}]"
+        if text.images is not None:
+            check_ids_of_text(prompt, text.images.places)
+        if len(prompt) >= job.context:
+            raise ContextExceeded(
+                f"{name}: text and question have {len(prompt)} tokens, the context is"
+                f" {job.context}; make the text or the question shorter",
+                details={"prompt_tokens": len(prompt), "context": job.context},
+            )
+        answers.append(_answers(name, part, end, question, chat=job.chat))
+    return Prompts(prompts[0][:common], [one[common:] for one in prompts], answers)
+
+
+def worded_end(tail: str, words: str) -> str:
+    """Returns what a chat template puts behind the words of a question, or their end."""
+    return tail[len(words) :] or words[-_CONTEXT_CHARS:]
+
+
+def _rendered(
+    text: TextModel, job: AskQuestions, questions: Sequence[Question]
+) -> tuple[str, list[str]]:
+    """Returns the text that all prompts begin with, and what follows it in each.
+
+    A template is rendered for the first and the last question. Where that shows that it only puts
+    the question somewhere, it is not rendered for the others.
+    """
+    words = [worded(one, chat=job.chat) for one in questions]
+    before = job.prompt + BORDER
+    if not job.chat:
+        return before, words
+
+    def render(question: str) -> str:
+        message = {"role": "user", "content": before + question}
+        found = text.render([message], [], job.now, job.think)
+        if found.thinks:
+            raise BadRequest(THINKS)
+        return found.text
+
+    whole = render(words[0])
+    head, found, end = whole.rpartition(words[0])
+    if not found or not head.endswith(BORDER):
+        return _divided([whole, *map(render, words[1:])])
+    if len(words) > 1 and render(words[-1]) != head + words[-1] + end:
+        return _divided([whole, *map(render, words[1:])])
+    return head, [one + end for one in words]
+
+
+def _divided(prompts: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the part that all texts begin with, and the rest of each, which is not empty."""
+    common = min(_common(prompts[0], one) for one in prompts)
+    common = min(common, *(len(one) - 1 for one in prompts))
+    return prompts[0][:common], [one[common:] for one in prompts]
+
+
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns how many first items are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _parts(text: TextModel) -> Callable[[str], list[int]]:
+    """Returns the tokenizer of parts of a text: without the tokens that begin a prompt."""
+    begin = len(text.encode(_ANCHOR))
+
+    @cache
+    def part(words: str) -> list[int]:
+        return text.encode(_ANCHOR + words, (len(_ANCHOR),))[begin:]
+
+    return part
+
+
+def _prompt(
+    text: TextModel,
+    part: Callable[[str], list[int]],
+    head: str,
+    shared: list[int],
+    tail: str,
+) -> list[int]:
+    """Returns the ids of `head` + `tail`; `shared` are those of `head`.
+
+    The tail is tokenised behind the end of the head; where a token spans both, the whole text is.
+    """
+    near = head[-_CONTEXT_CHARS:]
+    before, joint = part(near), part(near + tail)
+    if joint[: len(before)] == before:
+        return shared + joint[len(before) :]
+    return text.encode(head + tail)
+
+
+def _answers(
+    name: str, part: Callable[[str], list[int]], end: str, question: Question, *, chat: bool
+) -> Answers:
+    """Returns the token sequences of a question's labels behind a prompt with this end."""
+    paths = [
+        found for form in forms(question, chat=chat) for found in _paths(part, end, form.texts)
+    ]
+    answers = Answers(kept_forms(paths))
+    same = answers.twice()
+    if same is not None:
+        one, other = (question.labels[index] for index in same)
+        raise BadRequest(
+            f"{name}: the tokenizer of this model gives {one!r} and {other!r} the same tokens"
+        )
+    return answers
+
+
+def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> list[list[Path]]:
+    """Returns the tokens of texts behind the end of a prompt, and those of the texts alone."""
+    before = part(end)
+    alone = [tuple(part(one)) for one in texts]
+    joint = [part(end + one) for one in texts]
+    if any(ids[: len(before)] != before for ids in joint):
+        return [alone]  # a token would span the end of the prompt, which is fixed
+    behind = [tuple(ids[len(before) :]) for ids in joint]
+    return [behind] if behind == alone else [behind, alone]

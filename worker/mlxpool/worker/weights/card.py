@@ -1,0 +1,65 @@
+"""What a model's folder says to people: its licence, and how its makers recommend to sample.
+
+Nothing here changes how a model is computed, so a file that cannot be read counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.checks import is_number
+from mlxpool.common.regular_files import open_regular
+from mlxpool.worker.weights.json_files import FileLookup
+
+LICENCE_FILES = (
+    "LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "LICENCE.md",
+)  # fmt: skip
+MAX_LICENCE = 64 * 2**10  # bytes; the Apache licence has 11 KiB
+MAX_SETTINGS = 64 * 2**10  # bytes of generation_config.json
+# The line of a Hugging Face card's head, between two lines `---`.
+NAMED = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*['\"]?([\w.+-]{1,64})['\"]?[ \t]*\n")
+MAX_HEAD = 8 * 2**10  # bytes of README.md
+# key of generation_config.json -> option of the pool
+SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+def licence(files: FileLookup) -> str | None:
+    """The text of the licence, or its name if the folder has only that; None: it says nothing."""
+    for name in LICENCE_FILES:
+        text = _start_of(files / name, MAX_LICENCE + 1)
+        if text is not None and len(text.encode()) <= MAX_LICENCE:
+            return text
+    named = NAMED.match(_start_of(files / "README.md", MAX_HEAD) or "")
+    return named[1] if named else None
+
+
+def sampling(files: FileLookup) -> dict[str, float]:
+    """The options that generation_config.json recommends, by the pool's names."""
+    try:
+        found = json.loads(_start_of(files / "generation_config.json", MAX_SETTINGS) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    settings: dict[str, Any] = found if isinstance(found, dict) else {}
+    return {
+        ours: settings[theirs]
+        for theirs, ours in SAMPLING.items()
+        if is_number(settings.get(theirs))
+    }
+
+
+def _start_of(file: Path, size: int) -> str | None:
+    """At most `size` bytes of a regular file as text; None if there is none."""
+    try:
+        with open_regular(file) as opened:
+            return opened.read(size).decode("utf-8", "replace")
+    except OSError:
+        return None
