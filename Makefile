@@ -31,7 +31,7 @@ $(SERVES): pyproject.toml $(CONSTRAINTS)  # what a pool needs
 	@touch $@
 
 $(READY): $(SERVES)        # and what its tests need besides
-	$(PIP) install --editable '.[dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
+	$(PIP) install --editable '.[agents,dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
 	@touch $@
 
 demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model

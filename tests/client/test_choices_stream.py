@@ -13,6 +13,7 @@ from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import QueueFull
 from support import kinds
 from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
+from support.pool import until
 
 
 @pytest.fixture
@@ -40,6 +41,8 @@ def test_no_text_comes_before_every_choice_is_accepted(broker: FakeBroker) -> No
         broker.tokens(first, 0, 2)
         broker.done(first, 2)
         broker.error(third, "queue_full")
+        refused = stream._choices._open[2].state
+        until(lambda: refused.over, "the refusal has come before anything is read")
         with pytest.raises(QueueFull):
             next(iter(stream))
         assert cancelled(broker, 1) == {second}

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterator
 from typing import Any
 
 import ollama
 import openai
 import pytest
 
-from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.token_ids import pack_ids
-from support import kinds
-from support.fake_broker import FACTS, PATIENCE, USAGE, FakeBroker
-from support.gateway_thread import GatewayThread
+from support.scripted_gateway import Served
 
 TOOLS: Any = [
     {
@@ -33,66 +26,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 THINKER = {"tools": "hermes", "thinking": "tags"}
 UNREADABLE = "called 'weather' with arguments that are no JSON map: 5"
 CHANNELS = {"tools": "harmony", "thinking": "harmony"}
-
-
-class Model:
-    """A broker with the model `m`, which answers one request with these pieces of text."""
-
-    def __init__(
-        self, run_dir: Path, chat: dict[str, str], pieces: Sequence[str], thinks: bool
-    ) -> None:
-        self._broker = FakeBroker(run_dir).open()
-        self._chat, self._pieces, self._thinks = chat, pieces, thinks
-        self.asked: Message | None = None
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        broker = self._broker
-        models = broker.receive(kinds.MODELS).header.id
-        row = {"name": "m", "state": "ready", "context": 64, "type": "x", "chat": self._chat}
-        broker.say(kinds.MODELS, models, {"models": [row]}, attempt=0)
-        request = broker.accept()
-        self.asked = next(one for one in broker.seen if one.kind == kinds.GENERATE)
-        facts = {**FACTS, "thinks": True} if self._thinks else FACTS
-        for pos, text in enumerate(self._pieces):
-            body = {"text": text, "n": 1, "facts": facts}
-            broker.say(kinds.DELTA, request, body, pack_ids([pos]), pos=pos)
-        usage = {**USAGE, "prompt_tokens": 3, "completion_tokens": len(self._pieces)}
-        body = {"text": "", "reason": "stop", "usage": usage, "timings_ms": {}, "attempts": 1}
-        broker.say(kinds.DONE, request, body, pos=len(self._pieces))
-
-    def close(self) -> None:
-        self._thread.join(PATIENCE)
-        self._broker.close()
-
-
-class Served:
-    """Starts scripted brokers, each behind a gateway."""
-
-    def __init__(self) -> None:
-        self._folder = TemporaryDirectory(prefix="mlxpool-")
-        self._model: Model | None = None
-        self._gateway: GatewayThread | None = None
-
-    def start(self, chat: dict[str, str], *pieces: str, thinks: bool = False) -> str:
-        """The gateway's URL."""
-        run_dir = Path(self._folder.name)
-        self._model = Model(run_dir, chat, pieces, thinks)
-        self._gateway = GatewayThread(run_dir)
-        return self._gateway.url
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The body of the pool's request."""
-        assert self._model is not None and self._model.asked is not None
-        return dict(self._model.asked.body)
-
-    def close(self) -> None:
-        for part in (self._model, self._gateway):
-            if part is not None:
-                part.close()
-        self._folder.cleanup()
 
 
 @pytest.fixture
@@ -142,6 +75,17 @@ def test_a_call_in_a_stream(served: Served) -> None:
     assert [name for name in names if name] == ["weather"] and len(ids - {None}) == 1
     assert json.loads(arguments) == {"city": "Paris"} and reasons[-1] == "tool_calls"
     assert served.asked["think"] is False
+
+
+def test_only_one_call_without_parallel_calls(served: Served) -> None:
+    url = served.start(THINKER, "I look. ", *CALL, " ", CALL, "So.")
+    with openai_client(url) as client:
+        answer = client.chat.completions.create(
+            model="m", messages=HI, tools=TOOLS, parallel_tool_calls=False
+        )
+    (choice,) = answer.choices
+    assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 1
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
 
 
 def test_harmony_channels(served: Served) -> None:

@@ -10,10 +10,11 @@ import pytest
 from mlxpool.common.errors import BY_CODE
 from mlxpool.gateway import errors, formats
 from mlxpool.gateway.ollama import fields as ollama_fields
-from mlxpool.gateway.route_table import NOT_BUILT, OLLAMA, OPENAI, ROUTES
+from mlxpool.gateway.route_table import ANTHROPIC, NOT_BUILT, OLLAMA, OPENAI, ROUTES, Interface
 
 DOCS = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
-OPENAI_DOCS, _, REST = DOCS.partition("## From Ollama's client")
+OPENAI_DOCS, _, REST = DOCS.partition("## From Anthropic's client")
+ANTHROPIC_DOCS, _, REST = REST.partition("## From Ollama's client")
 OLLAMA_DOCS = REST.partition("## Tools")[0]
 
 
@@ -22,17 +23,20 @@ def quoted(text: str) -> set[str]:
 
 
 BODIES = [(route.interface, route.body) for route in ROUTES if route.body is not None]
-OPENAI_FIELDS = {name for interface, body in BODIES if interface is OPENAI for name in body.names}
-OLLAMA_FIELDS = {name for interface, body in BODIES if interface is OLLAMA for name in body.names}
+
+
+def fields_of(interface: Interface) -> set[str]:
+    return {name for one, body in BODIES if one is interface for name in body.names}
 
 
 @pytest.mark.parametrize(
     ("names", "section"),
     [
-        (OPENAI_FIELDS, OPENAI_DOCS),
-        (OLLAMA_FIELDS | ollama_fields.GENERATION_OPTIONS.names, OLLAMA_DOCS),
+        (fields_of(OPENAI), OPENAI_DOCS),
+        (fields_of(ANTHROPIC), ANTHROPIC_DOCS),
+        (fields_of(OLLAMA) | ollama_fields.GENERATION_OPTIONS.names, OLLAMA_DOCS),
     ],
-    ids=["openai", "ollama"],
+    ids=["openai", "anthropic", "ollama"],
 )
 def test_every_field_is_named(names: set[str], section: str) -> None:
     assert not names - quoted(section)

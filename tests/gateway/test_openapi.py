@@ -11,6 +11,8 @@ import pytest
 from openapi_spec_validator import validate
 
 from mlxpool.client import AsyncClient
+from mlxpool.gateway.anthropic import fields as anthropic_fields
+from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
@@ -20,6 +22,10 @@ from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai
+from mlxpool.gateway.openai.responses_api import requests as responses_api
+from mlxpool.gateway.openai.responses_api.fields import RESPONSE
+from mlxpool.gateway.openai.tokens import requests as tokens
+from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Settings
@@ -40,6 +46,23 @@ PARSERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Body, dict[str, 
         openai_fields.COMPLETION,
         {"model": "m", "prompt": "x", "stream": True},
     ),
+    "/v1/responses": (
+        responses_api.response,
+        RESPONSE,
+        {"model": "m", "input": "x", "stream": True, "include": ["message.output_text.logprobs"]},
+    ),
+    "/v1/messages": (
+        anthropic.message,
+        anthropic_fields.MESSAGES,
+        {"model": "m", "messages": HI, "max_tokens": 5},
+    ),
+    "/v1/messages/count_tokens": (
+        anthropic.counted,
+        anthropic_fields.COUNT_TOKENS,
+        {"model": "m", "messages": HI},
+    ),
+    "/tokenize": (tokens.tokenize, TOKENIZE, {"model": "m", "prompt": "x"}),
+    "/detokenize": (tokens.detokenize, DETOKENIZE, {"model": "m", "tokens": [1]}),
     "/v1/embeddings": (vectors.embeddings, openai_fields.EMBEDDINGS, {"model": "m", "input": "x"}),
     "/v1/rerank": (
         vectors.rerank,
@@ -87,6 +110,8 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),  # with stream_options
     "name": ("",),  # beside a model
     "model": (None,),  # `name` may stand in its place
+    "/tokenize prompt": (None,),  # `messages` may stand in its place
+    "/tokenize messages": (HI,),  # which does not go with a prompt
 }
 
 
@@ -135,8 +160,9 @@ def test_a_field_is_taken_by_the_parser_if_and_only_if_its_schema_takes_it(path:
     assert check.is_valid(base) and parse(base)
     wrong = []
     for name in sorted(body.names):
+        unsaid = (*UNSAID.get(name, ()), *UNSAID.get(f"{path} {name}", ()))
         for value in SAMPLES:
-            if any(value == one and type(value) is type(one) for one in UNSAID.get(name, ())):
+            if any(value == one and type(value) is type(one) for one in unsaid):
                 continue
             whole = {**base, name: value}
             if _taken(parse, whole) != check.is_valid(whole):

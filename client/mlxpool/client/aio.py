@@ -29,6 +29,7 @@ from mlxpool.client.request import (
     generate,
     keep,
     list_models,
+    token_texts,
     tokenize,
     tokenize_chat,
 )
@@ -64,8 +65,8 @@ class AsyncStream:
 
     @property
     def accepted(self) -> bool:
-        """Whether a broker has accepted the request; also true once the stream has ended."""
-        return bool(self._open.state.boot or self._open.state.over)
+        """Whether a broker has accepted the request, or it was cancelled before."""
+        return bool(self._open.state.boot or self._open.state.result)
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -307,6 +308,10 @@ class AsyncClient:
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises what `tokenize` does."""
         return await self._call(detokenize(model, ids))
+
+    async def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
+        """What each of these token ids adds to a text; see `Client.token_texts`."""
+        return await self._call(token_texts(model, ids))
 
     async def embed(
         self,

@@ -149,7 +149,7 @@ class OpenChoices:
             assert delta is not None
             self._held.append(delta)
         if not self._begun:
-            self._begun = all(one.state.boot or one.state.over for one in self._open)
+            self._begun = all(one.state.boot or one.state.result for one in self._open)
         if not self._begun:
             return []
         ready, self._held = self._held, []

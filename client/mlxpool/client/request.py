@@ -264,6 +264,12 @@ def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 
+def token_texts(model: str, ids: Sequence[int]) -> Question[list[str]]:
+    """Ask for the text of each id. Raises BadRequest for an invalid token id."""
+    content = ModelCall(from_client.DETOKENIZE, model, {"each": True}, (pack_ids(ids),))
+    return Question(os.urandom(ID_BYTES), content, lambda answer: [*map(str, answer.body["each"])])
+
+
 def cancel(request_id: bytes | None) -> Question[dict[str, Any]]:
     """Cancel a request and ask for its fate. Raises BadRequest for an invalid id."""
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:

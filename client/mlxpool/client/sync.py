@@ -27,6 +27,7 @@ from mlxpool.client.request import (
     generate,
     keep,
     list_models,
+    token_texts,
     tokenize,
     tokenize_chat,
 )
@@ -279,6 +280,14 @@ class Client(Closing):
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises what `tokenize` does."""
         return self._call(detokenize(model, ids))
+
+    def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
+        """What each of these token ids adds to a text. Raises what `tokenize` does.
+
+        A token that is a part of a character is U+FFFD, so the texts do not always join to that of
+        `detokenize`.
+        """
+        return self._call(token_texts(model, ids))
 
     def embed(
         self,

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlxpool.gateway.schemas import FLAG, MAP, TEXT, Schema, choice, listed, one_of
-
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {"type": "number"}
-NULL: Schema = {"type": "null"}
-TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
-MAP_OR_NULL: Schema = {"type": ["object", "null"]}
-
-
-def ref(name: str) -> Schema:
-    """A reference to a component of the document."""
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
-    """A map with these members."""
-    return {
-        "type": "object",
-        "properties": {**required, **(optional or {})},
-        "required": list(required),
-    }
-
+from mlxpool.gateway.block_answers import ANTHROPIC, RESPONSES
+from mlxpool.gateway.schemas import (
+    COUNT,
+    FLAG,
+    MAP,
+    MAP_OR_NULL,
+    NULL,
+    NUMBER,
+    TEXT,
+    TEXT_OR_NULL,
+    Schema,
+    choice,
+    listed,
+    one_of,
+    record,
+    ref,
+)
 
 # ---- OpenAI's interface ----------------------------------------------------------------------
 
@@ -62,7 +57,14 @@ _CHOICE: Mapping[str, Schema] = {
 }
 _LIST: Mapping[str, Schema] = {"object": {"const": "list"}, "model": TEXT, "usage": ref("Usage")}
 
+_OF_ANTHROPIC: Mapping[str, Schema] = {  # the clients of both interfaces list models
+    "type": {"const": "model"},
+    "display_name": TEXT,
+    "created_at": {"type": "string", "format": "date-time"},
+    "max_input_tokens": {"type": ["integer", "null"]},
+}
 OPENAI: Mapping[str, Schema] = {
+    **RESPONSES,
     "Usage": _USAGE,
     "Error": record(
         {
@@ -81,9 +83,18 @@ OPENAI: Mapping[str, Schema] = {
             "owned_by": TEXT,
             "max_model_len": {"type": ["integer", "null"]},
             "state": TEXT_OR_NULL,
+            **_OF_ANTHROPIC,
         }
     ),
-    "ModelList": record({"object": {"const": "list"}, "data": listed(ref("Model"))}),
+    "ModelList": record(
+        {
+            "object": {"const": "list"},
+            "data": listed(ref("Model")),
+            "has_more": {"const": False},
+            "first_id": TEXT_OR_NULL,
+            "last_id": TEXT_OR_NULL,
+        }
+    ),
     "ChatCompletion": record(
         {
             **_HEAD,
@@ -155,6 +166,15 @@ OPENAI: Mapping[str, Schema] = {
             ),
         }
     ),
+    "Tokens": record(
+        {
+            "count": COUNT,
+            "max_model_len": {"type": ["integer", "null"]},
+            "tokens": listed(COUNT),
+            "token_strs": one_of(listed(TEXT), NULL),
+        }
+    ),
+    "TokenText": record({"prompt": TEXT}),
     "Decisions": record(
         {
             **_LIST,
@@ -259,4 +279,4 @@ OPERATIONS: Mapping[str, Schema] = {
     "Index": record({"name": TEXT, "version": TEXT}),
     "Document": MAP,
 }
-COMPONENTS: Mapping[str, Schema] = {**OPENAI, **OLLAMA, **OPERATIONS}
+COMPONENTS: Mapping[str, Schema] = {**OPENAI, **ANTHROPIC, **OLLAMA, **OPERATIONS}

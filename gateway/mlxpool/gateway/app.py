@@ -17,6 +17,7 @@ from starlette.routing import Route
 from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
+from mlxpool.gateway.anthropic.routes import MessageRoutes
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
 from mlxpool.gateway.endpoint import READ, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
@@ -24,20 +25,27 @@ from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.routes import OllamaRoutes
+from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
+from mlxpool.gateway.openai.tokens.routes import TokenRoutes
 from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.operation_routes import OperationRoutes
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.route_table import NOT_BUILT, ROUTES, Call, RouteSpec, Services
+from mlxpool.gateway.route_table import ANTHROPIC, NOT_BUILT, ROUTES, Call, RouteSpec, Services
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
 UNSUPPORTED = "is not supported by mlxpool"
-EXPOSED_HEADERS = (REQUEST_ID, "retry-after", "x-should-retry")  # that pages may read
+EXPOSED_HEADERS = (  # that pages may read
+    REQUEST_ID,
+    str(ANTHROPIC.id_header),
+    "retry-after",
+    "x-should-retry",
+)
 
 
 class Gateway:
@@ -87,7 +95,10 @@ class Gateway:
         described = document(ROUTES, version("mlxpool"), keys=self.keys.required)
         services = Services(
             OpenAIRoutes(pool),
+            ResponseRoutes(pool),
             VectorRoutes(pool),
+            TokenRoutes(pool),
+            MessageRoutes(pool),
             OllamaRoutes(pool),
             ModelRoutes(pool),
             OperationRoutes(pool, self.drain, self.metrics, described),

@@ -117,9 +117,16 @@ class AccessControl:
         if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
             message = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
             raise HttpError(403, message, "host_not_allowed", retry=False)
-        owner = self._keys.owner(request.headers.get("authorization"))
+        owner = self._keys.owner(_authorization(request))
         if owner is None:
-            message = "a known key is wanted: Authorization: Bearer KEY"
+            message = "a known key is wanted: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
         with self._limit.request(owner.digest):
             yield owner
+
+
+def _authorization(request: Request) -> str | None:
+    """The header Authorization; Anthropic's clients send their key in x-api-key instead."""
+    given = request.headers.get("authorization")
+    key = request.headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key is not None else given

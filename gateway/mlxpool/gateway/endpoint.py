@@ -126,7 +126,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         exchange = self._surroundings.exchange_of(scope, self._route)
-        response = ResponseWriter(send, exchange)
+        response = ResponseWriter(send, exchange, self._interface.id_header)
         with self._surroundings.observed(exchange):
             await self._answer(request, response)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.checks import is_number
@@ -12,11 +12,13 @@ from mlxpool.common.errors import PoolError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+
 # code of the pool's error -> (HTTP status, OpenAI's code)
 STATUS: Mapping[str, tuple[int, str]] = {
     "bad_request": (400, "bad_request"),
     "unknown_model": (404, "model_not_found"),
-    "context_exceeded": (400, "context_length_exceeded"),
+    "context_exceeded": (400, TOO_LONG),
     "unauthorized": (502, "unauthorized"),  # the broker refuses the gateway's own key
     "version_mismatch": (502, "version_mismatch"),
     "too_large": (413, "too_large"),
@@ -49,7 +51,7 @@ class HttpError(Exception):
     """A request that is answered with an error.
 
     `param`: the request field that caused it. `retry`: whether the client may send it again.
-    `close`: the connection takes no other request.
+    `close`: the connection takes no other request. `details`: figures of the pool's error.
     """
 
     status: int
@@ -61,6 +63,7 @@ class HttpError(Exception):
     load_progress: float | None = None  # 0 to 1, of a model that is loading
     close: bool = False
     request_id: str | None = None  # of the response, see exchange
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -69,7 +72,7 @@ class HttpError(Exception):
         """The error object of OpenAI's interface."""
         error_type = ERROR_TYPES.get(self.status, INVALID if self.status < 500 else SERVER)
         error = {
-            "message": self.message,
+            "message": self._openai_message(),
             "type": error_type,
             "param": self.param,
             "code": self.code,
@@ -77,6 +80,13 @@ class HttpError(Exception):
         if self.request_id is not None:
             error["request_id"] = self.request_id
         return {"error": error, **self._progress()}
+
+    def _openai_message(self) -> str:
+        """Programs know the beginning of OpenAI's message about a prompt that is too long."""
+        context = self.details.get("context")
+        if self.code != TOO_LONG or context is None:
+            return self.message
+        return f"This model's maximum context length is {context} tokens: {self.message}"
 
     def ollama_body(self) -> dict[str, Any]:
         """The error object of Ollama's interface."""
@@ -133,4 +143,5 @@ def from_pool_error(
         {"unknown_model": "model", "context_exceeded": prompt_field}.get(error.code),
         retry_after=1.0 if after is None and status == 429 else after,
         retry=error.retryable and not started,
+        details=error.details or {},
     )

@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
+from mlxpool.common.protocol.chat import check_tools
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.schemas import Schema, nullable
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+OF_SERVER = "there are no tools that the server runs"
 NOWHERE: Mapping[str, str] = {}
 
 
@@ -133,6 +135,17 @@ def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") ->
     return default if value is None else value
 
 
+def choice(
+    body: Mapping[str, Any], name: str, values: Collection[str], prefix: str = ""
+) -> str | None:
+    """A field with one of these texts, or None if it is absent. Raises HttpError."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, str) or value not in values):
+        message = f"{prefix + name!r} is {shown(value)}, must be one of {', '.join(values)}"
+        raise bad_request(message, prefix + name)
+    return value
+
+
 def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
     """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
 
@@ -147,6 +160,19 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = Non
         bound = f"at least {low}" if high is None else f"from {low} to {high}"
         raise bad_request(f"{name!r} is {shown(value)}, must be {bound}", name)
     return value
+
+
+def tools_of_kind(body: Mapping[str, Any], kinds: Collection[str | None]) -> list[dict[str, Any]]:
+    """The checked `tools`, whose type is one of `kinds`; None: it is absent. Raises HttpError."""
+    given = body.get("tools")
+    for number, tool in enumerate(given if isinstance(given, list) else ()):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if isinstance(tool, Mapping) and kind not in kinds:
+            known = " or ".join(str(one) for one in kinds if one is not None)
+            message = f"tools[{number}].type is {shown(kind)}, must be {known}: {OF_SERVER}"
+            raise bad_request(message, "tools")
+    found: list[dict[str, Any]] = checked("tools", check_tools, given)
+    return found
 
 
 def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ class ChoiceRequest:
     """A prompt to complete: the model and the keyword arguments of the client's `stream`.
 
     `n`: how often, see `AsyncClient.streams`. `thinks`: a prompt of token ids ends inside the
-    model's thoughts.
+    model's thoughts. `several_calls` False: one call of a tool at most.
     """
 
     model: str
@@ -42,6 +42,7 @@ class ChoiceRequest:
     tools: Sequence[Mapping[str, Any]] = ()
     n: int = 1
     thinks: bool = False
+    several_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,10 @@ class Choice:
     def _get_parser(self) -> Parser:
         if self._parser is None:
             thinks = self._request.thinks or self.stream.facts.get("thinks") is True
-            self._parser = make_parser(self._request.chat, self._request.tools, thinks=thinks)
+            asked = self._request
+            self._parser = make_parser(
+                asked.chat, asked.tools, thinks=thinks, several_calls=asked.several_calls
+            )
         return self._parser
 
 
@@ -131,13 +135,16 @@ class Generation:
         requests: Sequence[ChoiceRequest],
         deadline: float | None,
         exchange: Exchange,
+        prompt_field: str | None = None,
     ) -> None:
         """Start the streams, with `deadline` in seconds. Raises PoolError if one cannot be sent.
 
         The exchange gets the time of the first token, and the tokens of all choices.
+        `prompt_field`: the field that has the prompt, if it is neither `messages` nor `prompt`.
         """
         self._exchange = exchange
-        self._prompt_field = "messages" if "messages" in requests[0].arguments else "prompt"
+        as_chat = "messages" in requests[0].arguments
+        self._prompt_field = prompt_field or ("messages" if as_chat else "prompt")
         self._choices: list[Choice] = []
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue(
             MAX_UNWRITTEN_UPDATES
@@ -163,6 +170,11 @@ class Generation:
     def id(self) -> str:
         """The id of the first stream in hex, as in the pool's log."""
         return self._choices[0].stream.id.hex()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the first choice's worker reported; empty before its first update."""
+        return self._choices[0].stream.facts
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Every update of any choice; None for each `timeout` seconds without one.
@@ -287,9 +299,14 @@ class PoolAccess:
         """The gateway's deadline of a request in milliseconds; None: the pool's own."""
         return milliseconds(self.settings.deadline)
 
-    def generate(self, requests: Sequence[ChoiceRequest], exchange: Exchange) -> Generation:
+    def generate(
+        self,
+        requests: Sequence[ChoiceRequest],
+        exchange: Exchange,
+        prompt_field: str | None = None,
+    ) -> Generation:
         """Start the streams of a request, with the gateway's deadline. Raises PoolError."""
-        return Generation(self.client, requests, self.settings.deadline, exchange)
+        return Generation(self.client, requests, self.settings.deadline, exchange, prompt_field)
 
 
 # ---- the response --------------------------------------------------------------------------------

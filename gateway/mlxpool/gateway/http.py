@@ -25,8 +25,10 @@ RAISE_BOUND = (
 class ResponseWriter:
     """Sends one JSON value, or a stream of pieces; notes in the exchange what it sent."""
 
-    def __init__(self, send: Send, exchange: Exchange) -> None:
+    def __init__(self, send: Send, exchange: Exchange, id_header: str | None = None) -> None:
+        """`id_header`: a second header for the id of the request."""
         self.exchange = exchange
+        self._ids = {REQUEST_ID: exchange.id, **({id_header: exchange.id} if id_header else {})}
         self._send = send
         self.started = False
         self.streaming = False  # a stream was opened and not closed
@@ -73,7 +75,7 @@ class ResponseWriter:
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
         self.exchange.status = status
-        every = {"content-type": content_type, REQUEST_ID: self.exchange.id, **headers}
+        every = {"content-type": content_type, **self._ids, **headers}
         pairs = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in every.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 

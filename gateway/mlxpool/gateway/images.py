@@ -86,20 +86,20 @@ def _part(where: str, part: object, images: list[bytes]) -> object:
     return {"type": "image", "blob": len(images) - 1}
 
 
-def from_data_url(where: str, url: object) -> bytes:
-    """The bytes of a data URL. Raises HttpError for another URL."""
+def from_data_url(where: str, url: object, param: str = "messages") -> bytes:
+    """The bytes of a data URL. Raises HttpError, naming the field `param`, for another URL."""
     if not isinstance(url, str):
-        raise bad_request(f"{where} must have a data URL, got {shown(url)}", "messages")
+        raise bad_request(f"{where} must have a data URL, got {shown(url)}", param)
     scheme, _, rest = url.partition(":")
     if scheme.lower() in ("http", "https"):
-        raise bad_request(f"{where} has the URL {shown(url)}: {FETCHED}", "messages")
+        raise bad_request(f"{where} has the URL {shown(url)}: {FETCHED}", param)
     head, comma, data = rest.partition(",")
     kind = head.lower()
     is_image = scheme.lower() == "data" and kind.startswith("image/") and kind.endswith(";base64")
     if not (is_image and comma):
         message = f"{where} must be data:image/TYPE;base64,…, got {shown(url[:64])}"
-        raise bad_request(message, "messages")
-    return from_base64(where, data, "messages")
+        raise bad_request(message, param)
+    return from_base64(where, data, param)
 
 
 def from_base64(where: str, text: object, param: str) -> bytes:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlxpool.gateway.answers import COMPONENTS, ref
+from mlxpool.gateway.answers import COMPONENTS
 from mlxpool.gateway.operations.exchange import REQUEST_ID
 from mlxpool.gateway.route_table import RouteSpec
+from mlxpool.gateway.schemas import ref
 
 DESCRIPTION = (
-    "HTTP for a pool of mlxpool, in the formats of OpenAI and Ollama. In a request null counts as"
-    " absent, and an unknown field is refused with its name."
+    "HTTP for a pool of mlxpool, in the formats of OpenAI, Anthropic and Ollama. In a request null"
+    " counts as absent, and an unknown field is refused with its name."
 )
 KEY_SCHEME = "key"
 

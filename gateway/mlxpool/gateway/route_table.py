@@ -1,6 +1,7 @@
 """The table of all routes. The application serves it, and openapi.json is made of it.
 
-To add a route: its line here, and its method in openai/, ollama/ or operation_routes.py.
+To add a route: its line here, and its method in the folder of its interface or in
+operation_routes.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from typing import Any, TypeAlias
 
 from starlette.requests import Request
 
+from mlxpool.gateway.anthropic import fields as anthropic
+from mlxpool.gateway.anthropic.bodies import error_body as anthropic_body
+from mlxpool.gateway.anthropic.routes import MessageRoutes
+from mlxpool.gateway.anthropic.stream import error_event as anthropic_event
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.http import ResponseWriter
@@ -21,9 +26,14 @@ from mlxpool.gateway.ollama.responses import NDJSON
 from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai import fields as openai
 from mlxpool.gateway.openai.responses import error_event
-from mlxpool.gateway.openai.routes import EVENT_STREAM, OpenAIRoutes
+from mlxpool.gateway.openai.responses_api.fields import RESPONSE
+from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
+from mlxpool.gateway.openai.routes import OpenAIRoutes
+from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
+from mlxpool.gateway.openai.tokens.routes import TokenRoutes
 from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.operation_routes import OperationRoutes
+from mlxpool.gateway.server_sent_events import EVENT_STREAM
 
 Work: TypeAlias = Coroutine[Any, Any, None]
 
@@ -37,9 +47,13 @@ class Interface:
     error_event: Callable[[HttpError], bytes]
     error_schema: str  # the name of its schema
     any_content_type: bool = False  # its clients need not say that they send JSON
+    id_header: str | None = None  # where its clients read the id of the request too
 
 
 OPENAI = Interface("OpenAI", HttpError.openai_body, error_event, "Error")
+ANTHROPIC = Interface(
+    "Anthropic", anthropic_body, anthropic_event, "AnthropicError", id_header="request-id"
+)
 OLLAMA = Interface(
     "Ollama",
     HttpError.ollama_body,
@@ -55,7 +69,10 @@ class Services:
     """The objects whose methods answer requests."""
 
     openai: OpenAIRoutes
+    responses: ResponseRoutes
     vectors: VectorRoutes
+    tokens: TokenRoutes
+    anthropic: MessageRoutes
     ollama: OllamaRoutes
     ollama_models: ModelRoutes
     operations: OperationRoutes
@@ -97,143 +114,183 @@ class RouteSpec:
         return self.path.replace(":path}", "}")
 
 
-def _get(
-    path: str,
-    interface: Interface,
-    summary: str,
-    serve: Callable[[Services, Call], Work],
-    answer: str,
-    **more: Any,
-) -> RouteSpec:
-    return RouteSpec("GET", path, interface, summary, serve, answer, **more)
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Makes the routes of one interface."""
+
+    interface: Interface
+
+    def get(
+        self,
+        path: str,
+        summary: str,
+        method: Callable[[Services], Callable[[ResponseWriter], Work]],
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of GET whose method needs nothing of the request."""
+        return self.get_with(path, summary, lambda to, c: method(to)(c.response), answer, **more)
+
+    def get_with(
+        self,
+        path: str,
+        summary: str,
+        serve: Callable[[Services, Call], Work],
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of GET whose method needs a part of the request."""
+        return RouteSpec("GET", path, self.interface, summary, serve, answer, **more)
+
+    def post(
+        self,
+        path: str,
+        summary: str,
+        method: Callable[[Services], Callable[[Mapping[str, Any], ResponseWriter], Work]],
+        body: Body,
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of POST whose method needs the body."""
+
+        def serve(to: Services, call: Call) -> Work:
+            return method(to)(call.body, call.response)
+
+        return RouteSpec("POST", path, self.interface, summary, serve, answer, body, **more)
 
 
-def _post(
-    path: str,
-    interface: Interface,
-    summary: str,
-    serve: Callable[[Services, Call], Work],
-    answer: str,
-    body: Body,
-    **more: Any,
-) -> RouteSpec:
-    return RouteSpec("POST", path, interface, summary, serve, answer, body, **more)
+def _events(event: str) -> dict[str, str]:
+    """Of a route that can stream: server-sent events with this schema."""
+    return {"stream": EVENT_STREAM, "event": event}
 
 
+def _lines(event: str) -> dict[str, str]:
+    """Of a route that can stream: lines of JSON with this schema."""
+    return {"stream": NDJSON, "event": event}
+
+
+of_openai, of_anthropic = Routes(OPENAI), Routes(ANTHROPIC)
+of_ollama, of_operations = Routes(OLLAMA), Routes(OPERATIONS)
+
+# Each: path, summary, method, fields of the body, schema of the answer.
 ROUTES: tuple[RouteSpec, ...] = (
-    _get(
-        "/v1/models", OPENAI, "The pool's models.",
-        lambda to, call: to.openai.models(call.response), "ModelList",
-    ),
-    _get(
-        "/v1/models/{name:path}", OPENAI, "One model.",
+    of_openai.get("/v1/models", "The pool's models.", lambda to: to.openai.models, "ModelList"),
+    of_openai.get_with(
+        "/v1/models/{name:path}", "One model.",
         lambda to, call: to.openai.model(str(call.request.path_params["name"]), call.response),
         "Model",
     ),
-    _post(
-        "/v1/chat/completions", OPENAI, "The next message of a chat.",
-        lambda to, call: to.openai.chat(call.body, call.response),
-        "ChatCompletion", openai.CHAT, stream=EVENT_STREAM, event="ChatCompletionChunk",
+    of_openai.post(
+        "/v1/chat/completions", "The next message of a chat.",
+        lambda to: to.openai.chat, openai.CHAT, "ChatCompletion", **_events("ChatCompletionChunk"),
     ),
-    _post(
-        "/v1/completions", OPENAI, "The continuation of a text or of token ids.",
-        lambda to, call: to.openai.completion(call.body, call.response),
-        "Completion", openai.COMPLETION, stream=EVENT_STREAM, event="Completion",
+    of_openai.post(
+        "/v1/completions", "The continuation of a text or of token ids.",
+        lambda to: to.openai.completion, openai.COMPLETION, "Completion", **_events("Completion"),
     ),
-    _post(
-        "/v1/embeddings", OPENAI, "A vector for each text.",
-        lambda to, call: to.vectors.embeddings(call.body, call.response),
-        "Embeddings", openai.EMBEDDINGS,
+    of_openai.post(
+        "/v1/responses", "The next items of a conversation.",
+        lambda to: to.responses.create, RESPONSE, "Response", **_events("ResponseEvent"),
     ),
-    _post(
-        "/v1/rerank", OPENAI, "Documents in the order of their relevance for a query.",
-        lambda to, call: to.vectors.rerank(call.body, call.response),
-        "Ranking", openai.RERANK,
+    of_openai.post(
+        "/v1/embeddings", "A vector for each text.",
+        lambda to: to.vectors.embeddings, openai.EMBEDDINGS, "Embeddings",
     ),
-    _post(
-        "/v1/score", OPENAI, "The relevance of texts for a text.",
-        lambda to, call: to.vectors.score(call.body, call.response),
-        "Scores", openai.SCORE,
+    of_openai.post(
+        "/v1/rerank", "Documents in the order of their relevance for a query.",
+        lambda to: to.vectors.rerank, openai.RERANK, "Ranking",
     ),
-    _post(
-        "/v1/classify", OPENAI, "A label for each text.",
-        lambda to, call: to.vectors.classify(call.body, call.response),
-        "Classes", openai.CLASSIFY,
+    of_openai.post(
+        "/v1/score", "The relevance of texts for a text.",
+        lambda to: to.vectors.score, openai.SCORE, "Scores",
     ),
-    _post(
-        "/v1/decisions", OPENAI, "Probabilities of given answers to questions about a text.",
-        lambda to, call: to.vectors.decisions(call.body, call.response),
-        "Decisions", openai.DECISIONS,
+    of_openai.post(
+        "/v1/classify", "A label for each text.",
+        lambda to: to.vectors.classify, openai.CLASSIFY, "Classes",
     ),
-    _post(
-        "/api/generate", OLLAMA, "The answer to a prompt; without a prompt the model is loaded.",
-        lambda to, call: to.ollama.generate(call.body, call.response),
-        "OllamaGenerated", ollama.GENERATE, stream=NDJSON, event="OllamaGenerated",
+    of_openai.post(
+        "/v1/decisions", "Probabilities of given answers to questions about a text.",
+        lambda to: to.vectors.decisions, openai.DECISIONS, "Decisions",
     ),
-    _post(
-        "/api/chat", OLLAMA, "The next message of a chat; without messages the model is loaded.",
-        lambda to, call: to.ollama.chat(call.body, call.response),
-        "OllamaChat", ollama.CHAT, stream=NDJSON, event="OllamaChat",
+    of_openai.post(
+        "/tokenize", "The token ids of a text or a chat.",
+        lambda to: to.tokens.tokenize, TOKENIZE, "Tokens",
     ),
-    _post(
-        "/api/embed", OLLAMA, "A vector of the length 1 for each text.",
-        lambda to, call: to.ollama.embed(call.body, call.response),
-        "OllamaEmbed", ollama.EMBED,
+    of_openai.post(
+        "/detokenize", "The text of token ids.",
+        lambda to: to.tokens.detokenize, DETOKENIZE, "TokenText",
     ),
-    _post(
-        "/api/embeddings", OLLAMA, "One vector as the model made it (the older form).",
-        lambda to, call: to.ollama.embeddings(call.body, call.response),
-        "OllamaEmbedding", ollama.EMBEDDINGS,
+    of_anthropic.post(
+        "/v1/messages", "The next message of a chat.",
+        lambda to: to.anthropic.create, anthropic.MESSAGES, "AnthropicMessage",
+        **_events("AnthropicEvent"),
     ),
-    _get(
-        "/api/tags", OLLAMA, "The pool's models.",
-        lambda to, call: to.ollama_models.tags(call.response), "OllamaTags",
+    of_anthropic.post(
+        "/v1/messages/count_tokens", "The number of tokens of a chat.",
+        lambda to: to.anthropic.count, anthropic.COUNT_TOKENS, "AnthropicCount",
     ),
-    _get(
-        "/api/ps", OLLAMA, "The models that are loaded.",
-        lambda to, call: to.ollama_models.ps(call.response), "OllamaRunning",
+    of_ollama.post(
+        "/api/generate", "The answer to a prompt; without a prompt the model is loaded.",
+        lambda to: to.ollama.generate, ollama.GENERATE, "OllamaGenerated",
+        **_lines("OllamaGenerated"),
     ),
-    _post(
-        "/api/show", OLLAMA, "What is known of a model.",
-        lambda to, call: to.ollama_models.show(call.body, call.response),
-        "OllamaShow", ollama.SHOW,
+    of_ollama.post(
+        "/api/chat", "The next message of a chat; without messages the model is loaded.",
+        lambda to: to.ollama.chat, ollama.CHAT, "OllamaChat", **_lines("OllamaChat"),
     ),
-    _post(
-        "/api/pull", OLLAMA, "Success for a model that is there; nothing is downloaded.",
-        lambda to, call: to.ollama_models.pull(call.body, call.response),
-        "OllamaStatus", ollama.PULL, stream=NDJSON, event="OllamaStatus",
+    of_ollama.post(
+        "/api/embed", "A vector of the length 1 for each text.",
+        lambda to: to.ollama.embed, ollama.EMBED, "OllamaEmbed",
     ),
-    _get(
-        "/api/version", OLLAMA, "The version of mlxpool.",
-        lambda to, call: to.ollama_models.version(call.response), "OllamaVersion",
+    of_ollama.post(
+        "/api/embeddings", "One vector as the model made it (the older form).",
+        lambda to: to.ollama.embeddings, ollama.EMBEDDINGS, "OllamaEmbedding",
     ),
-    _get(
-        "/health", OPERATIONS, "Whether requests are taken; 503 during a drain.",
-        lambda to, call: to.operations.health(call.response), "Health",
-        public=True, in_drain=True,
+    of_ollama.get(
+        "/api/tags", "The pool's models.", lambda to: to.ollama_models.tags, "OllamaTags"
     ),
-    _get(
-        "/metrics", OPERATIONS, "Metrics for Prometheus.",
+    of_ollama.get(
+        "/api/ps", "The models that are loaded.", lambda to: to.ollama_models.ps, "OllamaRunning"
+    ),
+    of_ollama.post(
+        "/api/show", "What is known of a model.",
+        lambda to: to.ollama_models.show, ollama.SHOW, "OllamaShow",
+    ),
+    of_ollama.post(
+        "/api/pull", "Success for a model that is there; nothing is downloaded.",
+        lambda to: to.ollama_models.pull, ollama.PULL, "OllamaStatus", **_lines("OllamaStatus"),
+    ),
+    of_ollama.get(
+        "/api/version", "The version of mlxpool.",
+        lambda to: to.ollama_models.version, "OllamaVersion",
+    ),
+    of_operations.get(
+        "/health", "Whether requests are taken; 503 during a drain.",
+        lambda to: to.operations.health, "Health", public=True, in_drain=True,
+    ),
+    of_operations.get_with(
+        "/metrics", "Metrics for Prometheus.",
         lambda to, call: to.operations.metrics(
             call.request.headers.get("accept", ""), call.response
         ),
         "", content_type="text/plain", in_drain=True,
     ),
-    _get(
-        "/openapi.json", OPERATIONS, "This document.",
-        lambda to, call: to.operations.openapi(call.response), "Document", public=True,
+    of_operations.get(
+        "/openapi.json", "This document.", lambda to: to.operations.openapi, "Document", public=True
     ),
-    _get(
-        "/", OPERATIONS, "The name of the server.",
-        lambda to, call: to.operations.index(call.response), "Index", public=True,
+    of_operations.get(
+        "/", "The name of the server.", lambda to: to.operations.index, "Index", public=True
     ),
 )  # fmt: skip
 
 # path -> (its interface, what to do instead); these answer 501
 _TEXT_ONLY = "models give text and vectors only"
 _CONFIGURED = "models are folders that the pool is configured with (docs/models.md)"
+_UNKEPT = "nothing is kept between requests; /tokenize counts tokens"
 NOT_BUILT: Mapping[str, tuple[Interface, str]] = {
-    "/v1/responses": (OPENAI, "use /v1/chat/completions"),
+    "/v1/responses/{id}": (OPENAI, _UNKEPT),
+    "/v1/conversations": (OPENAI, _UNKEPT),
+    "/v1/messages/batches": (ANTHROPIC, "send each request to /v1/messages"),
     "/v1/moderations": (OPENAI, "use /v1/classify with a model that classifies texts"),
     "/v1/images/generations": (OPENAI, _TEXT_ONLY),
     "/v1/audio/speech": (OPENAI, _TEXT_ONLY),

@@ -25,6 +25,11 @@ TEXT: Schema = {"type": "string"}
 NAME: Schema = {"type": "string", "minLength": 1}
 FLAG: Schema = {"type": "boolean"}
 MAP: Schema = {"type": "object"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+NULL: Schema = {"type": "null"}
+TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+MAP_OR_NULL: Schema = {"type": ["object", "null"]}
 TOKEN_IDS: Schema = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
@@ -59,6 +64,20 @@ def listed(items: Schema, low: int = 0, high: int | None = None) -> Schema:
 def described(text: str, schema: Schema) -> Schema:
     """The schema with a description."""
     return {**schema, "description": text}
+
+
+def ref(name: str) -> Schema:
+    """A reference to a component of the document."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    """A map with these members."""
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": list(required),
+    }
 
 
 def nullable(schema: Schema) -> Schema:

@@ -154,6 +154,8 @@ def test_texts_are_encoded_and_decoded(make: Make) -> None:
     assert lanes.do(Encode("né")) == Encoded(pack_ids(list(b"n\xc3\xa9")))
     assert lanes.do(Encode("né".encode())) == Encoded(pack_ids(list(b"n\xc3\xa9")))
     assert lanes.do(Decode(pack_ids(list(b"n\xc3\xa9")), 264)) == Decoded("né")
+    each = Decode(pack_ids(list(b"n\xc3\xa9")), 264, each=True)
+    assert lanes.do(each) == Decoded("né", ["n", "\ufffd", "\ufffd"])
     assert "below 264" in lanes.error(Decode(pack_ids([264]), 264)).message
     assert "not UTF-8" in lanes.error(Encode(b"\xff")).message
     assert "not valid Unicode" in lanes.error(Encode("\ud800")).message

@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
-        help="answer HTTP as OpenAI and Ollama do, for a running pool",
+        help="answer HTTP as OpenAI, Anthropic, Ollama do, for a pool",
     )
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     gateway.add_argument(

@@ -220,7 +220,8 @@ class PoolConfig:
     metrics: Annotated[str, check_host_port] = ""
     # The file of the token with which operators cancel requests on the status page.
     metrics_admin_token: Path | None = None
-    # HOST:PORT of the gateway that the broker runs: HTTP as OpenAI and Ollama have it; "": none.
+    # HOST:PORT of the gateway that the broker runs: HTTP as OpenAI, Anthropic and Ollama have it;
+    # "": none.
     http: Annotated[str, check_host_port] = ""
     # The file of bearer keys, one a line; needed on every address but loopback.
     http_keys: Path | None = None

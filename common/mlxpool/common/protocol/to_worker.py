@@ -173,11 +173,12 @@ class Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class Detokenize:
-    """A worker's view of `detokenize`: packed token ids."""
+    """A worker's view of `detokenize`: packed token ids. `each`: the text of each is wanted."""
 
     kind: ClassVar[str] = DETOKENIZE
     packed: bytes
     owner: str = ""
+    each: bool = False
 
     @property
     def size(self) -> int:
@@ -186,7 +187,7 @@ class Detokenize:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Detokenize:
-        return cls(b"".join(blobs[:1]), _owner(body))
+        return cls(b"".join(blobs[:1]), _owner(body), body.get("each") is True)
 
 
 def _owner(body: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from mlxpool.gateway.formats.harmony import Harmony, with_template_thoughts
 from mlxpool.gateway.formats.hermes import Hermes
 from mlxpool.gateway.formats.llama_json import LlamaJson
 from mlxpool.gateway.formats.mistral import Mistral
+from mlxpool.gateway.formats.one_call import OneCall
 from mlxpool.gateway.formats.thinking import Thinking
 
 HARMONY = "harmony"  # one format for thoughts and calls, so it is parsed without tools as well
@@ -42,15 +43,23 @@ class ChatFormats:
 NO_CHAT = ChatFormats()
 
 
-def make_parser(chat: ChatFormats, tools: Sequence[Mapping[str, Any]], *, thinks: bool) -> Parser:
+def make_parser(
+    chat: ChatFormats,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    thinks: bool,
+    several_calls: bool = True,
+) -> Parser:
     """A parser for one completion.
 
     `thinks`: the prompt has opened the thoughts, so the completion begins within them.
+    `several_calls` False: what follows the first call is left out.
     """
     tool_format = chat.tools or ""
     rest: Parser = PlainParser()
     if tool_format in TOOLS and (tools or tool_format == HARMONY):
         rest = TOOLS[tool_format](tools)
+        rest = rest if several_calls else OneCall(rest)
     marks = THINKING.get(chat.thinking or "")
     return rest if marks is None else Thinking(rest, marks, inside=thinks)
 

@@ -18,10 +18,10 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
 )
 from mlxpool.gateway.generation import ChoiceUpdate
+from mlxpool.gateway.output_blocks import call_arguments
 
 NDJSON = "application/x-ndjson"
 NS_PER_MS = 1_000_000
-BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
 
 
 def line(value: Mapping[str, Any]) -> bytes:
@@ -79,13 +79,7 @@ class OutputBuilder:
         return part
 
     def _call(self) -> dict[str, Any]:
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            message = BAD_ARGUMENTS.format(name=self.name, text=self.arguments)
-            raise HttpError(500, message, "bad_tool_call", retry=False)
+        arguments = call_arguments(self.name, self.arguments)
         self.calls += 1
         function = {"index": self.calls - 1, "name": self.name, "arguments": arguments}
         return {"function": function}

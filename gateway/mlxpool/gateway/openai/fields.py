@@ -23,6 +23,7 @@ from mlxpool.common.protocol.decisions import (
 from mlxpool.common.protocol.decisions import MAX_CHOICES as MAX_LABELS
 from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
+from mlxpool.gateway.sampling import MAX_CACHE_KEY
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,
@@ -39,7 +40,6 @@ from mlxpool.gateway.schemas import (
     option,
 )
 
-MAX_CACHE_KEY = 256  # characters of prompt_cache_key
 MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
 MAX_TOP = 2**31 - 1
 FORMATS = ("float", "base64")
@@ -137,6 +137,7 @@ CHAT = Body(
         **structured.OF_CHATS,
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
+        "parallel_tool_calls": FLAG,
         "tool_choice": one_of(choice("auto", "none", "required"), TOOL_CHOICE),
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
@@ -148,7 +149,6 @@ CHAT = Body(
     accepted=ACCEPTED,
     refused={
         **REFUSED,
-        "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
         "functions": (([],), "use `tools`"),
         "function_call": (("none",), "use `tools`"),
         "modalities": ((["text"],), "models give text only"),

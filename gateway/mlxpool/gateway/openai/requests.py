@@ -17,21 +17,13 @@ from mlxpool.gateway.openai.fields import (
     CHAT,
     CHAT_TEMPLATE_KWARGS,
     COMPLETION,
-    MAX_CACHE_KEY,
     SAMPLING,
     STREAM_OPTIONS,
 )
+from mlxpool.gateway.sampling import sampling_options, session_option
 from mlxpool.gateway.structured import openai_format, require_no_tools
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
-
-# OpenAI's defaults where they differ from the pool's.
-DEFAULTS: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "repeat_last_n": -1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class CompletionRequest:
     tools: Sequence[Mapping[str, Any]] = ()
     think_field: str = "reasoning_effort"  # that asked for thoughts
     forced: Sequence[Mapping[str, Any]] = ()  # tools of which the answer has to call one
-    strict: str = ""  # the first field that wants arguments of calls to follow their schema
+    several_calls: bool = True
 
     @property
     def prompt_logprobs(self) -> bool:
@@ -63,11 +55,6 @@ class CompletionRequest:
     def echo(self) -> bool:
         """Whether the text begins with the prompt."""
         return bool(self.options.get("echo"))
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the request asks for thoughts."""
-        return bool(self.options.get("think"))
 
     def arguments(self) -> list[dict[str, Any]]:
         """The arguments of `stream` for each prompt."""
@@ -96,7 +83,8 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     given_effort = body.get("reasoning_effort") is not None
     field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
     request = _request(body, [prompt], options, tools)
-    return replace(request, think_field=field, forced=forced, strict=_strict(tools))
+    several = fields.flag(body, "parallel_tool_calls", True)
+    return replace(request, think_field=field, forced=forced, several_calls=several)
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
@@ -164,21 +152,12 @@ def _candidates(body: Mapping[str, Any], choices: int, *, stream: bool) -> int:
 
 
 def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
-    given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
-    options = {**DEFAULTS, **fields.options(given, SAMPLING), **openai_format(body)}
-    if options.get("seed", 0) < 0:
-        raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
+    options = {**sampling_options(body, SAMPLING), **openai_format(body)}
     max_tokens = fields.integer(body, "max_tokens", least_tokens, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     of_prompt = fields.integer(body, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
     options |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
-    session = fields.text(body, "prompt_cache_key", "")
-    if len(session) > MAX_CACHE_KEY:
-        message = (
-            f"'prompt_cache_key' has {len(session)} characters, at most {MAX_CACHE_KEY} are allowed"
-        )
-        raise bad_request(message, "prompt_cache_key")
-    return {**options, "session": session} if session else options
+    return {**options, **session_option(body)}
 
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
@@ -196,12 +175,6 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if tool.get("type") != "function" or "function" not in tool:
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
     return [] if body.get("tool_choice") == "none" else tools
-
-
-def _strict(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The field of the first strict function; empty if there is none."""
-    strict = (number for number, one in enumerate(tools) if one["function"].get("strict"))
-    return next((f"tools[{number}].function.strict" for number in strict), "")
 
 
 def _forced(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import secrets
-import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,18 +18,10 @@ from mlxpool.gateway.formats.events import (
     merged,
 )
 from mlxpool.gateway.generation import ChoiceUpdate
+from mlxpool.gateway.output_blocks import new_call_id
+from mlxpool.gateway.server_sent_events import sse
 
-CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
-_LETTERS = string.ascii_letters + string.digits
-
-
-def sse(value: Mapping[str, Any], event: str = "") -> bytes:
-    """One server-sent event."""
-    name = f"event: {event}\n" if event else ""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"{name}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def error_event(error: HttpError) -> bytes:
@@ -52,11 +41,6 @@ def usage(results: Sequence[Result], choices: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def new_call_id() -> str:
-    """A random id for a tool call."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(CALL_ID_LENGTH))
 
 
 @dataclass(frozen=True, slots=True)

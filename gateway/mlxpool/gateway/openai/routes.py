@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
-from mlxpool.gateway import field_checks as fields
-from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.chat_request import calls_format, check_formats
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
 from mlxpool.gateway.generation import (
     ChoiceRequest,
     Generation,
@@ -24,7 +23,6 @@ from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import requests
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses import (
-    KEEP_ALIVE,
     ChatChunks,
     DeltaBuilder,
     StreamFrame,
@@ -38,15 +36,9 @@ from mlxpool.gateway.openai.responses import (
     usage,
     vllm_prompt_logprobs,
 )
+from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
-NO_FORCED_CALL = (
-    "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
-)
-NOT_STRICT = (
-    "beside 'auto' the arguments of calls in the format in which this model writes them cannot be"
-    " held to a schema; leave it out, or let 'tool_choice' be 'required' or a function"
-)
-EVENT_STREAM = "text/event-stream; charset=utf-8"
+NO_ENDS = {"first_id": None, "last_id": None}  # of a list without models
 
 
 class OpenAIRoutes:
@@ -60,7 +52,8 @@ class OpenAIRoutes:
         """GET /v1/models."""
         models = await self._pool.models.all()
         data = [self._model(model.name, model) for model in models]
-        await response.json({"object": "list", "data": data})
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else NO_ENDS
+        await response.json({"object": "list", "data": data, "has_more": False, **ends})
 
     async def model(self, name: str, response: ResponseWriter) -> None:
         """GET /v1/models/{name}."""
@@ -69,10 +62,15 @@ class OpenAIRoutes:
         await response.json(self._model(name, model))
 
     def _model(self, name: str, model: ModelInfo) -> dict[str, Any]:
+        """A model, with the members that Anthropic's clients read too."""
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": self._started_at,
+            "created_at": datetime.fromtimestamp(self._started_at, UTC).isoformat(),
+            "max_input_tokens": model.context or None,
             "owned_by": "mlxpool",
             "max_model_len": model.context or None,
             "state": model.state,
@@ -83,14 +81,9 @@ class OpenAIRoutes:
         request = requests.chat(body)
         model = await self._pool.models.get(request.model)
         chat = model.chat or NO_CHAT
-        if request.tools and chat.tools is None:
-            message = f"the chat template of {request.model!r} knows no tools; leave `tools` out"
-            raise bad_request(message, "tools", "unsupported_parameter")
-        if request.forced or request.strict:
-            request = _with_calls(request, chat)
-        if request.thinks and chat.thinking is None:
-            message = f"the chat template of {request.model!r} knows no thinking; leave it out"
-            raise bad_request(message, request.think_field, "unsupported_parameter")
+        check_formats(request.model, chat, request.tools, request.options, request.think_field)
+        format = calls_format(chat, request.tools, request.forced, ".function")
+        request = replace(request, options={**request.options, **format})
         async with self._generate(request, model.name, chat, response) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request)
             if request.stream:
@@ -137,7 +130,14 @@ class OpenAIRoutes:
         self, request: CompletionRequest, model: str, chat: ChatFormats, response: ResponseWriter
     ) -> Generation:
         choices = [
-            ChoiceRequest(model, one, chat, request.tools, request.candidates)
+            ChoiceRequest(
+                model,
+                one,
+                chat,
+                request.tools,
+                request.candidates,
+                several_calls=request.several_calls,
+            )
             for one in request.arguments()
         ]
         return self._pool.generate(choices, response.exchange)
@@ -176,20 +176,3 @@ def _with_usage(
 ) -> dict[str, Any]:
     results = [whole.final_result for whole in wholes]
     return {**answer, "usage": usage(results, request.candidates)}
-
-
-def _with_calls(request: CompletionRequest, chat: ChatFormats) -> CompletionRequest:
-    """The request with the format of the calls that it wants. Raises HttpError if there is none."""
-    try:
-        if request.forced:
-            field, advice = "tool_choice", NO_FORCED_CALL
-            format = forced_call(chat.tools, request.forced)
-        else:
-            field, advice = request.strict, NOT_STRICT
-            format = strict_calls(chat.tools, request.tools)
-    except ValueError as error:
-        raise bad_request(str(error), "tools") from None
-    if format is None:
-        raise unsupported_parameter(field, advice)
-    checked = fields.option("tools", format, "format")
-    return replace(request, options={**request.options, "format": checked})

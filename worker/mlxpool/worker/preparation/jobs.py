@@ -27,6 +27,7 @@ from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_token
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
+MSGPACK_HEAD = 5  # bytes at most that precede a text in an answer
 BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
 READ_BYTES = 2**20  # of one system call
 NO_IMAGES = "this model does not support image input: it takes text only"
@@ -67,10 +68,11 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Turn packed ids into text. `vocab_size`: ids must be below."""
+    """Turn packed ids into text. `vocab_size`: ids must be below. `each`: also each of them."""
 
     packed: bytes
     vocab_size: int
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,10 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
+    """The text of ids. `each`: what each of them adds to a text, if that was asked for."""
+
     text: str
+    each: Sequence[str] | None = None
 
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
@@ -331,10 +336,24 @@ def _decode(text: TextModel | EncoderFunctions, job: Decode) -> Decoded:
     ids = unpack_ids(job.packed)
     check_ids(ids, job.vocab_size, "detokenize")
     found = text.decode(ids)
-    size = len(found.encode("utf-8", "replace"))
+    each = [_text_of(text, one) for one in ids] if job.each else None
+    size = _utf8_size(found)
+    if each is not None:
+        size += sum(MSGPACK_HEAD + _utf8_size(one) for one in each)
     if size > MAX_ANSWER_TEXT:
         raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_ANSWER_TEXT}")
-    return Decoded(found)
+    return Decoded(found, each)
+
+
+def _text_of(text: TextModel | EncoderFunctions, token: int) -> str:
+    """What one id adds to a text that has begun; a part of a character is U+FFFD."""
+    if isinstance(text, EncoderFunctions):
+        return text.decode([token])
+    return text.piece(token).decode("utf-8", "replace")
+
+
+def _utf8_size(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
 
 
 # ---- messages ----------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Preparations:
         self._submit(waiting, lambda result: Answer(key, id, answer_of(result), fence))
 
     def _decode(self, call: Detokenize) -> Job:
-        return Decode(call.packed, self._vocab_size)
+        return Decode(call.packed, self._vocab_size, call.each)
 
     def cancel(self, key: RunKey | CallKey) -> None:
         """End a preparation; its product follows unless it was posted already."""
@@ -176,6 +176,7 @@ def answer_of(result: Result) -> CallAnswer:
         thinks = {"thinks": True} if result.thinks else {}
         return CallAnswer({"n": count_of(result.packed), **thinks}, (result.packed,))
     if isinstance(result, Decoded):
-        return CallAnswer({"text": result.text})
+        each = {} if result.each is None else {"each": result.each}
+        return CallAnswer({"text": result.text, **each})
     assert isinstance(result, PoolError)
     return CallAnswer(result.body())

@@ -1,0 +1,133 @@
+"""The responses of Anthropic's Messages: messages and errors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.client import Result
+from mlxpool.gateway.errors import TOO_LONG, HttpError
+from mlxpool.gateway.output_blocks import Block, Kind
+
+# status of an HTTP error -> type of the error; others below 500 are invalid_request_error
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+SIGNATURE = "unsigned"  # of thoughts: nobody signs them, and clients send no block back without one
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFrame:
+    """What the bodies of one answer have in common.
+
+    `id`: the pool's, in hex. `shows_thoughts` False: their blocks are empty.
+    """
+
+    id: str
+    model: str  # as the request has it
+    shows_thoughts: bool
+
+    def message(
+        self,
+        blocks: Iterable[Block],
+        usage: Mapping[str, Any],
+        ending: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The whole message. Raises HttpError for a call whose arguments are no JSON map."""
+        return {
+            "id": f"msg_{self.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [self._content(block) for block in blocks],
+            **ending,
+            "usage": dict(usage),
+        }
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        begun = self.block_begun(block)
+        if block.kind is Kind.CALL:
+            return {**begun, "input": block.arguments()}
+        if block.kind is Kind.TEXT:
+            return {**begun, "text": block.text}
+        return {
+            **begun,
+            "thinking": block.text if self.shows_thoughts else "",
+            "signature": SIGNATURE,
+        }
+
+    def block_begun(self, block: Block) -> dict[str, Any]:
+        """A block of the content before its first piece."""
+        if block.kind is Kind.CALL:
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+        if block.kind is Kind.TEXT:
+            return {"type": "text", "text": "", "citations": None}
+        return {"type": "thinking", "thinking": "", "signature": ""}
+
+
+NOT_ENDED: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+
+def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dict[str, Any]:
+    """Why an answer has ended; `stop`: the stop sequence that the model has written."""
+    if result.reason == "length":
+        made = result.usage.get("completion_tokens", 0)
+        reason = "max_tokens" if made >= max_tokens else "model_context_window_exceeded"
+    elif stop is not None:
+        reason = "stop_sequence"
+    else:
+        reason = "tool_use" if calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def stop_in(text: str, result: Result, stops: Sequence[str]) -> str | None:
+    """Which of `stops` has ended an answer; `text`: that of all its ids, the stop included.
+
+    The answer ends in front of the stop that is complete first. Tokenizers may leave out the blank
+    at a text's begin.
+    """
+    rest = text.lstrip()[len(result.text.lstrip()) :]
+    return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
+
+
+def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
+    """Token counts; those of the prompt are divided by whether the prefix cache had them."""
+    cached = result.usage.get("cached_tokens", 0)
+    return {
+        "input_tokens": result.usage.get("prompt_tokens", 0) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": result.usage.get("completion_tokens", 0),
+        "output_tokens_details": {"thinking_tokens": thought_tokens},
+    }
+
+
+def error_body(error: HttpError) -> dict[str, Any]:
+    """An error, in the words of this interface where clients read them."""
+    kind = ERROR_TYPES.get(
+        error.status, "invalid_request_error" if error.status < 500 else "api_error"
+    )
+    body: dict[str, Any] = {
+        "type": "error",
+        "error": {"type": kind, "message": _message(error)},
+        "request_id": error.request_id,
+    }
+    return body
+
+
+def _message(error: HttpError) -> str:
+    """Clients shorten a conversation when they read `prompt is too long`."""
+    details = error.details
+    context = details.get("context")
+    if error.code != TOO_LONG or not isinstance(context, int):
+        return error.message
+    known = details.get("prompt_tokens")
+    tokens = details.get("prompt_tokens_at_least") if known is None else known
+    return f"prompt is too long: {tokens} tokens > {context - 1} maximum"

@@ -1,0 +1,98 @@
+"""The endpoints of Anthropic's Messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mlxpool.client import Result
+from mlxpool.gateway.anthropic import requests
+from mlxpool.gateway.anthropic.bodies import MessageFrame, ending, stop_in, usage
+from mlxpool.gateway.anthropic.requests import MessageRequest
+from mlxpool.gateway.anthropic.stream import PING, MessageEvents, error_event
+from mlxpool.gateway.chat_request import ChatRequest
+from mlxpool.gateway.errors import unsupported_parameter
+from mlxpool.gateway.formats import HARMONY
+from mlxpool.gateway.generation import Generation, PoolAccess, StreamFormat, write_stream
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelInfo
+from mlxpool.gateway.output_blocks import OutputBlocks
+from mlxpool.gateway.server_sent_events import EVENT_STREAM
+from mlxpool.gateway.token_counts import chat_ids, text_of_ids, thought_tokens
+
+IMAGES = "the tokens of images are not counted beforehand; leave the images out"
+
+
+class MessageRoutes:
+    """One method a path. All raise HttpError and PoolError before the response has started."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+
+    async def create(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/messages."""
+        request = requests.message(body)
+        model = await self._pool.models.get(request.chat.model)
+        choice = _with_level(request, model).choice(model)
+        async with self._pool.generate([choice], response.exchange) as generation:
+            frame = MessageFrame(generation.id, request.chat.model, request.shows_thoughts)
+            output = OutputBlocks()
+            if not request.stream:
+                result = await output.read(generation)
+                found = await self._ending(generation, model, request, output, result)
+                return await response.json(frame.message(output.blocks, *found))
+            events = MessageEvents(frame, output, generation)
+            interval = self._pool.settings.keep_alive
+            encoding = StreamFormat(
+                EVENT_STREAM,
+                events.update,
+                error_event,
+                keep_alive=PING,
+                keep_alive_interval=interval,
+            )
+            results = await write_stream(response, generation, encoding)
+            if results is not None:
+                found = await self._ending(generation, model, request, output, results[0])
+                await response.write(events.tail(*found))
+                await response.close()
+
+    async def count(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /v1/messages/count_tokens."""
+        chat = requests.counted(body)
+        if chat.images:
+            raise unsupported_parameter("messages", IMAGES)
+        model = await self._pool.models.get(chat.model)
+        response.exchange.model = model.name
+        ids = await chat_ids(self._pool.client, chat, model)
+        await response.json({"input_tokens": len(ids)})
+
+    async def _ending(
+        self,
+        generation: Generation,
+        model: ModelInfo,
+        request: MessageRequest,
+        output: OutputBlocks,
+        result: Result,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The usage, and why the answer has ended."""
+        client = self._pool.client
+        thoughts = await thought_tokens(client, generation, model, output, result)
+        stop = await self._stop(model, request, result)
+        return usage(result, thoughts), ending(result, output.calls, stop, request.max_tokens)
+
+    async def _stop(self, model: ModelInfo, request: MessageRequest, result: Result) -> str | None:
+        """The stop sequence that has ended the answer: the pool does not say which one did."""
+        if result.reason != "stop" or not request.stops:
+            return None
+        text = await text_of_ids(self._pool.client, model, result)
+        return None if text is None else stop_in(text, result, request.stops)
+
+
+def _with_level(request: MessageRequest, model: ModelInfo) -> ChatRequest:
+    """The chat; how much is thought is said to a template that knows levels."""
+    chat = request.chat
+    levels = model.chat is not None and model.chat.thinking == HARMONY
+    if request.level is None or not levels or chat.options.get("think") is False:
+        return chat
+    return replace(chat, options={**chat.options, "think": request.level})

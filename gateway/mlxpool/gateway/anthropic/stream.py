@@ -1,0 +1,87 @@
+"""The events of a streamed message, in the order of Anthropic's interface. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.gateway.anthropic.bodies import NOT_ENDED, SIGNATURE, MessageFrame, error_body
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import ChoiceUpdate, Generation
+from mlxpool.gateway.output_blocks import Action, Kind, OutputBlocks, Step
+from mlxpool.gateway.server_sent_events import sse
+
+PING = sse({"type": "ping"}, "ping")
+
+
+def error_event(error: HttpError) -> bytes:
+    """The event that ends a failed stream."""
+    return sse(error_body(error), "error")
+
+
+@dataclass(eq=False, slots=True)
+class MessageEvents:
+    """Encodes the updates of one answer."""
+
+    frame: MessageFrame
+    output: OutputBlocks
+    generation: Generation
+    _begun: bool = False
+
+    def update(self, update: ChoiceUpdate) -> bytes:
+        """The events of an update. Raises HttpError for a call with unreadable arguments."""
+        events = [] if self._begun else [self._start()]
+        self._begun = True
+        events += [self._step(step) for step in self.output.push(update)]
+        return b"".join(events)
+
+    def tail(self, usage: Mapping[str, Any], ending: Mapping[str, Any]) -> bytes:
+        """The end of the stream."""
+        delta = {"type": "message_delta", "delta": ending, "usage": usage}
+        return _event(delta) + _event({"type": "message_stop"})
+
+    def _start(self) -> bytes:
+        """How many tokens of the prompt were cached is known at the end."""
+        usage = {
+            "input_tokens": self.generation.facts.get("prompt_tokens") or 0,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = self.frame.message((), usage, NOT_ENDED)
+        return _event({"type": "message_start", "message": message})
+
+    def _step(self, step: Step) -> bytes:
+        block = step.block
+        where = {"index": block.index}
+        if step.action is Action.BEGIN:
+            begun = self.frame.block_begun(block)
+            return _event({"type": "content_block_start", **where, "content_block": begun})
+        if step.action is Action.PIECE:
+            return self._delta(where, self._piece(step))
+        stop = _event({"type": "content_block_stop", **where})
+        if block.kind is Kind.THOUGHTS:
+            signed = {"type": "signature_delta", "signature": SIGNATURE}
+            return self._delta(where, signed) + stop
+        if block.kind is Kind.CALL:
+            block.arguments()
+        return stop
+
+    def _piece(self, step: Step) -> dict[str, Any] | None:
+        if step.block.kind is Kind.CALL:
+            return {"type": "input_json_delta", "partial_json": step.piece}
+        if step.block.kind is Kind.TEXT:
+            return {"type": "text_delta", "text": step.piece}
+        if not self.frame.shows_thoughts:
+            return None
+        return {"type": "thinking_delta", "thinking": step.piece}
+
+    def _delta(self, where: Mapping[str, int], delta: Mapping[str, Any] | None) -> bytes:
+        if delta is None:
+            return b""
+        return _event({"type": "content_block_delta", **where, "delta": delta})
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return sse(value, value["type"])

@@ -1,0 +1,181 @@
+"""JSON schemas of answers that are blocks: of OpenAI's Responses, of Anthropic's Messages.
+
+See answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlxpool.gateway.schemas import (
+    ANY,
+    COUNT,
+    MAP,
+    NULL,
+    TEXT,
+    TEXT_OR_NULL,
+    Schema,
+    choice,
+    listed,
+    one_of,
+    record,
+    ref,
+)
+
+# ---- OpenAI's Responses ----------------------------------------------------------------------
+
+_RESPONSE_USAGE = record(
+    {
+        "input_tokens": COUNT,
+        "input_tokens_details": record({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "output_tokens_details": record({"reasoning_tokens": COUNT}),
+        "total_tokens": COUNT,
+    }
+)
+_ECHOED = (  # members of a response that repeat its request
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "reasoning",
+    "safety_identifier",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+    "user",
+)
+
+RESPONSES: Mapping[str, Schema] = {
+    "Response": record(
+        {
+            "id": TEXT,
+            "object": {"const": "response"},
+            "created_at": COUNT,
+            "model": TEXT,
+            "status": choice("in_progress", "completed", "incomplete", "failed"),
+            "output": listed(ref("ResponseItem")),
+            "error": one_of(record({"code": TEXT, "message": TEXT}), NULL),
+            "incomplete_details": one_of(record({"reason": {"const": "max_output_tokens"}}), NULL),
+            "usage": one_of(_RESPONSE_USAGE, NULL),
+        },
+        {
+            **dict.fromkeys(_ECHOED, ANY),
+            "background": {"const": False},
+            "previous_response_id": NULL,
+            "service_tier": TEXT,
+            "store": {"const": False},
+        },
+    ),
+    "ResponseItem": record(
+        {
+            "id": TEXT,
+            "type": choice("message", "function_call", "reasoning"),
+            "status": choice("in_progress", "completed", "incomplete"),
+        },
+        {
+            "role": {"const": "assistant"},
+            "content": listed(ref("ResponsePart")),
+            "summary": listed(ref("ResponsePart")),
+            "encrypted_content": NULL,
+            "call_id": TEXT,
+            "name": TEXT,
+            "arguments": TEXT,
+        },
+    ),
+    "ResponsePart": record(
+        {"type": choice("output_text", "reasoning_text", "summary_text"), "text": TEXT},
+        {"annotations": listed(MAP), "logprobs": listed(MAP)},
+    ),
+    "ResponseEvent": record(
+        {"type": TEXT, "sequence_number": COUNT},
+        {
+            "response": ref("Response"),
+            "item": ref("ResponseItem"),
+            "part": ref("ResponsePart"),
+            "item_id": TEXT,
+            "output_index": COUNT,
+            "content_index": COUNT,
+            "summary_index": COUNT,
+            "delta": TEXT,
+            "text": TEXT,
+            "name": TEXT,
+            "arguments": TEXT,
+            "logprobs": listed(MAP),
+        },
+    ),
+}
+
+# ---- Anthropic's Messages --------------------------------------------------------------------
+
+_CONTENT_BLOCK = record(
+    {"type": choice("text", "thinking", "tool_use")},
+    {
+        "text": TEXT,
+        "citations": NULL,
+        "thinking": TEXT,
+        "signature": TEXT,
+        "id": TEXT,
+        "name": TEXT,
+        "input": MAP,
+    },
+)
+_STOP_REASON = choice(
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", None
+)
+_ENDING: Mapping[str, Schema] = {"stop_reason": _STOP_REASON, "stop_sequence": TEXT_OR_NULL}
+_MESSAGE_USAGE = record(
+    {
+        "input_tokens": COUNT,
+        "cache_creation_input_tokens": COUNT,
+        "cache_read_input_tokens": COUNT,
+        "output_tokens": COUNT,
+    },
+    {"output_tokens_details": record({"thinking_tokens": COUNT})},
+)
+ANTHROPIC: Mapping[str, Schema] = {
+    "AnthropicError": record(
+        {"type": {"const": "error"}, "error": record({"type": TEXT, "message": TEXT})},
+        {"request_id": TEXT},
+    ),
+    "AnthropicMessage": record(
+        {
+            "id": TEXT,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": TEXT,
+            "content": listed(_CONTENT_BLOCK),
+            **_ENDING,
+            "usage": _MESSAGE_USAGE,
+        }
+    ),
+    "AnthropicEvent": record(
+        {"type": TEXT},
+        {
+            "message": ref("AnthropicMessage"),
+            "index": COUNT,
+            "content_block": _CONTENT_BLOCK,
+            "delta": record(
+                {},
+                {
+                    **_ENDING,
+                    "type": TEXT,
+                    "text": TEXT,
+                    "thinking": TEXT,
+                    "signature": TEXT,
+                    "partial_json": TEXT,
+                },
+            ),
+            "usage": _MESSAGE_USAGE,
+            "error": record({"type": TEXT, "message": TEXT}),
+            "request_id": TEXT,
+        },
+    ),
+    "AnthropicCount": record({"input_tokens": COUNT}),
+}

@@ -1,0 +1,101 @@
+"""A checked chat of an interface, and what the formats of its model allow. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.formats import NO_CHAT, ChatFormats
+from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
+from mlxpool.gateway.generation import ChoiceRequest
+from mlxpool.gateway.models import ModelInfo
+
+NO_FORCED_CALL = (
+    "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
+)
+NOT_STRICT = (
+    "beside 'auto' the arguments of calls in the format in which this model writes them cannot be"
+    " held to a schema; leave it out, or have a call forced by 'tool_choice'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One chat, with one answer.
+
+    Parts of the messages name the images by their index. `forced`: the tools of which the answer
+    has to call one; none: that is left to the model. `think_field`: the field that asks for
+    thoughts. `several_calls` False: the answer has one call at most.
+    """
+
+    model: str
+    messages: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    think_field: str
+    images: Sequence[bytes] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    forced: Sequence[Mapping[str, Any]] = ()
+    several_calls: bool = True
+
+    def choice(self, model: ModelInfo) -> ChoiceRequest:
+        """What the pool is asked for. Raises HttpError for what the model's template has not."""
+        chat = model.chat or NO_CHAT
+        check_formats(self.model, chat, self.tools, self.options, self.think_field)
+        options = {**self.options, **calls_format(chat, self.tools, self.forced)}
+        arguments = {
+            "messages": self.messages,
+            **({"images": self.images} if self.images else {}),
+            **({"tools": self.tools} if self.tools else {}),
+            **options,
+        }
+        return ChoiceRequest(
+            model.name, arguments, chat, self.tools, several_calls=self.several_calls
+        )
+
+
+def check_formats(
+    name: str,
+    chat: ChatFormats,
+    tools: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    think_field: str,
+) -> None:
+    """Raises HttpError for tools or thoughts that the template of the model `name` knows not."""
+    if tools and chat.tools is None:
+        message = f"the chat template of {name!r} knows no tools; leave `tools` out"
+        raise bad_request(message, "tools", "unsupported_parameter")
+    if options.get("think") and chat.thinking is None:
+        message = f"the chat template of {name!r} knows no thinking; leave it out"
+        raise bad_request(message, think_field, "unsupported_parameter")
+
+
+def calls_format(
+    chat: ChatFormats,
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[Mapping[str, Any]],
+    function: str = "",
+) -> dict[str, Any]:
+    """The option `format` of an answer whose calls follow schemas; empty if none have to.
+
+    `forced`: tools of which it has to call one; without, the strict ones of `tools` are followed.
+    `function`: where a tool has its function, in the words of an error. Raises HttpError where the
+    model's format of calls, or a schema, does not allow it.
+    """
+    strict = [number for number, one in enumerate(tools) if one["function"].get("strict")]
+    if not forced and not strict:
+        return {}
+    try:
+        if forced:
+            field, advice = "tool_choice", NO_FORCED_CALL
+            format = forced_call(chat.tools, forced)
+        else:
+            field, advice = f"tools[{strict[0]}]{function}.strict", NOT_STRICT
+            format = strict_calls(chat.tools, tools)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from None
+    if format is None:
+        raise unsupported_parameter(field, advice)
+    return {"format": fields.option("tools", format, "format")}

@@ -1,0 +1,180 @@
+"""The fields of requests of OpenAI's Responses, with their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
+from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
+from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.openai.fields import ACCEPTED, COMMON
+from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
+from mlxpool.gateway.schemas import (
+    ANY,
+    FLAG,
+    MAP,
+    NAME,
+    TEXT,
+    Schema,
+    choice,
+    described,
+    integer,
+    listed,
+    one_of,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDED = (LOGPROBS, ENCRYPTED)
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each
+MESSAGE_ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text")
+SUMMARIES = ("auto", "concise", "detailed")
+
+# field -> option of the pool; those of the context are `truncation`
+SAMPLING: Mapping[str, str] = {
+    name: target
+    for name, target in OF_CHATS.items()
+    if name not in ("truncate", "shift", "num_keep", "num_ctx")
+}
+FORMAT = Body(
+    {"type": choice("text", "json_object", "json_schema"), "schema": MAP},
+    required=("type",),
+    accepted={"name": TEXT, "strict": FLAG, "description": TEXT},
+)
+TEXT_CONFIG = Body(
+    {"format": FORMAT.schema()},
+    refused={"verbosity": (("medium",), "ask for it in the instructions")},
+)
+REASONING = Body(
+    {
+        "effort": choice("none", *LEVELS),
+        "summary": described("the thoughts as they are, as a summary", choice(*SUMMARIES)),
+        "generate_summary": described("the older form of `summary`", choice(*SUMMARIES)),
+    }
+)
+STREAM_OPTIONS = Body({}, accepted={"include_obfuscation": ANY})
+
+_CONTENT = one_of(TEXT, listed(MAP))
+ITEM = one_of(
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "message"},
+            "role": choice(*MESSAGE_ROLES),
+            "content": described("text, or parts: input_text, input_image, output_text", _CONTENT),
+        },
+        "required": ["role", "content"],
+    },
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function_call"},
+            "call_id": NAME,
+            "name": NAME,
+            "arguments": described("a map as JSON text", TEXT),
+        },
+        "required": ["type", "call_id", "name", "arguments"],
+    },
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function_call_output"},
+            "call_id": NAME,
+            "output": _CONTENT,
+        },
+        "required": ["type", "call_id", "output"],
+    },
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "reasoning"},
+            "content": {"type": ["array", "null"], "items": MAP},
+            "summary": {"type": ["array", "null"], "items": MAP},
+        },
+        "required": ["type"],
+    },
+)
+TOOL = Body(
+    {
+        "type": {"const": "function"},
+        "name": NAME,
+        "description": TEXT,
+        "parameters": described("a JSON schema", MAP),
+        "strict": FLAG,
+    },
+    required=("type", "name"),
+)
+TOOL_CHOICE: Schema = one_of(
+    choice("auto", "none", "required"),
+    {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "name": NAME},
+        "required": ["type", "name"],
+    },
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "allowed_tools"},
+            "mode": choice("auto", "required"),
+            "tools": listed(MAP, 1),
+        },
+        "required": ["type", "mode", "tools"],
+    },
+)
+METADATA: Schema = {
+    "type": "object",
+    "maxProperties": MAX_METADATA,
+    "propertyNames": {"maxLength": MAX_KEY},
+    "additionalProperties": {"type": "string", "maxLength": MAX_VALUE},
+}
+KEPT = "nothing is kept between requests: send the whole conversation in `input`"
+RESPONSE = Body(
+    {
+        "model": described("a name of /v1/models", NAME),
+        "input": one_of(TEXT, listed(ITEM, 1, MAX_MESSAGES)),
+        "instructions": TEXT,
+        "stream": FLAG,
+        "stream_options": described("with `stream` only", STREAM_OPTIONS.schema()),
+        "max_output_tokens": integer(1, MAX_COUNT),
+        "tools": listed(TOOL.schema(), 0, MAX_TOOLS),
+        "tool_choice": TOOL_CHOICE,
+        "parallel_tool_calls": FLAG,
+        "text": TEXT_CONFIG.schema(),
+        "reasoning": REASONING.schema(),
+        "include": listed(choice(*INCLUDED)),
+        "top_logprobs": described(
+            f"with {LOGPROBS} in `include` only", integer(0, MAX_TOP_LOGPROBS)
+        ),
+        "truncation": described(
+            "auto: the oldest items are left out until the rest fits", choice("auto", "disabled")
+        ),
+        "metadata": METADATA,
+        "prompt_cache_key": COMMON["prompt_cache_key"],
+        **{name: COMMON[name] for name in SAMPLING},
+    },
+    required=("model", "input"),
+    accepted={
+        **{name: schema for name, schema in ACCEPTED.items() if name != "metadata"},
+        "max_tool_calls": ANY,  # of tools that the server runs, of which there are none
+        "prompt_cache_retention": ANY,
+        "prompt_cache_options": ANY,
+    },
+    refused={
+        "store": ((False,), "nothing is kept; leave it out"),
+        "background": ((False,), "leave it out; the answer comes with this request"),
+        "background_options": ((), "leave it out"),
+        "previous_response_id": ((), KEPT),
+        "conversation": ((), KEPT),
+        "prompt": ((), "there are no stored prompts: use `instructions` and `input`"),
+        "context_management": (([],), "use `truncation`"),
+        "moderation": ((), "leave it out"),
+        "access_programs": ((), "leave it out"),
+        "image": ((), "leave it out"),
+        "messages": ((), "this is /v1/responses: use `input`"),
+        "max_tokens": ((), "use `max_output_tokens`"),
+        "response_format": ((), "use `text.format`"),
+        "reasoning_effort": ((), "use `reasoning.effort`"),
+        "n": ((1,), "a response has one answer"),
+    },
+)

@@ -1,0 +1,181 @@
+"""The items of a request's `input`, as the pool's messages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpool.common.checks import shown
+from mlxpool.common.protocol.chat import MAX_MESSAGES
+from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.images import DETAILS, from_data_url
+from mlxpool.gateway.openai.responses_api.fields import MESSAGE_ROLES, TEXT_PARTS
+
+KNOWN = "must be a message, function_call, function_call_output or reasoning"
+PARTS = "must be input_text, output_text, input_image or refusal"
+ENCRYPTED = (
+    "has encrypted_content only, which another server has encrypted; leave the item out, or send"
+    " its `content` or `summary`"
+)
+
+
+class Conversation:
+    """Collects messages, and the images that their parts name by index.
+
+    Thoughts, text and calls that follow each other are one message of the assistant.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[bytes] = []
+        self._names: dict[str, str] = {}  # of called functions, by the id of the call
+
+    def add(self, where: str, item: object) -> None:
+        """Add one item of `input`. Raises HttpError naming it."""
+        if not isinstance(item, Mapping):
+            raise _fault(f"{where} {KNOWN}, got {shown(item)}")
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            self._message(where, item)
+        elif kind == "function_call":
+            self._call(where, item)
+        elif kind == "function_call_output":
+            self._output(where, item)
+        elif kind == "reasoning":
+            self._reasoning(where, item)
+        else:
+            raise _fault(f"{where}.type is {shown(kind)}, {KNOWN}")
+
+    def _message(self, where: str, item: Mapping[str, Any]) -> None:
+        role = item.get("role")
+        if role not in MESSAGE_ROLES:
+            raise _fault(
+                f"{where}.role is {shown(role)}, must be one of {', '.join(MESSAGE_ROLES)}"
+            )
+        content = self._content(f"{where}.content", item.get("content"))
+        if role != "assistant":
+            self.messages.append({"role": role, "content": content})
+            return
+        message = self._assistant(lacks=("content", "tool_calls"))
+        message["content"] = content
+
+    def _call(self, where: str, item: Mapping[str, Any]) -> None:
+        call_id, name = _name(where, item, "call_id"), _name(where, item, "name")
+        arguments = item.get("arguments")
+        if not isinstance(arguments, str):
+            raise _fault(f"{where}.arguments must be JSON text, got {shown(arguments)}")
+        self._names[call_id] = name
+        message = self._assistant()
+        message.setdefault("content", "")
+        message.setdefault("tool_calls", []).append(
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
+
+    def _output(self, where: str, item: Mapping[str, Any]) -> None:
+        call_id = _name(where, item, "call_id")
+        content = self._content(f"{where}.output", item.get("output"))
+        name = self._names.get(call_id)
+        self.messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call_id,
+                **({"name": name} if name else {}),
+                "content": content,
+            }
+        )
+
+    def _reasoning(self, where: str, item: Mapping[str, Any]) -> None:
+        """Thoughts of an earlier answer: its `content`, or its summary if it has no other."""
+        text = _texts(f"{where}.content", item.get("content"))
+        text = text or _texts(f"{where}.summary", item.get("summary"))
+        if not text and item.get("encrypted_content"):
+            raise _fault(f"{where} {ENCRYPTED}")
+        if text:
+            message = self._assistant(lacks=("reasoning_content", "content", "tool_calls"))
+            message["reasoning_content"] = text
+            message["content"] = ""
+
+    def _assistant(self, lacks: Sequence[str] = ()) -> dict[str, Any]:
+        """The last message if it is the assistant's without these members, else a new one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(last.get(name) for name in lacks):
+            last = {"role": "assistant"}
+            self.messages.append(last)
+        return last
+
+    def _content(self, where: str, content: object) -> str | list[dict[str, Any]]:
+        """Text if all parts are text, else parts."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise _fault(f"{where} must be text or a list of parts, got {shown(content)}")
+        parts = [self._part(f"{where}[{number}]", part) for number, part in enumerate(content)]
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        return parts
+
+    def _part(self, where: str, part: object) -> dict[str, Any]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or not isinstance(kind, str):
+            raise _fault(f"{where} {PARTS}, got {shown(part)}")
+        if kind in TEXT_PARTS:
+            return {"type": "text", "text": _text(where, part, "text")}
+        if kind == "refusal":
+            return {"type": "text", "text": _text(where, part, "refusal")}
+        if kind != "input_image":
+            raise _fault(f"{where} has the type {shown(kind)}, {PARTS}")
+        if part.get("detail") not in (*DETAILS, "original"):
+            raise _fault(f"{where}.detail is {shown(part['detail'])}, must be auto, low or high")
+        if part.get("file_id") is not None:
+            raise _fault(f"{where}.file_id is not supported: send the image as a data URL")
+        self.images.append(from_data_url(f"{where}.image_url", part.get("image_url"), "input"))
+        return {"type": "image", "blob": len(self.images) - 1}
+
+
+def conversation_of(given: object, instructions: str) -> Conversation:
+    """The conversation of `input`, after a system message with the instructions, if there are any.
+
+    Raises HttpError naming the item.
+    """
+    found = Conversation()
+    if instructions:
+        found.messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        found.messages.append({"role": "user", "content": given})
+        return found
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
+        got = len(given) if isinstance(given, list) else shown(given)
+        raise _fault(f"'input' must be text or a list of 1 to {MAX_MESSAGES} items, got {got}")
+    for number, item in enumerate(given):
+        found.add(f"input[{number}]", item)
+    return found
+
+
+def _fault(message: str) -> HttpError:
+    return bad_request(message, "input")
+
+
+def _name(where: str, item: Mapping[str, Any], key: str) -> str:
+    if not _text(where, item, key):
+        raise _fault(f"{where}.{key} must not be empty")
+    return str(item[key])
+
+
+def _text(where: str, item: Mapping[str, Any], key: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise _fault(f"{where}.{key} must be text, got {shown(value)}")
+    return value
+
+
+def _texts(where: str, parts: object) -> str:
+    """The texts of parts, joined; "" for null."""
+    if parts is None:
+        return ""
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise _fault(f"{where} must be a list of parts with text, got {shown(parts)}")
+    return "".join(_text(f"{where}[{number}]", part, "text") for number, part in enumerate(parts))

@@ -1,0 +1,245 @@
+"""Requests of OpenAI's Responses, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.checks import shown
+from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
+from mlxpool.common.protocol.chat import LEVELS, check_messages
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.chat_request import ChatRequest
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.openai.responses_api.fields import (
+    FORMAT,
+    INCLUDED,
+    LOGPROBS,
+    MAX_KEY,
+    MAX_METADATA,
+    MAX_VALUE,
+    REASONING,
+    RESPONSE,
+    SAMPLING,
+    STREAM_OPTIONS,
+    SUMMARIES,
+    TEXT_CONFIG,
+    TOOL,
+)
+from mlxpool.gateway.openai.responses_api.items import conversation_of
+from mlxpool.gateway.sampling import sampling_options, session_option
+from mlxpool.gateway.structured import require_no_tools
+
+TOOL_CHOICES = (
+    "must be auto, none, required, {type: 'function', name: …} or"
+    " {type: 'allowed_tools', mode: …, tools: […]}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """A checked request.
+
+    `truncates`: old items are left out until the rest fits. `summary`: thoughts are told as a
+    summary. `echoed`: members of the response that repeat the request.
+    """
+
+    chat: ChatRequest
+    stream: bool
+    truncates: bool
+    summary: bool
+    echoed: Mapping[str, Any]
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the request asks for log-probabilities."""
+        return "logprobs" in self.chat.options
+
+
+def response(body: Mapping[str, Any]) -> ResponseRequest:
+    """A checked /v1/responses. Raises HttpError naming the field."""
+    RESPONSE.check(body)
+    instructions = fields.text(body, "instructions", "")
+    conversation = conversation_of(body.get("input"), instructions)
+    messages = fields.checked("input", check_messages, conversation.messages)
+    tools, forced = _tools(body)
+    several = fields.flag(body, "parallel_tool_calls", True)
+    options = {
+        **sampling_options(body, SAMPLING),
+        **session_option(body),
+        **_format(body),
+        **_logprobs(body),
+    }
+    max_tokens = fields.integer(body, "max_output_tokens", 1, MAX_COUNT)
+    options |= {} if max_tokens is None else {"max_tokens": max_tokens}
+    effort, summary = _reasoning(body)
+    options |= {} if effort is None else {"think": False if effort == "none" else effort}
+    require_no_tools(tools, options)
+    stream = fields.flag(body, "stream", False)
+    given = fields.mapping(body, "stream_options")
+    if given and not stream:
+        raise bad_request("'stream_options' goes with 'stream': true", "stream_options")
+    STREAM_OPTIONS.check(given, "stream_options.")
+    chat = ChatRequest(
+        fields.text(body, "model"),
+        messages,
+        options,
+        "reasoning.effort",
+        conversation.images,
+        tools,
+        forced,
+        several,
+    )
+    truncation = fields.choice(body, "truncation", ("auto", "disabled")) or "disabled"
+    echoed = {
+        **_echoed(body, options),
+        "instructions": instructions or None,
+        "metadata": _metadata(body),
+        "parallel_tool_calls": several,
+        "reasoning": {"effort": effort, "summary": summary},
+        "truncation": truncation,
+    }
+    return ResponseRequest(chat, stream, truncation == "auto", summary is not None, echoed)
+
+
+def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a response that repeat a field, or tell its default."""
+    text = fields.mapping(body, "text")
+    return {
+        "max_output_tokens": options.get("max_tokens"),
+        "max_tool_calls": body.get("max_tool_calls"),
+        "model": body["model"],
+        "prompt_cache_key": body.get("prompt_cache_key"),
+        "safety_identifier": body.get("safety_identifier"),
+        "temperature": options["temperature"],
+        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "top_p": options["top_p"],
+        "user": body.get("user"),
+    }
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tools that are offered, in the pool's form, and those of which one has to be called."""
+    tools = fields.tools_of_kind(body, ("function",))
+    for number, tool in enumerate(tools):
+        _check_tool(number, tool)
+    found = [
+        {
+            "type": "function",
+            "function": {key: value for key, value in tool.items() if key != "type"},
+        }
+        for tool in tools
+    ]
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping):
+        offered, forced = _chosen(choice, found)
+    else:
+        mode = fields.choice(body, "tool_choice", ("auto", "none", "required"))
+        offered = [] if mode == "none" else found
+        forced = found if mode == "required" else []
+        if mode == "required" and not found:
+            raise bad_request("'tool_choice' wants a call, and there are no 'tools'", "tool_choice")
+    return offered, forced
+
+
+def _check_tool(number: int, tool: Mapping[str, Any]) -> None:
+    prefix = f"tools[{number}]."
+    if "function" in tool:
+        message = f"{prefix}function is the form of /v1/chat/completions: here its members stand in"
+        raise bad_request(f"{message} the tool itself", "tools")
+    TOOL.check(tool, prefix)
+    fields.flag(tool, "strict", False, prefix)
+    fields.text(tool, "description", "")
+
+
+def _chosen(
+    choice: Mapping[str, Any], tools: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tools that are offered and forced by a `tool_choice` that names some."""
+    if choice.get("type") == "function":
+        named = [choice]
+    elif choice.get("type") == "allowed_tools" and choice.get("mode") in ("auto", "required"):
+        named = choice["tools"] if isinstance(choice.get("tools"), list) else []
+    else:
+        named = []
+    names = [one.get("name") if isinstance(one, Mapping) else None for one in named]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise bad_request(f"'tool_choice' is {shown(choice)}, {TOOL_CHOICES}", "tool_choice")
+    found = [tool for tool in tools if tool["function"]["name"] in names]
+    if len(found) < len(set(names)):
+        raise bad_request("'tool_choice' names a tool that is not in 'tools'", "tool_choice")
+    if choice["type"] == "function":
+        return list(tools), found
+    return found, found if choice["mode"] == "required" else []
+
+
+def _format(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The option `format` of `text`; empty for text."""
+    text = fields.mapping(body, "text")
+    TEXT_CONFIG.check(text, "text.")
+    given = fields.mapping(text, "format")
+    if not given:
+        return {}
+    FORMAT.check(given, "text.format.")
+    kind = fields.choice(given, "type", ("text", "json_object", "json_schema"), "text.format.")
+    if kind == "json_object":
+        return {"format": {"type": "json"}}
+    if kind == "json_schema":
+        format = {"type": "json_schema", "schema": given.get("schema")}
+        return {"format": fields.option("text.format.schema", format, "format")}
+    if kind is None:
+        raise bad_request("'text.format.type' is missing", "text.format.type")
+    return {}
+
+
+def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    included = body.get("include")
+    if included is None:
+        included = []
+    if not isinstance(included, list):
+        raise bad_request(f"'include' must be a list, got {shown(included)}", "include")
+    for name in included:
+        if name not in INCLUDED:
+            advice = f"there is only {' and '.join(INCLUDED)}"
+            raise bad_request(
+                f"'include' has {shown(name)}, which is not supported: {advice}",
+                "include",
+                "unsupported_parameter",
+            )
+    top = fields.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if LOGPROBS in included:
+        return {"logprobs": True, "top_logprobs": top or 0}
+    if top:
+        message = f"'top_logprobs' goes with {LOGPROBS!r} in 'include'"
+        raise bad_request(message, "top_logprobs")
+    return {}
+
+
+def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The effort, and the kind of summary that is wanted; None: none is named."""
+    given = fields.mapping(body, "reasoning")
+    prefix = "reasoning."
+    REASONING.check(given, prefix)
+    older = fields.choice(given, "generate_summary", SUMMARIES, prefix)
+    summary = fields.choice(given, "summary", SUMMARIES, prefix) or older
+    return fields.choice(given, "effort", ("none", *LEVELS), prefix), summary
+
+
+def _metadata(body: Mapping[str, Any]) -> Mapping[str, str]:
+    given = fields.mapping(body, "metadata")
+    if len(given) > MAX_METADATA:
+        raise bad_request(
+            f"'metadata' has {len(given)} pairs, at most {MAX_METADATA} are taken", "metadata"
+        )
+    for key, value in given.items():
+        if not isinstance(value, str) or len(value) > MAX_VALUE or len(key) > MAX_KEY:
+            raise bad_request(
+                f"'metadata' has {shown(key)}: {shown(value)}; keys have at most {MAX_KEY}"
+                f" characters, values are texts of at most {MAX_VALUE}",
+                "metadata",
+            )
+    return given

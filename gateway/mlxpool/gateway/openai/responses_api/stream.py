@@ -1,0 +1,106 @@
+"""The events of a streamed response, in the order of OpenAI's interface. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import ChoiceUpdate
+from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, token_logprob
+from mlxpool.gateway.output_blocks import Action, Block, Kind, OutputBlocks, Step
+from mlxpool.gateway.server_sent_events import sse
+
+
+@dataclass(eq=False, slots=True)
+class ResponseEvents:
+    """Encodes the updates of one answer. Numbers the events from 0."""
+
+    frame: ResponseFrame
+    output: OutputBlocks
+    _number: int = 0
+
+    def head(self) -> bytes:
+        """The events before the first update."""
+        body = {"response": self.frame.begun()}
+        return self._event("response.created", body) + self._event("response.in_progress", body)
+
+    def update(self, update: ChoiceUpdate) -> bytes:
+        """The events of an update."""
+        return b"".join([self._step(step) for step in self.output.push(update)])
+
+    def tail(self, whole: Mapping[str, Any]) -> bytes:
+        """The event that ends the stream, with the whole response."""
+        return self._event(f"response.{whole['status']}", {"response": whole})
+
+    def failed(self, error: HttpError) -> bytes:
+        """The event that ends a stream with an error."""
+        body = {"response": self.frame.failed(self.output.blocks, error)}
+        return self._event("response.failed", body)
+
+    def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return sse({"type": kind, "sequence_number": number, **members}, kind)
+
+    def _step(self, step: Step) -> bytes:
+        block = step.block
+        if step.action is Action.PIECE:
+            return self._piece(step)
+        item = self._in_output(block)
+        if step.action is Action.BEGIN:
+            added = {**item, "item": self.frame.item_begun(block)}
+            return self._event("response.output_item.added", added) + self._part_begins(block)
+        done = {**item, "item": self.frame.item(block)}
+        return self._part_ends(block) + self._event("response.output_item.done", done)
+
+    def _part_begins(self, block: Block) -> bytes:
+        if block.kind is Kind.CALL:
+            return b""
+        part = {**self._in_item(block), "part": self.frame.part(block, "")}
+        return self._event(f"{self._part_kind(block)}.added", part)
+
+    def _piece(self, step: Step) -> bytes:
+        block = step.block
+        members = {**self._in_item(block), "delta": step.piece}
+        if block.kind is Kind.TEXT:
+            members["logprobs"] = [token_logprob(entry) for entry in step.logprobs]
+        return self._event(f"{self._text_kind(block)}.delta", members)
+
+    def _part_ends(self, block: Block) -> bytes:
+        where, kind = self._in_item(block), self._text_kind(block)
+        if block.kind is Kind.CALL:
+            call = {"name": block.name, "arguments": block.text}
+            return self._event(f"{kind}.done", {**where, **call})
+        (part,) = self.frame.parts(block)
+        members = {**where, "text": part["text"]}
+        if block.kind is Kind.TEXT:
+            members["logprobs"] = part["logprobs"]
+        done = self._event(f"{kind}.done", members)
+        return done + self._event(f"{self._part_kind(block)}.done", {**where, "part": part})
+
+    def _in_output(self, block: Block) -> dict[str, Any]:
+        return {"output_index": block.index}
+
+    def _in_item(self, block: Block) -> dict[str, Any]:
+        where = {**self._in_output(block), "item_id": self.frame.item_id(block)}
+        if block.kind is Kind.CALL:
+            return where
+        return {**where, "summary_index" if self._summarised(block) else "content_index": 0}
+
+    def _summarised(self, block: Block) -> bool:
+        return block.kind is Kind.THOUGHTS and self.frame.summary
+
+    def _part_kind(self, block: Block) -> str:
+        """The events of the part of a block."""
+        if self._summarised(block):
+            return "response.reasoning_summary_part"
+        return "response.content_part"
+
+    def _text_kind(self, block: Block) -> str:
+        """The events of the text of a block."""
+        if block.kind is Kind.CALL:
+            return "response.function_call_arguments"
+        if block.kind is Kind.TEXT:
+            return "response.output_text"
+        return f"response.reasoning_{'summary_' if self.frame.summary else ''}text"

@@ -1,0 +1,169 @@
+"""An answer as a list of blocks: thoughts, text, calls of tools.
+
+Interfaces that stream blocks encode the steps; whole answers have the blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mlxpool.client import Result
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.formats.events import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    merged,
+)
+from mlxpool.gateway.generation import ChoiceUpdate, Generation
+
+CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
+BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
+_LETTERS = string.ascii_letters + string.digits
+
+
+class Kind(Enum):
+    """What a block holds."""
+
+    THOUGHTS = "thoughts"
+    TEXT = "text"
+    CALL = "call"
+
+
+class Action(Enum):
+    """What happens to a block."""
+
+    BEGIN = "begin"
+    PIECE = "piece"
+    END = "end"
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One block. `text` of a call is the JSON of its arguments, `name` its tool.
+
+    `cut`: the answer ended within it, at its bound of tokens. `logprobs`: of the tokens of text.
+    """
+
+    kind: Kind
+    index: int  # in the answer
+    id: str = ""  # of a call
+    name: str = ""
+    text: str = ""
+    cut: bool = False
+    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call; empty if it was cut. Raises HttpError for no JSON map."""
+        try:
+            return call_arguments(self.name, self.text)
+        except HttpError:
+            if self.cut:
+                return {}
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A block begins, gets a piece of text, or ends; `logprobs`: of the piece's tokens."""
+
+    action: Action
+    block: Block
+    piece: str = ""
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+
+
+class OutputBlocks:
+    """The blocks of one answer, from its updates."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._logprobs: list[Mapping[str, Any]] = []  # of text that the parser holds back
+
+    @property
+    def calls(self) -> int:
+        """How many calls of tools there are."""
+        return sum(block.kind is Kind.CALL for block in self.blocks)
+
+    def push(self, update: ChoiceUpdate) -> list[Step]:
+        """The steps of the next update; the last update ends the open block."""
+        self._logprobs += update.logprobs
+        steps: list[Step] = []
+        for event in merged(update.events):
+            steps += self._event(event, last=update.result is not None)
+        if update.result is not None and self._open is not None:
+            self._open.cut = update.result.reason == "length"
+            steps += self._end()
+        return steps
+
+    async def read(self, generation: Generation) -> Result:
+        """Read an answer to its end; returns its result. Raises HttpError."""
+        result: Result | None = None
+        async for update in generation.updates():
+            if update is not None:
+                self.push(update)
+                result = update.result
+        assert result is not None
+        return result
+
+    def _event(self, event: Event, *, last: bool) -> list[Step]:
+        if isinstance(event, Content | Reasoning):
+            kind = Kind.TEXT if isinstance(event, Content) else Kind.THOUGHTS
+            begin = [] if self._is_open(kind) else self._begin(kind)
+            return [*begin, *self._piece(event.text)]
+        if isinstance(event, CallBegin):
+            return self._begin(Kind.CALL, event.name)
+        if isinstance(event, CallArguments):
+            return self._piece(event.text)
+        return [] if last else self._end()  # `push` ends the last one, which may be cut
+
+    def _is_open(self, kind: Kind) -> bool:
+        return self._open is not None and self._open.kind is kind
+
+    def _begin(self, kind: Kind, name: str = "") -> list[Step]:
+        steps = self._end()
+        id = new_call_id() if kind is Kind.CALL else ""
+        self._open = block = Block(kind, len(self.blocks), id, name)
+        self.blocks.append(block)
+        return [*steps, Step(Action.BEGIN, block)]
+
+    def _piece(self, text: str) -> list[Step]:
+        block, logprobs = self._open, tuple(self._logprobs)
+        assert block is not None
+        self._logprobs.clear()
+        block.text += text
+        if block.kind is not Kind.TEXT:
+            logprobs = ()
+        block.logprobs += logprobs
+        return [Step(Action.PIECE, block, text, logprobs)]
+
+    def _end(self) -> list[Step]:
+        block, self._open = self._open, None
+        return [] if block is None else [Step(Action.END, block)]
+
+
+def new_call_id() -> str:
+    """A random id for a tool call."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(CALL_ID_LENGTH))
+
+
+def call_arguments(name: str, text: str) -> dict[str, Any]:
+    """The arguments of a call, from the text that the model wrote. Raises HttpError."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise HttpError(
+            500, BAD_ARGUMENTS.format(name=name, text=text), "bad_tool_call", retry=False
+        )
+    return found

@@ -1,0 +1,88 @@
+"""Token ids over HTTP: as the model reads a text or a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from support.gateway_thread import GatewayThread
+from support.openapi_answers import faults
+from support.pool import Pool
+
+pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+HI: Any = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(pool: Pool) -> Iterator[str]:
+    with GatewayThread(pool.run_dir) as running:
+        yield running.url
+
+
+def ask(url: str, path: str, **fields: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    assert not faults(found, "Tokens" if path == "/tokenize" else "TokenText")
+    return found
+
+
+def test_a_text_and_back(url: str, pool: Pool) -> None:
+    found = ask(url, "/tokenize", prompt="Say: é!", return_token_strs=True)
+    with pool.client() as client:
+        assert found["tokens"] == client.tokenize("demo-chat", "Say: é!")
+        assert found["token_strs"] == client.token_texts("demo-chat", found["tokens"])
+        assert client.token_texts("demo-chat", []) == []
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["token_strs"][0] in ("S", "Say") and found["max_model_len"] == 1024
+    assert ask(url, "/detokenize", tokens=found["tokens"]) == {"prompt": "Say: é!"}
+    assert ask(url, "/tokenize", prompt="")["tokens"] == []
+
+
+def test_special_tokens_can_be_left_out(url: str) -> None:
+    with_them = ask(url, "/tokenize", model="demo", prompt="x = 1", return_token_strs=True)
+    assert with_them["token_strs"][0] == "<|endoftext|>"
+    fields = {"model": "demo", "add_special_tokens": False}
+    assert ask(url, "/tokenize", **fields, prompt="x = 1")["tokens"] == with_them["tokens"][1:]
+    written = ask(url, "/tokenize", **fields, prompt="<|endoftext|>x = 1")
+    assert written["tokens"] == with_them["tokens"]
+
+
+def test_a_chat_is_counted_as_its_prompt(url: str) -> None:
+    for more in ({}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": True}}):
+        found = ask(url, "/tokenize", messages=HI, **more)
+        body = {"model": "demo-chat", "messages": HI, "max_tokens": 1, **more}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["usage"]["prompt_tokens"] == found["count"]
+        assert found["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens"),
+        ("/detokenize", {"tokens": [9_999_999]}, None),
+        ("/detokenize", {"tokens": [1], "model": "nobody"}, "model"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    url: str, path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=60)
+    assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param

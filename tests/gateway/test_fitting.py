@@ -1,0 +1,29 @@
+"""Which messages of a chat are left out, from none to all but the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxpool.gateway.fitting import cuts
+
+
+def chat(roles: str) -> list[dict[str, Any]]:
+    """Messages whose contents are their places; s, u, a, t are their roles."""
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": names[one], "content": str(place)} for place, one in enumerate(roles)]
+
+
+def contents(roles: str) -> list[str]:
+    return ["".join(one["content"] for one in cut) for cut in cuts(chat(roles))]
+
+
+def test_instructions_stay_and_a_cut_is_in_front_of_a_user() -> None:
+    assert contents("suauatau") == ["01234567", "034567", "07"]
+    assert contents("uasu") == ["2013", "23"]
+
+
+def test_there_is_always_something_left() -> None:
+    assert contents("u") == ["0"]
+    assert contents("s") == ["0"]
+    assert contents("au") == ["01", "1"]
+    assert contents("uatat") == ["01234"]
