@@ -137,7 +137,8 @@ def test_a_job_is_cancelled_and_its_readers_hear_of_it(pool: Pool) -> None:
         job = client.submit("m", "long", key="long", max_tokens=100_000, seed=7)
         stream = client.fetch(job)
         first = next(iter(stream))
-        fate = pool.client().cancel(key="long")
+        with pool.client() as other:
+            fate = other.cancel(key="long")
         assert fate["state"] == "running" and first.ids
         row = client.job("long")
         assert row["state"] == "cancelled"
