@@ -79,7 +79,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.set_defaults(run=fetch)
     sub = commands.add_parser("jobs", parents=[common], help="list your jobs")
-    sub.add_argument("--state", choices=JOB_STATES, help="only those in this state")
+    sub.add_argument(
+        "--state",
+        choices=JOB_STATES,
+        metavar="STATE",
+        help=f"only those that are {', '.join(JOB_STATES[:-1])} or {JOB_STATES[-1]}",
+    )
     sub.add_argument(
         "--after",
         metavar="END_SEQ",
