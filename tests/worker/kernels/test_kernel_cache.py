@@ -349,7 +349,9 @@ def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> N
         stored.append(path)
 
     monkeypatch.setattr(kernel_cache, "_write", spoiled)
-    with pytest.raises(RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_norm"):
+    with pytest.raises(
+        RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_rms_norm"
+    ):
         mx.eval(row_ops.add_norm(x, x, x[0], 0.0009765625))
     for path in stored:
         path.unlink()

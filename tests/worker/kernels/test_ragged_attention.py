@@ -286,7 +286,10 @@ FRESH = [
 def test_fresh_lines_are_rotated_and_written(
     heads: Heads, hopper: bool, rope: Rope | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention and pools equal those of the two kernels, with parts and with padding lines."""
+    """Attention and pools equal those of the two kernels, with parts and with padding lines.
+
+    Lines may also be whole: queries, keys, then values.
+    """
     if not ON_GPU:
         monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: hopper)
     batch = Batch(
@@ -296,21 +299,27 @@ def test_fresh_lines_are_rotated_and_written(
     k, v = batch.qkv[:, first : first + heads.pairs], batch.qkv[:, first + heads.pairs :]
     turns = RotaryEmbedding(plan.ends - 1).turns(rope) if rope else None
     found = []
-    for fused in (False, True):
+    for way in ("apart", "fresh", "whole") if turns else ("apart", "fresh"):
         mx.random.seed(1)
         pools = tuple(mx.contiguous(mx.where(mx.isnan(one), 0, one)) for one in batch.pools)
         mx.eval(pools)
         scores, q = heads.scores(), batch.q
-        fresh = ragged_attention.FreshLines(k, v, turns) if fused else None
-        if not fused:
-            slots = mx.array(batch.slots)
-            q = block_write.rotate_and_write(q, k, v, pools, slots, turns)
-        out = ragged_attention.attend(q, pools, plan, scores, heads.window, fresh)
+        if way == "whole" and turns is not None:
+            lines = mx.contiguous(batch.qkv).reshape(batch.qkv.shape[0], -1)
+            rest = pools, plan, scores, heads.window
+            out = ragged_attention.attend_fresh(lines, first, *rest, turns).reshape(q.shape)
+        else:
+            fresh = ragged_attention.FreshLines(k, v, turns) if way == "fresh" else None
+            if fresh is None:
+                slots = mx.array(batch.slots)
+                q = block_write.rotate_and_write(q, k, v, pools, slots, turns)
+            out = ragged_attention.attend(q, pools, plan, scores, heads.window, fresh)
         mx.eval(out)
         assert not mx.any(plan.arrived).item() and not mx.any(out[5:]).item()
         found.append((out, *pools))
-    for one, other in zip(*found, strict=True):
-        assert mx.allclose(one, other, 0.01, 0.01).item()
+    for arrays in zip(*found, strict=True):
+        for other in arrays[1:]:
+            assert mx.allclose(arrays[0], other, 0.01, 0.01).item()
     assert not mx.array_equal(found[1][1], batch.pools[0]).item()
 
 

@@ -31,6 +31,7 @@ from mlxpool.worker.attention.row_batch import (
     PassOutput,
     RowBatch,
     RowSpan,
+    all_plain,
     logit_spans,
     singles_first,
     wanted_lines,
@@ -288,7 +289,8 @@ class PagedLayout(Layout):
         found = attention_of(self._model, self.pool.shape.dtype)
         if not found.supported:
             return None
-        return RaggedRunner(self._model, self.pool, rows, found, uploads)
+        store = cast(PagedStore, self.store)
+        return RaggedRunner(self._model, store, self.pool, rows, found, uploads)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -297,7 +299,7 @@ class PagedLayout(Layout):
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        if self.ragged is None or not all(span.plain for span in spans):
+        if self.ragged is None or not all_plain(spans):
             return super().is_new(spans, wanted)
         return self.ragged.is_new(spans, wanted)
 
@@ -309,7 +311,7 @@ class PagedLayout(Layout):
         wanted: Sequence[int],
     ) -> PassOutput:
         """See Layout."""
-        if self.ragged is None or not all(span.plain for span in spans):
+        if self.ragged is None or not all_plain(spans):
             return super().step(spans, ids, drawn, wanted)
         return self.ragged.step(spans, ids, drawn, wanted)
 

@@ -9,12 +9,13 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.kv_pool import KVPool
-from mlxpool.worker.attention.rotary import RotaryEmbedding, split_queries_keys
+from mlxpool.worker.attention.rotary import RotaryEmbedding, split_lines, split_queries_keys
 from mlxpool.worker.kernels import ragged_attention, row_ops
 from mlxpool.worker.kernels.block_write import rotate_and_write
 from mlxpool.worker.kernels.ragged_attention import FreshLines, RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import TileShape
+from mlxpool.worker.layers.config_fields import Heads
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 
 
@@ -86,6 +87,29 @@ class RaggedBatch:
         """See ForwardBatch.rotate_and_attend."""
         q, k = split_queries_keys(qk, v)
         return self._attend(layer, q, k, v, scores, rope)
+
+    def attend_lines(
+        self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """See ForwardBatch.attend_lines.
+
+        Where all spans are single lines, the kernel takes the lines as they are: each view of them
+        would cost the host as much as a tenth of a kernel.
+        """
+        if self._arrays.wanted is not None:
+            qk, v = split_lines(lines, heads)
+            return self.rotate_and_attend(layer, (qk,), v, scores, rope)
+        pools = cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
+        tiles = ragged_attention.tile_shape(heads.query, heads.kv, heads.dim)
+        return ragged_attention.attend_fresh(
+            lines,
+            heads.query,
+            pools,
+            self._arrays.plans[tiles],
+            scores,
+            self._pool.shape.window(layer),
+            self._rotation.turns(rope),
+        )
 
     def _attend(
         self,
@@ -184,6 +208,13 @@ class AttentionProbe:
         """See ForwardBatch.rotate_and_attend."""
         q, k = split_queries_keys(qk, v)
         return self.attend(layer, q, k, v, scores)
+
+    def attend_lines(
+        self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """See ForwardBatch.attend_lines."""
+        qk, v = split_lines(lines, heads)
+        return self.rotate_and_attend(layer, (qk,), v, scores, rope)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections

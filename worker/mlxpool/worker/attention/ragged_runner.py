@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpool.worker.attention.block_tables import BlockTables
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
+from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
 from mlxpool.worker.attention.row_batch import PassOutput, RowSpan, logit_spans, wanted_lines
 from mlxpool.worker.kernels import ragged_attention
@@ -95,9 +95,16 @@ class RaggedRunner:
     """
 
     def __init__(
-        self, model: Model, pool: KVPool, rows: int, attention: AttentionProbe, uploads: Uploads
+        self,
+        model: Model,
+        store: PagedStore,
+        pool: KVPool,
+        rows: int,
+        attention: AttentionProbe,
+        uploads: Uploads,
     ) -> None:
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
+        self._store = store
         self._tiles = tuple(sorted(attention.shapes, key=repr))
         self._chunk_tiles = tuple(sorted(attention.chunk_shapes, key=repr))
         self._work = {tiles: WorkLists(tiles) for tiles in (*self._tiles, *self._chunk_tiles)}
@@ -132,10 +139,12 @@ class RaggedRunner:
     ) -> PassOutput:
         """See Layout.step."""
         shape = self._shape(spans, wanted)
-        for span in spans:
-            cast(PagedRow, span.row).reserve(span.row.offset + span.count)
+        rows = [cast(PagedRow, span.row) for span in spans]
+        ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
+        for number in self._store.short(rows, ends):
+            rows[number].reserve(ends[number])
         numbers, plan = self._uploads.take(shape.size)
-        plan += self._write_plan(numbers, shape, spans, ids, wanted)
+        plan += self._write_plan(numbers, shape, rows, spans, ids, wanted)
         found = self._compiled(shape)(plan, self._padded(drawn))
         for span in spans:
             span.row.advance(span.count)
@@ -182,6 +191,7 @@ class RaggedRunner:
         self,
         numbers: Int32s,
         shape: PlanShape,
+        rows: Sequence[PagedRow],
         spans: Sequence[RowSpan],
         ids: Sequence[int],
         wanted: Sequence[int],
@@ -190,7 +200,6 @@ class RaggedRunner:
 
         Returns a 0 on which the pass must depend.
         """
-        rows = [cast(PagedRow, span.row) for span in spans]
         owners = self._tables.lines_of(rows)
         written = self._tables.update(rows, owners)
         offsets = np.array([row.offset for row in rows], dtype=np.int32)

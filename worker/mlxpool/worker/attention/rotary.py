@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from mlxpool.worker.kernels.block_write import RopeTables, makes_tables, rope_tables
 from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.config_fields import Heads
 from mlxpool.worker.layers.layer_types import Rope
 
 # Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
@@ -148,6 +149,20 @@ class RotateThenAttend:
         """See ForwardBatch."""
         q, k = split_queries_keys([self.rope(one, rope) for one in qk], v)
         return self.attend(layer, q, k, v, scores)
+
+    def attend_lines(
+        self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """See ForwardBatch."""
+        qk, v = split_lines(lines, heads)
+        return self.rotate_and_attend(layer, (qk,), v, scores, rope)
+
+
+def split_lines(lines: mx.array, heads: Heads) -> tuple[mx.array, mx.array]:
+    """Returns queries and keys [T, H + KV, D] and values [T, KV, D] of lines, as views."""
+    qk = heads.query + heads.kv
+    every = lines.reshape(-1, qk + heads.kv, heads.dim)
+    return every[:, :qk], every[:, qk:]
 
 
 def split_queries_keys(qk: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:

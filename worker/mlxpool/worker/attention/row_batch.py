@@ -350,6 +350,11 @@ def logit_spans(spans: Sequence[RowSpan], wanted: Sequence[int]) -> Sequence[int
     return [number for number in wanted if not spans[number].hidden]
 
 
+def all_plain(spans: Sequence[RowSpan]) -> bool:
+    """Returns whether all spans are `plain`; steps ask it of many spans."""
+    return not any(span.images or span.views or span.positions is not None for span in spans)
+
+
 def leading_singles(spans: Sequence[RowSpan]) -> int:
     """Returns the number of spans of one token before the first of several."""
     return next((n for n, span in enumerate(spans) if span.count > 1), len(spans))

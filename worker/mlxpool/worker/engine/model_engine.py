@@ -9,18 +9,17 @@ waits for nothing, so no pass is submitted ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 from time import monotonic
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpool.common.options import Options
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.row_batch import CacheRow, ImageLines, ImageView, RowSpan
@@ -29,10 +28,11 @@ from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.prompt_logprobs import logit_bytes, prompt_logprobs
-from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
+from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
+from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
-from mlxpool.worker.kernels import device, kernel_cache
+from mlxpool.worker.engine.warm_up import WarmedEngine
+from mlxpool.worker.kernels import device
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.positions import positions
 from mlxpool.worker.media.spans import ImageKey, image_views, is_slot, overlapping
@@ -40,15 +40,10 @@ from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, last_token
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
+from mlxpool.worker.sampling.batch import SamplerOutput, last_token
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
-from mlxpool.worker.scheduling.sequence import (
-    Phase,
-    PromptLogprobs,
-    Sequence,
-    SequenceFailed,
-)
+from mlxpool.worker.scheduling.sequence import PromptLogprobs, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.transfers import downloads
@@ -57,15 +52,10 @@ from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
-CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
-GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
-WARM_UP_PASSES = 2  # of each size; the first compiles
-UNLIMITED_TOKENS = 10**9
 NO_TOKEN = 0  # in place of an input of an image, whose features replace its embedding
-DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
-class ModelEngine(RowEngine[CacheRow]):
+class ModelEngine(WarmedEngine):
     """The Engine of a loaded model; used by one thread."""
 
     def __init__(
@@ -235,7 +225,7 @@ class ModelEngine(RowEngine[CacheRow]):
         with self._discard_on_failure(spans):
             if self._uploads is not None:
                 self._uploads.begin()
-            rows = [RowSpan(self._require_row(span), span.count) for span in spans]
+            rows = self._row_spans(spans)
             wants.widen(rows)
             for row, span in zip(rows, spans, strict=True):
                 if span.sequence.media:
@@ -277,6 +267,15 @@ class ModelEngine(RowEngine[CacheRow]):
             )
         )
         return fresh
+
+    def _row_spans(self, spans: Many[Span]) -> list[RowSpan]:
+        """Returns the spans of rows, which are as long as the spans expect."""
+        held = self._rows
+        rows = [RowSpan(held[span.sequence], span.count) for span in spans]
+        for row, span in zip(rows, spans, strict=True):
+            offset = row.row.offset
+            assert offset == span.start, f"a row of {offset} tokens, a span at {span.start}"
+        return rows
 
     def _results(
         self,
@@ -424,139 +423,6 @@ class ModelEngine(RowEngine[CacheRow]):
             return None
         return positions(span.start, span.end, media, vision.settings.merge)
 
-    def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
-        sizes = [
-            min(n, self.context - 3)
-            for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
-        ]
-        if device.on_gpu():  # above this limit MLX waits for steps in flight
-            mx.set_memory_limit(self._limit)
-        pooled = self._layout.holds_prefixes and self._fixed_blocks is None
-        if pooled:  # a small pool leaves memory for the measurement
-            self._remake_layout(blocks_for(sizes[-1] + 3))
-        small, large = map(self._measure_chunk, sizes)
-        on_progress()
-        one_pass = activation_bytes(small, large, self.chunk, self._pairs)
-        # In place of a pass that has ended.
-        one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
-        self._activation_bytes = (1 + self._lookahead) * one_pass
-        if self._image_encoder is not None:  # it may run beside a pass in flight
-            taken, self._largest_image = self._image_encoder.measure()
-            beside = self._lookahead * one_pass + taken
-            self._activation_bytes = max(self._activation_bytes, beside)
-            on_progress()
-        if pooled:
-            self._remake_layout()
-            self._require_min_blocks()
-        if device.on_gpu():
-            self._compile_kernels(on_progress)
-        self._warm_up_passes(on_progress)
-        self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
-        # Not of the cost model, which predicts other passes from those that it saw last.
-        if self._target.least < self._target.most:
-            self._step_seconds = self._target.seconds(self._decode_seconds())
-        self._finish_warm_up()
-
-    def _remake_layout(self, blocks: int | None = None) -> None:
-        self._layout.close()
-        mx.clear_cache()
-        self._layout, self._prefix = self._make_layout(blocks)
-        self.blocks.capacity = self._capacity()
-
-    def _measure_chunk(self, size: int) -> tuple[int, int]:
-        """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""
-        (seq,) = self._dummy_rows(1, max(size, 1) + 2)  # so that the chunk is not its last
-        self._layout.reserve(self._rows[seq], seq.length)  # its memory is not activation memory
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        self.step([Span(seq, 0, size, draws=0)])
-        peak = mx.get_peak_memory() - before
-        self._drop_rows([seq])
-        return size, peak
-
-    def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
-        """Computes a pass of each kind that is compiled, and one with every sampling option.
-
-        The second pass of a kind shows the cost model its time.
-        """
-        self._warm_up([1], on_progress, ALL_OPTIONS)
-        for counts in self._kinds_of_passes():
-            self._warm_up(counts, on_progress)
-
-    def _kinds_of_passes(self) -> Iterator[list[int]]:
-        """Yields the inputs of the spans of each pass that is compiled."""
-        most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
-        rows = min(self._max_sequences, most)
-        for count in self._decode_sizes(rows):
-            yield [1] * count
-        for size in self._layout.sizes:
-            if 2 < size < min(self.context, self.chunk + 1):
-                yield [1, size - 1]
-                if size > rows:
-                    yield [size]
-
-    def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
-        """Compiles our kernels of all compiled passes together; computes none of the passes."""
-        with kernel_cache.collecting() as jobs:
-            for counts in self._kinds_of_passes() if self._layout.sizes else ():
-                rows = [seq for count in counts for seq in self._dummy_rows(1, count)]
-                spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
-                if self._uploads is not None:
-                    self._uploads.begin()
-                given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
-                found = self._layout.step(given, *self._inputs(spans), range(len(spans)))
-                sampled = self._draws.draw(spans, found.logits, None, {})
-                self._results(found.logits, sampled, None)
-                self._draws.forget()  # its arrays are not computed
-                self._drop_rows(rows)
-        kernel_cache.compile_together(jobs, on_progress)
-
-    def _decode_seconds(self) -> float:
-        """Returns the time of a decode step of one row, one after the other as requests have it."""
-        (seq,) = self._dummy_rows(1, 1)
-        ends = []
-        for _ in range(DECODE_STEPS):
-            self.submit([Span(seq, seq.submitted, 1, draws=1)])
-            if self.in_flight > self._lookahead:
-                seq.ids += [drawn.token for drawn in self.collect().drawn]
-                ends.append(monotonic())
-        while self.in_flight:
-            self.collect()
-        self._drop_rows([seq])
-        return min(end - begin for begin, end in pairwise(ends))
-
-    def _decode_sizes(self, rows: int) -> list[int]:
-        """Returns the numbers of rows for which decode passes are warmed."""
-        return [size for size in self._layout.sizes if size <= rows] or list(range(1, rows + 1))
-
-    def _warm_up(
-        self, counts: Many[int], on_progress: Callable[[], None], options: Options | None = None
-    ) -> None:
-        """Computes two passes over so many first inputs of new rows, then frees the rows."""
-        rows = [seq for count in counts for seq in self._dummy_rows(1, count, options)]
-        for _ in range(WARM_UP_PASSES):
-            self.step([Span(seq, 0, seq.length, draws=1) for seq in rows])
-            for seq in rows:
-                seq.submitted = 0
-                self._rows[seq].trim(0)
-            on_progress()
-        self._drop_rows(rows)
-
-    def _dummy_rows(
-        self, count: int, tokens: int, options: Options | None = None
-    ) -> list[Sequence]:
-        """Returns sequences of `tokens` tokens, each with an empty row."""
-        every = [_dummy_sequence(tokens, options) for _ in range(count)]
-        for seq in every:
-            self._rows[seq] = self._layout.store.new_row()
-        return every
-
-    def _drop_rows(self, rows: Many[Sequence]) -> None:
-        for seq in rows:
-            self._layout.store.release(self._rows.pop(seq))
-
     def _capacity(self) -> int:
         if self._fixed_blocks is not None:
             return self._fixed_blocks
@@ -602,10 +468,3 @@ class ModelEngine(RowEngine[CacheRow]):
             mx.clear_cache()
         if periodic:
             device.trim_heap()
-
-
-def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:
-    """Returns a running sequence for warm-up and measurement."""
-    return Sequence(
-        b"", 0, (0,) * tokens, options or Options(), 0, UNLIMITED_TOKENS, phase=Phase.RUNNING
-    )

@@ -44,7 +44,7 @@ from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 # Bytes of freed buffers that MLX may keep on a GPU, at least; to allocate them again is slow.
-GPU_BUFFER_CACHE = 4 * 1024**3
+GPU_BUFFER_CACHE = 1024**3
 # Bytes by which the process may grow outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
 ENCODED_SHARE = 16  # of the memory limit: so much of it may be outputs of encoders

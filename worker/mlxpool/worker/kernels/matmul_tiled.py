@@ -28,6 +28,8 @@ MAX_SHARED_BYTES = 200 * 1024  # of a thread block for the stages in flight
 MAX_STAGES = 8
 SHARED_ALIGNMENT = 1024  # bytes
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
+# More than the products that run at a time: nearly all wait for what another one computes.
+SUM_ARRAYS = 8
 
 PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
 
@@ -52,15 +54,14 @@ def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.a
     tokens, columns = x.shape
     rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= tokens)
     tiles, splits = rows // ROWS, splits_of(rows, columns)
+    arrived: mx.array = next(_counters())
+    partial: mx.array = next(_part_sums())
     found: list[mx.array] = _kernel(sets, splits, gated, x.dtype)(
-        inputs=[x, weight, _arrived()],
+        inputs=[x, weight, arrived, partial],
         grid=(tiles * THREADS, splits, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[
-            (tokens, rows // 2 if gated else rows),
-            (rows * splits * sets * 8 if splits > 1 else 1,),
-        ],
-        output_dtypes=[x.dtype, mx.float32],
+        output_shapes=[(tokens, rows // 2 if gated else rows)],
+        output_dtypes=[x.dtype],
     )
     return found[0]
 
@@ -85,8 +86,8 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
     sums = tokens * (ROWS + 1) * 4
     return build_kernel(
         "matmul_tiled",
-        ["x", "weight", "arrived"],
-        ["out", "partial"],
+        ["x", "weight", "arrived", "partial"],
+        ["out"],
         constants,
         contiguous=True,
         shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
@@ -134,20 +135,26 @@ def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str
     )
 
 
-def _arrived() -> mx.array:
-    """Returns zeros that count the finished parts of a product; concurrent products get others.
+@cache
+def _counters() -> Any:
+    """Yields zeros that count the finished parts of a product; concurrent products get others.
 
     The kernel resets them to zero. Only one thread of a process computes.
     """
-    zeros: mx.array = next(_counters())
-    return zeros
-
-
-@cache
-def _counters() -> Any:
     counters = [mx.zeros((FULL_GPU_BLOCKS,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
     mx.eval(counters)
     return cycle(counters)
+
+
+@cache
+def _part_sums() -> Any:
+    """Yields memory for the sums of parts; concurrent products get others.
+
+    As outputs of the kernel, arrays of that size would cost the host as much as the product.
+    """
+    sums = [mx.zeros((FULL_GPU_BLOCKS * ROWS * MAX_TOKENS,)) for _ in range(SUM_ARRAYS)]
+    mx.eval(sums)
+    return cycle(sums)
 
 
 @cache

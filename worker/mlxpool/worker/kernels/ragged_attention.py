@@ -151,6 +151,71 @@ def attend(
     return _attend(q, pools, plan, scores, window, hopper, fresh)
 
 
+def attend_fresh(
+    lines: mx.array,
+    heads: int,
+    pools: tuple[mx.array, mx.array],
+    plan: RaggedPlan,
+    scores: ScoreParams,
+    window: int,
+    turns: RopeTables,
+) -> mx.array:
+    """As `attend` with fresh lines [T, (H + 2 * KV) * D]: queries, keys, then values of each.
+
+    Returns [T, H * D].
+    """
+    _, pairs, _, size = pools[0].shape
+    dtype = pools[0].dtype
+    made = _kernel_of(heads // pairs, pools, window, scores, False, turns, packed=True)
+    given, lines = lines.dtype, lines.astype(dtype)
+    found: list[mx.array] = made(
+        inputs=[
+            lines, lines, lines, *pools, plan.begins, plan.ends, plan.tables, plan.items,
+            turns.cosines, turns.sines, _sinks(scores, plan), plan.arrived, plan.partial,
+        ],
+        grid=(pairs * WARPS * WARP_SIZE, plan.items.shape[0], 1),
+        threadgroup=(WARPS * WARP_SIZE, 1, 1),
+        output_shapes=[(lines.shape[0], heads * size)],
+        output_dtypes=[dtype],
+    )  # fmt: skip
+    return found[0].astype(given)
+
+
+def _sinks(scores: ScoreParams, plan: RaggedPlan) -> mx.array:
+    return plan.arrived if scores.sinks is None else scores.sinks.astype(mx.float32)
+
+
+def _kernel_of(
+    group: int,
+    pools: tuple[mx.array, mx.array],
+    window: int,
+    scores: ScoreParams,
+    hopper: bool,
+    turns: RopeTables | None,
+    *,
+    fresh: bool = True,
+    packed: bool = False,
+) -> Any:
+    """Returns the kernel of `group` query heads for each key head of these pools."""
+    _, pairs, block, size = pools[0].shape
+    return _kernel(
+        group,
+        pairs,
+        size,
+        block,
+        pools[0].dtype,
+        window,
+        scores.scale,
+        scores.softcap,
+        scores.sinks is not None,
+        hopper,
+        fresh,
+        packed,
+        0 if turns is None else 2 * turns.cosines.shape[-1],
+        turns is not None and turns.traditional,
+    )
+
+
 def _attend(
     q: mx.array,
     pools: tuple[mx.array, mx.array],
@@ -161,29 +226,15 @@ def _attend(
     fresh: FreshLines | None = None,
 ) -> mx.array:
     given, (lines, heads, size) = q.dtype, q.shape
-    _, pairs, block, _ = pools[0].shape
-    dtype, sunk = pools[0].dtype, scores.sinks is not None
+    dtype, pairs = pools[0].dtype, pools[0].shape[1]
     turns = None if fresh is None else fresh.turns
-    made = _kernel(
-        heads // pairs,
-        pairs,
-        size,
-        block,
-        dtype,
-        window,
-        scores.scale,
-        scores.softcap,
-        sunk,
-        hopper,
-        fresh is not None,
-        0 if turns is None else 2 * turns.cosines.shape[-1],
-        turns is not None and turns.traditional,
-    )
+    group = heads // pairs
+    made = _kernel_of(group, pools, window, scores, hopper, turns, fresh=fresh is not None)
     threads = _warps(hopper) * WARP_SIZE
     q, unused = q.astype(dtype), plan.arrived
     k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
     cosines, sines = (unused, unused) if turns is None else (turns.cosines, turns.sines)
-    sinks = unused if scores.sinks is None else scores.sinks.astype(mx.float32)
+    sinks = _sinks(scores, plan)
     inputs = [
         q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines, sinks,
         plan.arrived, plan.partial,
@@ -205,7 +256,7 @@ def works(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
         "ragged attention",
         lambda: (
             _is_right(group, pairs, size, dtype, False)
-            and _fresh_is_right(group, pairs, size, dtype, False)
+            and _fresh_is_right(group, pairs, size, dtype)
         ),
     )
 
@@ -247,7 +298,7 @@ def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) 
     return True
 
 
-def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) -> bool:
+def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
     """Compares fresh lines with lines that rotate_and_write writes."""
     block, longest, heads = 256, 200, group * pairs
     random = (
@@ -261,7 +312,7 @@ def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: 
     columns = ([0], [1], [0], [longest], [0])
     spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
     begins, ends = (mx.array(one) for one in visible_ranges(spans, 1))
-    items = mx.array(work_items(spans, _tile_shape(group, pairs, size, hopper), 1))
+    items = mx.array(work_items(spans, _tile_shape(group, pairs, size, False), 1))
     memory = counters(pairs), part_sums(pairs, size)
     plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, *memory)
     found = []
@@ -274,10 +325,13 @@ def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: 
             q[:before], k[:before], v[:before], pools, slots[:before], earlier
         )
         mx.eval(rotated)
-        last = RopeTables(turns.cosines[-1:], turns.sines[-1:], False)
-        fresh = FreshLines(k[-1:], v[-1:], last) if more else None
-        asked = q[-1:] if more else rotated[-1:]
-        found.append(_attend(asked, pools, plan, ScoreParams(0.1), 0, hopper, fresh))
+        if more:
+            last = RopeTables(turns.cosines[-1:], turns.sines[-1:], False)
+            lines = mx.concatenate([one[-1:].reshape(1, -1) for one in (q, k, v)], axis=1)
+            out = attend_fresh(lines, heads, pools, plan, ScoreParams(0.1), 0, last)
+            found.append(out.reshape(1, heads, size))
+        else:
+            found.append(_attend(rotated[-1:], pools, plan, ScoreParams(0.1), 0, False))
         mx.eval(found)
         found.extend(pools)
     pairs_of = zip(found[:3], found[3:], strict=True)
@@ -325,6 +379,7 @@ def _kernel(
     sinks: bool,
     hopper: bool,
     fresh: bool,
+    packed: bool,
     turned: int,
     traditional: bool,
 ) -> Any:
@@ -340,6 +395,7 @@ def _kernel(
         "CAP": float(softcap),
         "SINKS": sinks,
         "FRESH": fresh,
+        "PACKED": packed,
         "TURNED": turned,
         "TRADITIONAL": traditional,
         "DECODE_ROWS": tiles.decode_rows,

@@ -83,20 +83,18 @@ class _GroupedQueryAttention(FusableSublayer):
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
         """See FusableSublayer."""
         (batch,), heads = batches, self.spec.heads
-        qk_heads = heads.query + heads.kv
-        qkv = self.qkv(x).reshape(-1, qk_heads + heads.kv, heads.dim)
-        qk = self._normed(qkv[:, :qk_heads])
-        out = batch.rotate_and_attend(
-            self.layer, qk, qkv[:, qk_heads:], self.scores, self.spec.rope
-        )
-        return PendingProduct(self.o, out.reshape(out.shape[0], -1))
-
-    def _normed(self, qk: mx.array) -> tuple[mx.array, ...]:
+        lines = self.qkv(x)
         if self.norms is None:
-            return (qk,)
-        queries = self.spec.heads.query
-        q_norm, k_norm = self.norms
-        return q_norm(qk[:, :queries]), k_norm(qk[:, queries:])
+            out = batch.attend_lines(self.layer, lines, heads, self.scores, self.spec.rope)
+        else:
+            q_norm, k_norm = self.norms
+            qk, keys = heads.query + heads.kv, slice(heads.query, heads.query + heads.kv)
+            every = lines.reshape(-1, qk + heads.kv, heads.dim)
+            normed = q_norm(every[:, : heads.query]), k_norm(every[:, keys])
+            out = batch.rotate_and_attend(
+                self.layer, normed, every[:, qk:], self.scores, self.spec.rope
+            )
+        return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
 
 @dataclass(frozen=True, slots=True)

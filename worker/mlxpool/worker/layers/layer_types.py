@@ -15,6 +15,8 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxpool.worker.layers.config_fields import Heads
+
 Shape: TypeAlias = tuple[int, ...]
 LayerFunction: TypeAlias = "Callable[[mx.array], mx.array]"
 Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # of gate and up
@@ -124,6 +126,14 @@ class ForwardBatch(Protocol):
         """`attend` with unrotated queries and keys.
 
         `qk` is both of them, or one array [T, H + KV, D] with the keys behind the queries.
+        """
+
+    def attend_lines(
+        self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """`rotate_and_attend` of lines [T, (H + 2 * KV) * D]: queries, keys, then values.
+
+        Returns [T or E, H * D] or [T or E, H, D].
         """
 
     def attend_latent(

@@ -134,6 +134,19 @@ class BlockStore:
         while len(table) * size < tokens:
             table.append(self._pool.allocate())
 
+    def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
+        """Returns the numbers of the rows for which `reserve` up to these ends has work to do.
+
+        A step asks it of all rows at once, most of which need nothing.
+        """
+        size, references = self._size, self._pool.references
+        return [
+            number
+            for number, (row, end) in enumerate(zip(rows, ends, strict=True))
+            if len(row.table) * size < end
+            or (row.offset % size and references(row.table[row.offset // size]) > 1)
+        ]
+
     def release(self, row: BlockRow) -> None:
         """See Store."""
         for block in row.table:

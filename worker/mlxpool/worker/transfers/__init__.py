@@ -1,4 +1,4 @@
-"""The numbers that a pass on a CUDA GPU takes from the host and gives it.
+"""What a CUDA GPU takes from the host and gives it: the numbers of passes, and weights.
 
 They are in memory that host and device both address, allocated once: see shared_array.py for why.
 """

@@ -47,7 +47,7 @@ class Download:
         self.done: list[mx.array] = []
         at = 0
         for one in arrays:
-            self.done.append(_write(one, into.array[at : at + one.size]))
+            self.done.append(write_to(one, into.array[at : at + one.size]))
             self._places.append((at, one.shape, _KINDS[one.dtype]))
             at += aligned(one.size)
 
@@ -76,9 +76,9 @@ def _is_right() -> bool:
     return bool((download.read()[0] == given * 2).all())
 
 
-def _write(numbers: mx.array, shared: mx.array) -> mx.array:
-    """Copies numbers of 4 bytes to `shared`; returns a 0 whose evaluation completes it."""
-    inputs = [mx.contiguous(numbers.reshape(-1)), shared]
+def write_to(numbers: mx.array, target: mx.array) -> mx.array:
+    """Copies numbers of 4 bytes to `target`; returns a 0 whose evaluation completes it."""
+    inputs = [mx.contiguous(numbers.reshape(-1)), target]
     return write_in_place(_write_kernel(), inputs, numbers.size)
 
 

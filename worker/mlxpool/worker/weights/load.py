@@ -9,10 +9,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
@@ -108,13 +109,33 @@ def _read_layers(
     folder: ModelFolder, dtype: mx.Dtype
 ) -> Iterator[tuple[dict[str, mx.array], int, int]]:
     """The weights of each layer, and the numbers of tensors and bytes read so far."""
-    reader = _Reader(folder)
-    for names in _layers(folder):
-        reader.verify(names)
-        layer: dict[str, mx.array] = {}
-        for arrays in reader.weights_of(names):
-            layer.update(_evaluated(folder, arrays, dtype))
-        yield layer, reader.tensors, reader.size
+    with _opener(folder) as open_file:
+        reader = _Reader(folder, open_file)
+        for names in _layers(folder):
+            reader.verify(names)
+            layer: dict[str, mx.array] = {}
+            for arrays in reader.weights_of(names):
+                layer.update(_evaluated(folder, arrays, dtype))
+            yield layer, reader.tensors, reader.size
+
+
+@contextmanager
+def _opener(folder: ModelFolder) -> Iterator[Callable[[Path], _Tensors]]:
+    """What opens files of the folder; MLX, or on a CUDA GPU what reads faster."""
+    from mlxpool.worker.weights import device_reads
+
+    tensors = folder.tensors.values()
+    if not device_reads.supported({one.dtype for one in tensors}):
+        yield _open
+        return
+    with device_reads.DeviceReads(max(one.nbytes for one in tensors)) as reads:
+        yield reads.open
+
+
+class _Tensors(Protocol):
+    """The tensors of a file; one is removed when it is taken, and may be read lazily."""
+
+    def pop(self, name: str, default: None, /) -> mx.array | None: ...
 
 
 class _Reader:
@@ -124,11 +145,12 @@ class _Reader:
     file of its own, more than a process may have open.
     """
 
-    def __init__(self, folder: ModelFolder) -> None:
+    def __init__(self, folder: ModelFolder, open_file: Callable[[Path], _Tensors]) -> None:
         self._files = folder.files
+        self._open = open_file
         self._tensors = folder.tensors
         self._derived = {name: one for one in folder.match.derived for name in one.outputs}
-        self._opened: dict[Path, dict[str, mx.array]] = {}
+        self._opened: dict[Path, _Tensors] = {}
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
         self.tensors, self.size = 0, 0  # numbers of tensors and bytes read so far
 
@@ -163,7 +185,7 @@ class _Reader:
     def _stored(self, tensor: Tensor) -> mx.array:
         file = tensor.file
         if file not in self._opened:
-            self._opened[file] = _open(file)
+            self._opened[file] = self._open(file)
         array = self._opened[file].pop(tensor.stored, None)
         shape = None if array is None else array.shape
         if array is None or shape != tensor.shape:

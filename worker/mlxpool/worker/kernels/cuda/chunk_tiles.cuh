@@ -34,13 +34,13 @@ if (!decodes) {
   #pragma unroll 4
   for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
     const int g = min(i / PIECES, asked - 1), piece = i % PIECES;
-    const N* const numbers = query_at(g) + piece * 8 * q_strides[2];
+    const N* const numbers = query_at(g) + piece * 8 * q_number;
     Some<N, 8> some;
     if (neat) {
       some = *(const Some<N, 8>*)numbers;
     } else {
       #pragma unroll
-      for (int n = 0; n < 8; n++) some.n[n] = numbers[n * q_strides[2]];
+      for (int n = 0; n < 8; n++) some.n[n] = numbers[n * q_number];
     }
     *(Some<N, 8>*)((char*)space + QUERY_AT + i / PIECES * LINE + piece * 16) = some;
   }

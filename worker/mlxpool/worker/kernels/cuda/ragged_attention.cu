@@ -48,10 +48,19 @@ auto place = [&](int token) -> long {
 };
 // A key of the part, since others may be in memory that was never written.
 auto inside = [&](int token) -> int { return min(max(token, low), last - 1); };
+// Queries, keys and values have strides of their own, or are PACKED one behind the other in each line.
+constexpr long WIDTH = (GROUP + 2) * HEADS * SIZE;
+const N* const k_from = (const N*)k + (PACKED ? GROUP * HEADS * SIZE : 0);
+const N* const v_from = (const N*)v + (PACKED ? (GROUP + 1) * HEADS * SIZE : 0);
+const long q_line = PACKED ? WIDTH : q_strides[0], q_head = PACKED ? SIZE : q_strides[1];
+const long k_line = PACKED ? WIDTH : k_strides[0], k_head = PACKED ? SIZE : k_strides[1];
+const long v_line = PACKED ? WIDTH : v_strides[0], v_head = PACKED ? SIZE : v_strides[1];
+const long q_number = PACKED ? 1 : q_strides[2], k_number = PACKED ? 1 : k_strides[2];
+const long v_number = PACKED ? 1 : v_strides[2];
 auto query_at = [&](int row) -> const N* {
-  return (const N*)q + (first_line + row / GROUP) * q_strides[0] + (head * GROUP + row % GROUP) * q_strides[1];
+  return (const N*)q + (first_line + row / GROUP) * q_line + (head * GROUP + row % GROUP) * q_head;
 };
-const bool neat = q_strides[2] == 1 && (q_strides[0] | q_strides[1]) % 8 == 0 && (unsigned long long)q % 16 == 0;
+const bool neat = q_number == 1 && (q_line | q_head) % 8 == 0 && (unsigned long long)q % 16 == 0;
 auto scored = [&](float product) -> float {
   if (!(CAP > 0)) return product;
   return LOG2E * CAP * (1 - 2 / (1 + power2(product * (2 * LOG2E * SCALE / (CAP > 0 ? CAP : 1)))));
@@ -111,10 +120,9 @@ if (decodes) {
     for (int i = threadIdx.x; i < 2 * SIZE; i += THREADS) {
       const int d = i % SIZE;
       if (i < SIZE)
-        down(turned((const N*)k + first_line * k_strides[0] + head * k_strides[1], k_strides[2], d),
-             (N*)keys + at + d);
+        down(turned(k_from + first_line * k_line + head * k_head, k_number, d), (N*)keys + at + d);
       else
-        ((N*)values)[at + d] = v[first_line * v_strides[0] + head * v_strides[1] + d * v_strides[2]];
+        ((N*)values)[at + d] = v_from[first_line * v_line + head * v_head + d * v_number];
     }
     __syncthreads();
   }
@@ -139,9 +147,9 @@ if (decodes) {
       #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int at = c * 16 + i * 8 + 2 * quarter;
-        query[set][c][i] = FRESH ? pair(turned(numbers, q_strides[2], at), turned(numbers, q_strides[2], at + 1), N())
+        query[set][c][i] = FRESH ? pair(turned(numbers, q_number, at), turned(numbers, q_number, at + 1), N())
                            : neat ? *(const unsigned*)(numbers + at)
-                                : pair(up(numbers[at * q_strides[2]]), up(numbers[(at + 1) * q_strides[2]]), N());
+                                : pair(up(numbers[at * q_number]), up(numbers[(at + 1) * q_number]), N());
       }
     most[set] = NONE;
     total[set] = 0;

@@ -1,0 +1,201 @@
+"""What an engine does at load: measures the memory of a pass, compiles, computes each kind once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from itertools import pairwise
+from time import monotonic
+
+import mlx.core as mx
+
+from mlxpool.common.options import Options
+from mlxpool.worker.attention.layouts import Layout
+from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
+from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.prompt_logprobs import logit_bytes
+from mlxpool.worker.engine.row_engine import RowEngine
+from mlxpool.worker.engine.token_draws import TokenDraws
+from mlxpool.worker.kernels import device, kernel_cache
+from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput
+from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.step_cost import StepTarget
+from mlxpool.worker.transfers.downloads import Download
+from mlxpool.worker.transfers.uploads import Uploads
+
+CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
+GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
+WARM_UP_PASSES = 2  # of each size; the first compiles
+UNLIMITED_TOKENS = 10**9
+DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
+
+
+class WarmedEngine(RowEngine[CacheRow]):
+    """The part of ModelEngine that runs at load; a subclass sets the attributes listed here."""
+
+    _layout: Layout
+    _lookahead: bool
+    _pairs: int  # of a query and a key, that a pass has at most
+    _image_encoder: ImageEncoder | None
+    _uploads: Uploads | None
+    _draws: TokenDraws
+    _target: StepTarget
+    _step_seconds: float
+
+    @abstractmethod
+    def _make_layout(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[CacheRow]]:
+        """Makes the layout and its prefix cache."""
+
+    @abstractmethod
+    def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
+        """Returns the ids of the spans, and the tokens in flight that negative ids stand for."""
+
+    @abstractmethod
+    def _results(
+        self, logits: mx.array, sampled: SamplerOutput | None, hidden: mx.array | None
+    ) -> tuple[tuple[mx.array, ...], Download | None]:
+        """Returns the arrays whose evaluation ends a pass, and the download of its results."""
+
+    def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
+        sizes = [
+            min(n, self.context - 3)
+            for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
+        ]
+        if device.on_gpu():  # above this limit MLX waits for steps in flight
+            mx.set_memory_limit(self._limit)
+        pooled = self._layout.holds_prefixes and self._fixed_blocks is None
+        if pooled:  # a small pool leaves memory for the measurement
+            self._remake_layout(blocks_for(sizes[-1] + 3))
+        small, large = map(self._measure_chunk, sizes)
+        on_progress()
+        one_pass = activation_bytes(small, large, self.chunk, self._pairs)
+        # In place of a pass that has ended.
+        one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
+        self._activation_bytes = (1 + self._lookahead) * one_pass
+        if self._image_encoder is not None:  # it may run beside a pass in flight
+            taken, self._largest_image = self._image_encoder.measure()
+            beside = self._lookahead * one_pass + taken
+            self._activation_bytes = max(self._activation_bytes, beside)
+            on_progress()
+        if pooled:
+            self._remake_layout()
+            self._require_min_blocks()
+        if device.on_gpu():
+            self._compile_kernels(on_progress)
+        self._warm_up_passes(on_progress)
+        self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+        # Not of the cost model, which predicts other passes from those that it saw last.
+        if self._target.least < self._target.most:
+            self._step_seconds = self._target.seconds(self._decode_seconds())
+        self._finish_warm_up()
+
+    def _remake_layout(self, blocks: int | None = None) -> None:
+        self._layout.close()
+        mx.clear_cache()
+        self._layout, self._prefix = self._make_layout(blocks)
+        self.blocks.capacity = self._capacity()
+
+    def _measure_chunk(self, size: int) -> tuple[int, int]:
+        """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""
+        (seq,) = self._dummy_rows(1, max(size, 1) + 2)  # so that the chunk is not its last
+        self._layout.reserve(self._rows[seq], seq.length)  # its memory is not activation memory
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        self.step([Span(seq, 0, size, draws=0)])
+        peak = mx.get_peak_memory() - before
+        self._drop_rows([seq])
+        return size, peak
+
+    def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
+        """Computes a pass of each kind that is compiled, and one with every sampling option.
+
+        The second pass of a kind shows the cost model its time.
+        """
+        self._warm_up([1], on_progress, ALL_OPTIONS)
+        for counts in self._kinds_of_passes():
+            self._warm_up(counts, on_progress)
+
+    def _kinds_of_passes(self) -> Iterator[list[int]]:
+        """Yields the inputs of the spans of each pass that is compiled."""
+        most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
+        rows = min(self._max_sequences, most)
+        for count in self._decode_sizes(rows):
+            yield [1] * count
+        for size in self._layout.sizes:
+            if 2 < size < min(self.context, self.chunk + 1):
+                yield [1, size - 1]
+                if size > rows:
+                    yield [size]
+
+    def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
+        """Compiles our kernels of all compiled passes together; computes none of the passes."""
+        with kernel_cache.collecting() as jobs:
+            for counts in self._kinds_of_passes() if self._layout.sizes else ():
+                rows = [seq for count in counts for seq in self._dummy_rows(1, count)]
+                spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
+                if self._uploads is not None:
+                    self._uploads.begin()
+                given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
+                found = self._layout.step(given, *self._inputs(spans), range(len(spans)))
+                sampled = self._draws.draw(spans, found.logits, None, {})
+                self._results(found.logits, sampled, None)
+                self._draws.forget()  # its arrays are not computed
+                self._drop_rows(rows)
+        kernel_cache.compile_together(jobs, on_progress)
+
+    def _decode_seconds(self) -> float:
+        """Returns the time of a decode step of one row, one after the other as requests have it."""
+        (seq,) = self._dummy_rows(1, 1)
+        ends = []
+        for _ in range(DECODE_STEPS):
+            self.submit([Span(seq, seq.submitted, 1, draws=1)])
+            if self.in_flight > self._lookahead:
+                seq.ids += [drawn.token for drawn in self.collect().drawn]
+                ends.append(monotonic())
+        while self.in_flight:
+            self.collect()
+        self._drop_rows([seq])
+        return min(end - begin for begin, end in pairwise(ends))
+
+    def _decode_sizes(self, rows: int) -> list[int]:
+        """Returns the numbers of rows for which decode passes are warmed."""
+        return [size for size in self._layout.sizes if size <= rows] or list(range(1, rows + 1))
+
+    def _warm_up(
+        self, counts: Many[int], on_progress: Callable[[], None], options: Options | None = None
+    ) -> None:
+        """Computes two passes over so many first inputs of new rows, then frees the rows."""
+        rows = [seq for count in counts for seq in self._dummy_rows(1, count, options)]
+        for _ in range(WARM_UP_PASSES):
+            self.step([Span(seq, 0, seq.length, draws=1) for seq in rows])
+            for seq in rows:
+                seq.submitted = 0
+                self._rows[seq].trim(0)
+            on_progress()
+        self._drop_rows(rows)
+
+    def _dummy_rows(
+        self, count: int, tokens: int, options: Options | None = None
+    ) -> list[Sequence]:
+        """Returns sequences of `tokens` tokens, each with an empty row."""
+        every = [_dummy_sequence(tokens, options) for _ in range(count)]
+        for seq in every:
+            self._rows[seq] = self._layout.store.new_row()
+        return every
+
+    def _drop_rows(self, rows: Many[Sequence]) -> None:
+        for seq in rows:
+            self._layout.store.release(self._rows.pop(seq))
+
+
+def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:
+    """Returns a running sequence for warm-up and measurement."""
+    return Sequence(
+        b"", 0, (0,) * tokens, options or Options(), 0, UNLIMITED_TOKENS, phase=Phase.RUNNING
+    )

@@ -1,0 +1,151 @@
+"""Reads the tensors of safetensors files into the memory of a CUDA GPU.
+
+MLX reads each tensor into new memory of the host, whose pages the system first has to clear, with
+one thread, and copies from there. Here several threads read pieces into memory that is allocated
+once and that the device addresses, too; a kernel copies each piece while the next ones are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import mlx.core as mx
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.kernels import device
+from mlxpool.worker.transfers import downloads
+from mlxpool.worker.transfers.downloads import write_to
+from mlxpool.worker.transfers.shared_array import SharedArray
+from mlxpool.worker.weights.safetensors_faults import LENGTH_BYTES
+
+PIECE_BYTES = 64 * 1024**2
+PIECES = 3  # in memory: one is read while the device copies others
+THREADS = 8  # that read parts of a piece
+WORD = 4  # bytes of a number that the kernel copies
+DTYPES = {
+    "BF16": mx.bfloat16,
+    "F16": mx.float16,
+    "F32": mx.float32,
+    "I8": mx.int8,
+    "I16": mx.int16,
+    "I32": mx.int32,
+    "U8": mx.uint8,
+    "U16": mx.uint16,
+    "U32": mx.uint32,
+}
+
+
+def supported(dtypes: set[str]) -> bool:
+    """Returns whether tensors of all these dtypes, named as in safetensors, can be read here."""
+    return device.on_gpu() and dtypes <= DTYPES.keys() and downloads.works()
+
+
+class DeviceReads:
+    """Reads tensors in pieces; used by one thread. Leaving it frees the memory of the pieces."""
+
+    def __init__(self, largest: int) -> None:
+        """`largest`: bytes of the largest tensor; pieces need not be larger."""
+        words = -(-min(PIECE_BYTES, max(largest, WORD)) // WORD)
+        self._pieces = [SharedArray(words) for _ in range(PIECES)]
+        self._copied: list[mx.array | None] = [None] * PIECES  # evaluated: a piece is free
+        self._next = 0
+        self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._threads.shutdown()
+        mx.synchronize()
+        # MLX must not use this memory, which stays on the host, for other arrays.
+        self._pieces, self._copied = [], []
+        mx.clear_cache()
+
+    def open(self, file: Path) -> OpenFile:
+        """Opens a file. Raises ModelLoadFailed where it cannot be read."""
+        return OpenFile(file, self)
+
+    def read(self, stream: int, start: int, size: int) -> mx.array:
+        """Returns the bytes [start, start + size) of a file, as int32 numbers; the last is padded.
+
+        Raises OSError; EOFError where the file has fewer.
+        """
+        into = mx.zeros((-(-size // WORD),), dtype=mx.int32)
+        mx.eval(into)
+        whole = self._pieces[0].numbers.nbytes
+        for at in range(0, size, whole):
+            slot, count = self._next, min(whole, size - at)
+            self._next = (slot + 1) % PIECES
+            copied = self._copied[slot]
+            if copied is not None:
+                mx.eval(copied)
+            piece = self._pieces[slot]
+            self._fill(piece.numbers.data.cast("B")[:count], stream, start + at)
+            words = -(-count // WORD)
+            done = write_to(piece.array[:words], into[at // WORD : at // WORD + words])
+            mx.async_eval(done)  # type: ignore[no-untyped-call]
+            self._copied[slot] = done
+        return into
+
+    def _fill(self, piece: memoryview, stream: int, start: int) -> None:
+        """Reads a piece by several threads, which hold no lock of Python meanwhile."""
+        share = -(-len(piece) // THREADS)
+        parts = [(at, piece[at : at + share]) for at in range(0, len(piece), share)]
+        for _ in self._threads.map(lambda part: _read(stream, start + part[0], part[1]), parts):
+            pass
+
+
+class OpenFile:
+    """The tensors of a file by name."""
+
+    def __init__(self, file: Path, reads: DeviceReads) -> None:
+        self._file, self._reads = file, reads
+        try:
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+                header: dict[str, Mapping[str, Any]] = json.loads(opened.read(length))
+        except (OSError, ValueError) as error:
+            raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
+        self._start = LENGTH_BYTES + length
+        self._tensors = {name: one for name, one in header.items() if name != "__metadata__"}
+
+    def pop(self, name: str, default: None = None) -> mx.array | None:
+        """Reads a tensor; None where the file has none of this name, or as it is now cannot be.
+
+        Raises ModelLoadFailed where it cannot be read.
+        """
+        found = self._tensors.get(name)
+        if found is None or found["dtype"] not in DTYPES:
+            return default
+        dtype, shape = DTYPES[found["dtype"]], tuple(found["shape"])
+        begin, end = found["data_offsets"]
+        if end - begin != math.prod(shape) * dtype.size:
+            return default
+        if begin == end:
+            return mx.zeros(shape, dtype)
+        try:
+            with self._file.open("rb", buffering=0) as opened:
+                numbers = self._reads.read(opened.fileno(), self._start + begin, end - begin)
+        except (OSError, EOFError) as error:
+            raise ModelLoadFailed(f"{self._file} cannot be read: {error}") from error
+        return numbers.view(dtype)[: math.prod(shape)].reshape(shape)
+
+
+def _read(stream: int, start: int, into: memoryview) -> None:
+    while into:
+        count = os.preadv(stream, [into], start)
+        if not count:
+            raise EOFError(f"it ends at byte {start}")
+        start, into = start + count, into[count:]
