@@ -75,10 +75,10 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 def test_what_is_no_folder_or_cannot_be_locked_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreUnusable, match="state_dir .*file is no folder"):
+    with pytest.raises(StoreUnusable, match=r"state_dir .*file is no folder"):
         open_folder(tmp_path / "file")
     (tmp_path / "state" / "lock").mkdir(parents=True)
-    with pytest.raises(StoreUnusable, match="cannot be locked: .*lock"):
+    with pytest.raises(StoreUnusable, match=r"cannot be locked: .*lock"):
         open_folder(tmp_path / "state")
 
 
