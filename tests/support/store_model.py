@@ -252,7 +252,7 @@ class StoreModel:
         if row is None:
             return rec.UnknownName()
         if row.job.state is JobState.GONE:
-            return rec.KeyGone(row.job.id, self.now + KEY_LIFE)
+            return rec.KeyGone(row.job.id, self.now + KEY_LIFE, row.job.scope)
         if o.gen is not None and o.gen != row.job.gen:
             return rec.JobRestarted(row.job)
         chunks, size = [], 0

@@ -169,4 +169,4 @@ def test_a_fault_of_the_keeper_costs_one_event(
     monkeypatch.setitem(parts.service._keeper._handlers, ev.Asked, fail)
     parts.ask(1)
     monkeypatch.undo()
-    assert counters.internal_errors == 1 and parts.answers == []
+    assert counters.internal_errors == 1 and parts.answers == ["internal"]

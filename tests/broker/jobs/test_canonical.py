@@ -48,3 +48,10 @@ def test_what_changes_the_answer_makes_another_request(changed: dict[str, Any]) 
 def test_values_of_other_types_stay_apart() -> None:
     assert canonical({"a": True}) == [["a", True]] and canonical(1.5) == 1.5
     assert canonical([1.0, "1", None]) == [1, "1", None]
+
+
+@pytest.mark.parametrize("number", [1e300, 2.0**64, -1e20, float("inf")])
+def test_a_number_too_large_for_an_integer_on_the_wire_has_a_digest(number: float) -> None:
+    schema = {"type": "number", "maximum": number}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert digest({**BODY, "tools": [tool]}) != digest(BODY)

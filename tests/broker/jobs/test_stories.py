@@ -6,8 +6,9 @@ from typing import Any
 
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
+from mlxpool.common.protocol.job_messages import Fetch, JobName
 from mlxpool.common.protocol.token_ids import pack_ids
-from support.core_harness import FakeWorker
+from support.core_harness import OWNER, FakeWorker
 from support.job_harness import JobStory
 
 
@@ -134,6 +135,40 @@ def test_the_owner_alone_knows_a_job() -> None:
     story.settle()
     assert (story.told[-1].message.body() or {})["code"] == "unknown_job"
     assert [row["key"] for row in story.list_jobs()] == ["a"]
+
+
+def test_an_id_tells_a_stranger_nothing_about_the_job() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    by_id = JobName(id=job.id)
+
+    def told(owner: str, gen: int | None) -> str:
+        ident = story.ask(Fetch(by_id, 0, gen), owner=owner)
+        story.settle()
+        return str(story.answer(ident)["code"])
+
+    assert told("uid:2", None) == told("uid:2", 5) == "unknown_job"
+    assert told(OWNER, 5) == "job_restarted"
+    worker.end(job.id, count=1)
+    story.settle()
+    story.about("release", "a")
+    story.settle()
+    assert (told("uid:2", None), told(OWNER, None)) == ("unknown_job", "gone")
+
+
+def test_a_reading_from_the_middle_never_goes_on_in_another_generation() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3, facts={"digest": "old", "context": 2048})
+    story.pass_time(0.2)
+    story = story.restart()
+    middle = story.fetch("a", start=5)
+    story.settle()
+    assert middle.accepted is not None and middle.accepted["gen"] == 0
+    story.ready_worker(digest="new")
+    story.pass_time(0.5)
+    assert story.job("a").gen == 1
+    assert middle.end is not None and middle.end["code"] == "job_restarted"
 
 
 def test_the_same_submission_is_the_same_job_and_another_one_is_refused() -> None:
@@ -436,6 +471,48 @@ def test_a_refusing_store_loses_nothing() -> None:
     story.pass_time(2.0)
     story.assert_state("a", JobState.DONE)
     assert reading.ids == list(range(5))
+
+
+def test_output_that_the_store_cannot_hold_ends_its_job_and_no_other() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 2)
+    story.pass_time(0.2)
+    story.store.refusing = "store_error"
+    worker.tokens(job.id, 3)
+    story.pass_time(0.2)
+    story.store.refusing = ""
+    story.pass_time(1.5)
+    dead = story.assert_state("a", JobState.DEAD)
+    assert dead.pos == 2 and "refused by the test" in dead.cause
+    assert worker.cancelled and not story.keeper.runs.active
+
+
+def test_an_end_that_the_store_cannot_hold_is_dead() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    story.store.refusing = "store_error"
+    worker.end(job.id, count=2)
+    story.pass_time(1.5)
+    story.store.refusing = ""
+    story.pass_time(1.5)
+    assert "refused by the test" in story.assert_state("a", JobState.DEAD).cause
+    assert not story.keeper.runs.active
+
+
+def test_a_store_that_refuses_the_first_look_is_looked_at_again() -> None:
+    story = JobStory()
+    story.submit("a")
+    story.settle()
+    following = story.restart()
+    following.store.refusing = "store_busy"
+    following.tell_keeper(ev.StoreLost())
+    following.tell_keeper(ev.StoreOpened())
+    following.settle()
+    following.store.refusing = ""
+    worker = following.ready_worker()
+    following.pass_time(2.0)
+    assert following.job("a").id in worker.runs
 
 
 def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:

@@ -29,9 +29,9 @@ from mlxpool.broker.store.writer import HealthState, StoreWriter
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.errors import PoolError
+from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import encoded
+from mlxpool.common.protocol.frames import Header, encoded
 from mlxpool.common.protocol.from_client import Ack
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.transport.waker import Waker
@@ -60,6 +60,7 @@ class JobService(Closing):
     ) -> None:
         """`on_fenced` is called when another broker has taken the store: this one has to end."""
         config = settings()
+        self._boot = boot
         self.waker = Waker()
         self._writer = StoreWriter(
             opener(config.state_dir, config.state_bytes, config.job_key_life),
@@ -95,6 +96,8 @@ class JobService(Closing):
         except Exception:  # a bug of ours costs one event, never the pool
             self._failed(type(event).__name__)
             actions = self._keeper.decided()
+            if isinstance(event, ev.Asked):
+                actions.append(self._answer_of_fault(event))
         self._act(actions, now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
@@ -135,6 +138,13 @@ class JobService(Closing):
             self._failed(type(operation).__name__)
             actions = self._keeper.decided()
         self._act(actions, now)
+
+    def _answer_of_fault(self, event: ev.Asked) -> act.Tell:
+        """The answer to a question that the keeper failed on: its client must not wait for ever."""
+        failed = Failed.of(Internal("the broker failed on this question; its log says why"))
+        return act.Tell(
+            event.link, Header(failed.kind, event.id, self._boot, event.attempt), failed
+        )
 
     def _failed(self, what: str) -> None:
         self._counters.internal_errors += 1

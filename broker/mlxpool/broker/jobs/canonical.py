@@ -10,6 +10,7 @@ from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.packing import pack
 
 DIGEST_BYTES = 16
+MAX_EXACT = 2**53  # from here on a float need not be a whole number that somebody wrote
 
 
 def job_digest(message: Generate) -> bytes:
@@ -36,6 +37,6 @@ def canonical(value: Any) -> Any:
         return [[key, canonical(entry)] for key, entry in sorted(entries, key=lambda pair: pair[0])]
     if isinstance(value, list | tuple):
         return [canonical(entry) for entry in value]
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
         return int(value)
     return value

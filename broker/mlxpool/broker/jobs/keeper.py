@@ -32,6 +32,7 @@ POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
 SWEEP_INTERVAL = 1.0  # seconds between two looks for deadlines and results that are kept no longer
 READER_INTERVAL = 1.0  # seconds between two looks for readers that are slow, or gone
 FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store
+BACKLOG_RETRY = 1.0  # seconds until the store is asked again which jobs wait, if it refused
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
 
 
@@ -62,6 +63,7 @@ class Keeper:
         self._open = False
         self._sweeping = self._counting = False
         self._sweep_at = self._figures_at = self._readers_at = self._poll_at = math.inf
+        self._backlog_at = math.inf  # when the store is asked again which jobs wait
 
     @property
     def busy(self) -> bool:
@@ -93,6 +95,7 @@ class Keeper:
             self._sweep_at,
             self._figures_at,
             self._readers_at,
+            self._backlog_at,
             self.runs.next_write(),
         )
 
@@ -129,6 +132,8 @@ class Keeper:
         if not self._open:
             return
         self.runs.write_due(now)
+        if now >= self._backlog_at:
+            self._read_backlog()
         if now >= self._sweep_at:
             self._sweep(now)
         if now >= self._figures_at:
@@ -145,7 +150,7 @@ class Keeper:
     def _on_store_opened(self, event: ev.StoreOpened, now: float) -> None:
         self._open = True
         self._outbox.store(store.ReadPoisons(), self._poisons_read)
-        self._outbox.store(store.ReadBacklog(), self._backlog_read)
+        self._read_backlog()
         self._sweep(now)
         self._count(now)
         self.readers.read_again(now)
@@ -155,18 +160,24 @@ class Keeper:
             for digest, left in sorted(result.left, key=lambda entry: entry[1]):
                 self._outbox.perform(Quarantine(digest, left))
 
+    def _read_backlog(self) -> None:
+        self._backlog_at = math.inf
+        self._outbox.store(store.ReadBacklog(), self._backlog_read)
+
     def _backlog_read(self, result: Result, now: float) -> None:
         if isinstance(result, Backlog):
             for model, priority, _, due in result.waiting:
                 wait = max(0.0, due - result.now)
                 self._feeder.came((model, priority), now + wait, suspect=True)
+        elif self._open:
+            self._backlog_at = now + BACKLOG_RETRY
 
     def _on_store_lost(self, event: ev.StoreLost, now: float) -> None:
         self._open = False
         self.runs.drop_all()
         self._feeder.groups.clear()
         self._sweeping = self._counting = False
-        self._poll_at = self._sweep_at = self._figures_at = math.inf
+        self._poll_at = self._sweep_at = self._figures_at = self._backlog_at = math.inf
 
     def _on_closing(self, event: ev.Closing, now: float) -> None:
         retry = None if event.final else BROKER_RETRY_MS

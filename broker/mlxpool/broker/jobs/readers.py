@@ -25,6 +25,7 @@ from mlxpool.broker.store.records import (
     Page,
     Refused,
     Result,
+    Scope,
 )
 from mlxpool.common.errors import BadRequest, DuplicateId, Gone, OverQuota, PoolError, SlowConsumer
 from mlxpool.common.protocol.deltas import Usage
@@ -175,7 +176,8 @@ class Readers:
     def _read(self, reader: Reader, now: float) -> None:
         reader.reading, reader.behind = True, False
         name = reader.job or name_of(reader.owner, reader.fetch.name)
-        gen = reader.gen if reader.began else reader.fetch.gen
+        knows_gen = reader.began or (reader.told and reader.fetch.start > 0)
+        gen = reader.gen if knows_gen else reader.fetch.gen
         page = FetchPage(name, reader.sent, gen, PAGE_BYTES)
         self._outbox.store(page, partial(self._page, reader))
 
@@ -186,7 +188,7 @@ class Readers:
         if isinstance(result, Refused) and result.code in LATER:
             reader.behind = True
             return
-        if not isinstance(result, Page) or not self._may_read(reader, result.job):
+        if not isinstance(result, Page) or not _may_read(reader, result.job.scope):
             self._fail(reader, _page_error(reader, result))
             return
         job = reader.known = result.job
@@ -206,10 +208,6 @@ class Readers:
             self._end(reader, terminal_of(job.end))
             return
         self._go_on(reader, now)
-
-    def _may_read(self, reader: Reader, job: JobView) -> bool:
-        scope, tenant = job.scope, reader.fetch.name.tenant
-        return (scope.owner, scope.tenant) == (reader.owner, tenant)
 
     def _begin(self, reader: Reader, job: JobView) -> bool:
         """The job was found: tell its reader. False if it has too many readers."""
@@ -257,11 +255,17 @@ class Readers:
                 del self._of_job[reader.job]
 
 
+def _may_read(reader: Reader, scope: Scope | None) -> bool:
+    """Whether a job is the reader's: one that is named by its id is found whose ever it is."""
+    mine = (reader.owner, reader.fetch.name.tenant)
+    return scope is not None and (scope.owner, scope.tenant) == mine
+
+
 def _page_error(reader: Reader, result: Result) -> PoolError:
     """Why a reading ends without its job."""
-    if isinstance(result, JobRestarted):
+    if isinstance(result, JobRestarted) and _may_read(reader, result.job.scope):
         return restarted(result.job)
-    if isinstance(result, KeyGone):
+    if isinstance(result, KeyGone) and _may_read(reader, result.scope):
         return Gone(f"the result of the job {reader.fetch.name} was deleted")
     if isinstance(result, Refused):
         return store_error(result)

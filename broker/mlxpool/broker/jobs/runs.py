@@ -276,6 +276,8 @@ class Runs:
             return  # it was cancelled, or the store was lost
         active.writing = None
         if isinstance(result, Refused):
+            if result.code == "store_error":
+                self._unwritable(active, operation, result)
             active.write_at = now + RETRY_INTERVAL  # all of it is still there
             return
         if not isinstance(result, Durable | Changed):  # somebody else has ended it
@@ -292,6 +294,18 @@ class Runs:
             self._write(active, now)
         elif active.steps:
             active.write_at = now + WRITE_DELAY
+
+    def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
+        """The store cannot hold this, now or later: end the job with what is on the disk."""
+        if isinstance(operation, Finish) and operation.state is JobState.DEAD:
+            active.steps.clear()
+            return  # this end is short: what it had beside it was at fault
+        if active.ran:
+            self._cancel_run(active)
+        if active.outcome is None:
+            active.move("final")
+        active.steps.clear()
+        active.outcome = self._dead(active, Internal(refused.message))
 
     def _left(self, active: ActiveJob, job: JobView, now: float) -> None:
         """Its outcome is on the disk."""
