@@ -16,8 +16,8 @@ from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "cancel classify close decide decide_all describe detokenize embed generate keep models rerank"
-    " stream token_texts tokenize tokenize_chat"
+    "cancel classify close decide decide_all describe detokenize embed fetch generate job jobs keep"
+    " models release rerank retry stream submit token_texts tokenize tokenize_chat"
 )
 ROOMS = ("broker", "client", "common", "gateway", "worker")
 
@@ -38,6 +38,7 @@ def test_the_public_names_of_the_client() -> None:
         "Decision",
         "DecisionList",
         "Delta",
+        "Job",
         "Pace",
         "PoolError",
         "Ranked",
@@ -56,7 +57,7 @@ def test_the_public_names_of_the_client() -> None:
     ("of", "names"),
     [
         ("Client", CALLS),
-        ("AsyncClient", CALLS.replace(" stream ", " stream streams ")),
+        ("AsyncClient", CALLS.replace("stream ", "stream streams ")),
         ("Stream", "close facts id read result"),
         ("AsyncStream", "accepted close facts id read ready result"),
     ],

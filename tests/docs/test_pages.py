@@ -96,6 +96,7 @@ PAGES = {
     "docs/configuration.md": Page(),
     "docs/demo-model.md": Page(),
     "docs/embeddings.md": Page(),
+    "docs/jobs.md": Page(),
     "docs/decisions.md": Page(),
     "docs/structured-output.md": Page(needs=("openai",)),
     "docs/choices.md": Page(),
