@@ -148,7 +148,7 @@ def test_an_id_tells_a_stranger_nothing_about_the_job() -> None:
         return str(story.answer(ident)["code"])
 
     assert told("uid:2", None) == told("uid:2", 5) == "unknown_job"
-    assert told(OWNER, 5) == "job_restarted"
+    assert told(OWNER, 5) == "bad_request"  # there is no such generation yet
     worker.end(job.id, count=1)
     story.settle()
     story.about("release", "a")
@@ -194,6 +194,14 @@ def test_a_released_job_is_gone() -> None:
     story.fetch("a")
     story.settle()
     assert story.answer(again)["code"] == "gone"
+
+
+def test_a_job_that_runs_is_not_released_and_told_to_run() -> None:
+    story = JobStory()
+    started(story)
+    ident = story.about("release", "a")
+    story.settle()
+    assert "is running: only an ended job" in story.answer(ident)["message"]
 
 
 def test_a_result_is_deleted_when_it_was_kept_for_its_time() -> None:

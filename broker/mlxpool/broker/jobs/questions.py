@@ -227,7 +227,7 @@ class Questions:
                     self._readers.job_changed(job, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:
-                self._fail(event, _error_of_change(message, result))
+                self._fail(event, self._error_of_change(message, result))
 
         return store.Cancel(name, end), then
 
@@ -259,7 +259,18 @@ class Questions:
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
             self._send(event, JobRow(self._rows([result.job])[0]))
         else:
-            self._fail(event, _error_of_change(message, result))
+            self._fail(event, self._error_of_change(message, result))
+
+    def _error_of_change(self, message: AboutJob, result: Result) -> PoolError:
+        if isinstance(result, Fate):
+            job = result.job
+            if job.state is JobState.GONE:
+                return Gone(f"the result of the job {message.name} was deleted")
+            state = phase_of(job.state, runs=job.id in self._runs.active).value
+            return BadRequest(f"the job {message.name} is {state}: {REFUSALS[message.kind]}")
+        if isinstance(result, Refused):
+            return answers.store_error(result)
+        return answers.unknown(message.name)
 
 
 CHANGES = {
@@ -278,14 +289,3 @@ def _other_error(result: Result) -> PoolError:
     if isinstance(result, Refused):
         return answers.store_error(result)
     return Internal(f"the store answered with {type(result).__name__}")
-
-
-def _error_of_change(message: AboutJob, result: Result) -> PoolError:
-    if isinstance(result, Fate):
-        state = result.job.state
-        if state is JobState.GONE:
-            return Gone(f"the result of the job {message.name} was deleted")
-        return BadRequest(f"the job {message.name} is {state}: {REFUSALS[message.kind]}")
-    if isinstance(result, Refused):
-        return answers.store_error(result)
-    return answers.unknown(message.name)

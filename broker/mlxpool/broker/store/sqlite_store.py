@@ -261,7 +261,10 @@ class SqliteOpener(Opener):
             raise
         except (OSError, sqlite3.Error) as error:
             path = self.folder.path
-            raise StoreUnusable(f"the store of jobs in {path} cannot be opened: {error}") from error
+            what = "put a copy of the folder in its place, or give another state_dir"
+            raise StoreUnusable(
+                f"the store of jobs in {path} cannot be opened: {error}; {what}"
+            ) from error
 
     def reopen(self) -> SqliteStore:
         """Open the store after its disk failed, as a new file made of what can be read.
