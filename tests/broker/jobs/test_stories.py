@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.job_messages import Fetch, JobName
@@ -180,6 +181,18 @@ def test_the_same_submission_is_the_same_job_and_another_one_is_refused() -> Non
     assert story.answer(first)["job"] == story.answer(again)["job"]
     assert story.answer(other)["code"] == "duplicate_id"
     assert len(story.store.rows) == 1
+
+
+def test_the_same_submission_is_the_same_job_when_the_pool_takes_no_new_ones() -> None:
+    story = JobStory()
+    first = story.submit("a")
+    story.settle()
+    story.do(StartDrain(None, "m", 10.0))
+    again, other = story.submit("a"), story.submit("b")
+    changed = story.submit("a", prompt="another")
+    story.settle()
+    assert story.answer(again)["job"] == story.answer(first)["job"]
+    assert story.answer(other)["code"] == story.answer(changed)["code"] == "draining"
 
 
 def test_a_released_job_is_gone() -> None:

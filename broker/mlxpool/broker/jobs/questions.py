@@ -100,10 +100,14 @@ class Questions:
     # ---- submit --------------------------------------------------------------------------------
 
     def _submit(self, event: ev.Asked, message: Submit, now: float) -> None:
-        """Store a job. Raises PoolError for one that could never be done."""
+        """Store a job. One that the pool does not take is refused, unless it was taken before."""
         generate, policy = message.generate, self._policy()
         digest = job_digest(generate)
-        self._view.check(event.owner, generate, digest, now)
+        try:
+            self._view.check(event.owner, generate, digest, now)
+        except PoolError as error:
+            self._refuse_unless_known(event, message, digest, error)
+            return
         drawn = generate.options.seed < 0
         keep = policy.keep if message.keep_ms is None else message.keep_ms / 1000
         deadline_ms = generate.deadline_ms
@@ -136,6 +140,21 @@ class Questions:
                 self._fail(event, _other_error(result))
 
         self._outbox.store(operation, then)
+
+    def _refuse_unless_known(
+        self, event: ev.Asked, message: Submit, digest: bytes, error: PoolError
+    ) -> None:
+        """Answer with the job of an earlier submission, whatever the pool would say to a new one."""
+
+        def then(result: Result, now: float) -> None:
+            job = result.job if isinstance(result, Found) else None
+            if job is None or job.digest != digest or job.state is JobState.GONE:
+                self._fail(event, error)
+            else:
+                self._submitted(event, message, Submitted(job, new=False), now)
+
+        scope = Scope(event.owner, message.tenant, message.key)
+        self._outbox.store(store.ReadJob(scope), then)
 
     def _submitted(self, event: ev.Asked, message: Submit, result: Submitted, now: float) -> None:
         job = result.job
