@@ -62,10 +62,7 @@ class JobStorm(Storm):
         if number % 4 == 0:
             self._read(client, key)
         elif number % 4 == 1:
-            stream = client.fetch(key)
-            self.expected[stream.id.hex()] = self._wanted(key)
-            next(iter(stream), None)
-            stream.close()
+            self._glance(client, key)
 
     def _submit(self, client: Client, key: str, number: int, count: int) -> None:
         """Submit until it is accepted: the same key is the same job."""
@@ -75,11 +72,20 @@ class JobStorm(Storm):
                 return
             except PoolError as error:
                 if not error.retryable:
-                    raise
+                    self.errors[f"{error.code}: {error.message}"] += 1
                 time.sleep(PAUSE)
 
     def _wanted(self, key: str) -> list[int]:
         return expected_ids(key, 10_000 + int(key.split()[1]), self.counts[key])
+
+    def _glance(self, client: Client, key: str) -> None:
+        """Read the first ids of a job and leave."""
+        with client.fetch(key) as stream:
+            self.expected[stream.id.hex()] = self._wanted(key)
+            try:
+                next(iter(stream), None)
+            except PoolError as error:
+                self.errors[f"{error.code}: {error.message}"] += 1
 
     def _read(self, client: Client, key: str) -> None:
         stream = client.fetch(key)
@@ -89,7 +95,7 @@ class JobStorm(Storm):
             if list(result.ids) != self._wanted(key):
                 self.wrong.append(key)
         except PoolError as error:
-            self.errors[error.code] += 1
+            self.errors[f"{error.code}: {error.message}"] += 1
 
     def _finish(self) -> None:
         """Wait for all jobs; each has one end, and its ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,11 +79,36 @@ def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> 
                     await asyncio.to_thread(broker.accept)
                 broker.tokens(stream.ids[0], 0)
                 broker.done(stream.ids[0], 1)
+                while not stream._choices._open[0].state.over:
+                    await asyncio.sleep(0.01)
                 async for delta in stream:
                     assert delta.ids == (0,)
                     break
-                while not stream._choices._open[0].state.over:
-                    await asyncio.sleep(0.01)
             assert await asyncio.to_thread(cancelled, broker, 2) == {*stream.ids[1:]}
 
     asyncio.run(leave())
+
+
+def test_a_stream_that_nobody_holds_any_more_is_cancelled(broker: FakeBroker) -> None:
+    with Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client:
+        stream = client.stream("m", "x", n=2)
+        begun = {broker.accept(), broker.accept()}
+        del stream
+        gc.collect()
+        assert cancelled(broker, 2) == begun
+
+
+def test_an_asynchronous_stream_that_nobody_holds_any_more_is_cancelled(
+    broker: FakeBroker,
+) -> None:
+    async def drop() -> None:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
+            stream = client.stream("m", "x", n=2)
+            begun = {await asyncio.to_thread(broker.accept) for _ in range(2)}
+            del stream
+            gc.collect()
+            assert await asyncio.to_thread(cancelled, broker, 2) == begun
+
+    asyncio.run(drop())

@@ -60,6 +60,7 @@ STREAM = (
     " first = next(iter(deltas := iter(stream)))"
 )
 ENDLESS = f"{SYNC}; stream = client.stream('counting', 'hello', max_tokens=10**5)"
+CHOICES = ENDLESS.replace("10**5", "10**5, n=2")
 AFTER = "ids = list(client.generate('counting', 'hello', seed=7, max_tokens=3).ids); client.close()"
 AFTER_STREAM = "ids = list(stream.read().ids); client.close()"
 ASYNC = "loop = asyncio.new_event_loop(); client = AsyncClient(run_dir)"
@@ -102,6 +103,7 @@ def ran(pool: Pool, made: str, done: str, after: str) -> dict[str, Any]:
         (STREAM, "lambda: next(deltas)", AFTER_STREAM),
         (STREAM, "stream.read", AFTER_STREAM),
         (ENDLESS, "lambda: stream.result", AFTER),
+        (CHOICES, "lambda: stream.result", AFTER),
         (ASYNC, "lambda: asyncio.run(client.models())", ASYNC_AFTER),
         (ASYNC_USED, "lambda: asyncio.run(client.models())", ASYNC_AFTER),
         (

@@ -98,7 +98,7 @@ PAGES = {
     "docs/embeddings.md": Page(),
     "docs/jobs.md": Page(),
     "docs/decisions.md": Page(),
-    "docs/structured-output.md": Page(),
+    "docs/structured-output.md": Page(needs=("openai",)),
     "docs/choices.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(

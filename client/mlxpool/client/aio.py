@@ -19,7 +19,7 @@ from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionLis
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef
-from mlxpool.client.loop_calls import call_in_loop
+from mlxpool.client.loop_calls import call_in_loop, put_in_loop
 from mlxpool.client.request import (
     ChatTokens,
     Draft,
@@ -55,7 +55,7 @@ class AsyncStream:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
         # The connection keeps what it delivers to: that must not be this object, see `__del__`.
-        put = partial(_put, asyncio.get_running_loop(), self._queue)
+        put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._open = connection.open(draft, put)
 
     @property
@@ -522,9 +522,3 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-
-def _put(
-    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Delta | None], delta: Delta | None
-) -> None:
-    call_in_loop(loop, lambda: queue.put_nowait(delta))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from types import TracebackType
 
 from mlxpool.client.choices import Choices, Item, OpenChoices
 from mlxpool.client.connection import Connection
-from mlxpool.client.loop_calls import call_in_loop
+from mlxpool.client.loop_calls import put_in_loop
 from mlxpool.client.stream import Delta
 from mlxpool.common.protocol.from_client import GenerateDraft
 
@@ -21,12 +22,10 @@ class AsyncChoicesStream:
 
     def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
-        self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
-        self._choices = OpenChoices(connection, drafts, self._put)
-
-    def _put(self, item: Item) -> None:
-        call_in_loop(self._loop, lambda: self._queue.put_nowait(item))
+        # The connection keeps what it delivers to: that must not be this object, see `__del__`.
+        put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
+        self._choices = OpenChoices(connection, drafts, put)
 
     @property
     def ids(self) -> list[bytes]:
@@ -56,6 +55,10 @@ class AsyncChoicesStream:
     def close(self) -> None:
         """Cancel the choices that are not finished."""
         self._choices.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_choices"):  # they were sent
+            self._choices.abandon()
 
     async def __aenter__(self) -> AsyncChoicesStream:
         return self

@@ -156,15 +156,22 @@ class OpenChoices:
         return ready
 
     def whole(self) -> Choices:
-        """All completions. Raises the error of the first that has one; RuntimeError too early."""
-        states = [one.state for one in self._open]
-        failed = [state for state in states if state.error is not None]
-        return Choices([state.whole() for state in failed or states])
+        """All completions. Raises the error of the first that has one; RuntimeError too early.
+
+        In a fork of the process it raises BadRequest unless all had ended before.
+        """
+        failed = [one for one in self._open if one.state.error is not None]
+        return Choices([self._connection.result(one) for one in failed or self._open])
 
     def close(self) -> None:
         """Cancel the choices that are not finished."""
         for one in self._open:
             self._connection.leave(one)
+
+    def abandon(self) -> None:
+        """`close` for a finalizer, which may run in any thread at any place: it takes no lock."""
+        for one in self._open:
+            self._connection.abandon(one)
 
 
 def _put(put: Put, number: int, delta: Delta | None) -> None:
@@ -175,8 +182,8 @@ class ChoicesStream(Closing):
     """An iterator over the deltas of several choices, as they arrive; `index` names the choice.
 
     No delta comes before every choice is accepted. An error of one choice is raised, and ends the
-    others. Leaving the loop, `close` or the end of a `with` cancels what is not finished. After the
-    last delta `result` holds all completions.
+    others. Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is
+    not finished. After the last delta `result` holds all completions.
     """
 
     def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
@@ -194,7 +201,7 @@ class ChoicesStream(Closing):
         """All completions.
 
         Raises the error of the first choice that has one, and RuntimeError before the end; `read`
-        waits for it.
+        waits for it. In a fork of the process it raises BadRequest if they had not ended before.
         """
         return self._choices.whole()
 
@@ -215,3 +222,7 @@ class ChoicesStream(Closing):
     def close(self) -> None:
         """Cancel the choices that are not finished."""
         self._choices.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_choices"):  # they were sent
+            self._choices.abandon()

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from mlxpool.client import AsyncClient
-from mlxpool.common.errors import UnknownModel
+from mlxpool.common.errors import ModelUnavailable, UnknownModel
 from mlxpool.common.protocol.images import VISION
 from mlxpool.gateway.formats import ChatFormats
 
+INSPECTION_WAIT = 30.0  # seconds that a request waits until its model's files are inspected
+INSPECTION_PAUSE = 0.1  # seconds between two looks at the list while it waits
 MAX_AGE = 2.0  # seconds; an older list is refreshed in the background of the request
 MAX_NAMES_SHOWN = 20
 LATEST = ":latest"  # the tag that Ollama's users write after a name
@@ -25,7 +27,8 @@ class ModelInfo:
 
     name: str
     state: str | None
-    inspected: bool  # the pool has read the model's files, or it has none
+    inspected: bool  # the pool has looked at the model's files, or it has none
+    readable: bool  # it could read them, as far as is known
     architecture: str
     context: int  # tokens
     size: int  # bytes of the weights on disk
@@ -51,7 +54,8 @@ class ModelInfo:
         return cls(
             name=str(row["name"]),
             state=row.get("state"),
-            inspected=row.get("type", "") is not None,
+            inspected=row.get("inspected", True),
+            readable=row.get("type", "") is not None,
             architecture=row.get("type") or "",
             context=row.get("context") or 0,
             size=row.get("size") or 0,
@@ -70,8 +74,10 @@ class ModelInfo:
 class ModelList:
     """The pool's models by name."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, inspection_wait: float = INSPECTION_WAIT) -> None:
+        """`inspection_wait`: seconds that `get` waits for the inspection of a model's files."""
         self._client = client
+        self._inspection_wait = inspection_wait
         self._models: dict[str, ModelInfo] = {}
         self._read_at = 0.0  # monotonic seconds
         self._refreshing: asyncio.Task[None] | None = None
@@ -82,7 +88,11 @@ class ModelList:
         return list(self._models.values())
 
     async def get(self, name: str) -> ModelInfo:
-        """One model; NAME:latest is NAME. Raises UnknownModel, and see `all`."""
+        """One model, once its files have been inspected; NAME:latest is NAME.
+
+        Before that it is not known how its chats and its calls of tools are written. Raises
+        UnknownModel, ModelUnavailable for a model whose inspection takes too long, and see `all`.
+        """
         found = self._find(name)
         if found is None or not found.inspected:
             await self._refresh()
@@ -91,7 +101,25 @@ class ModelList:
         model = self._find(name)
         if model is None:
             raise UnknownModel(f"there is no model {name!r:.80}; {self._hint(name)}")
-        return model
+        return model if model.inspected else await self._inspected(model.name)
+
+    async def _inspected(self, name: str) -> ModelInfo:
+        """Wait for the inspection of a model that the list has."""
+        end = time.monotonic() + self._inspection_wait
+        while time.monotonic() < end:
+            await asyncio.sleep(INSPECTION_PAUSE)
+            await self._refresh()
+            model = self._find(name)
+            if model is None:
+                raise UnknownModel(f"there is no model {name!r:.80} any more; {self._hint(name)}")
+            if model.inspected:
+                return model
+        raise ModelUnavailable(
+            f"the files of model {name!r:.80} have not been inspected for"
+            f" {self._inspection_wait:.0f} s, so it is not known how its chats are written; try"
+            " again later, and see `mlxpool check` if it stays so",
+            retry_after_ms=round(self._inspection_wait * 1000),
+        )
 
     async def described(self, name: str) -> ModelInfo:
         """One model with all that is known of it, read now. Raises what `get` does."""

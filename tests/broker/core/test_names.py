@@ -218,6 +218,7 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "state": "cold",
         "queued": 0,
         "context": 64,
+        "inspected": True,
         "type": "llama",
         "size": 500,
         "memory": None,
@@ -275,6 +276,14 @@ def test_a_fault_of_a_cold_model_is_shown_and_refuses_no_request() -> None:
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
 
 
+def test_it_is_told_whether_files_were_inspected() -> None:
+    story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
+    describe(story, "a", "d")
+    describe(story, "b", "", problems=["it cannot be read"])
+    assert row(story, "a")["inspected"] and row(story, "b")["inspected"]
+    assert not row(pool({"c": HERE}, c=model()), "c")["inspected"]
+
+
 @pytest.mark.parametrize(
     "count", [listing.MAX_DETAILED, listing.MAX_DETAILED + 1, MAX_SCANNED + 10]
 )
@@ -288,6 +297,7 @@ def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
     frames.encode(frame.header, body_of(frame))
     assert [row["name"] for row in body_of(frame)["models"]] == names
     assert ("error" in body_of(frame)["models"][0]) == (count <= listing.MAX_DETAILED)
+    assert all(row["inspected"] for row in body_of(frame)["models"])
 
 
 def test_a_model_that_is_found_later_can_be_asked_for() -> None:

@@ -14,7 +14,16 @@ from mlxpool.common.checks import mapping
 DIGEST_DIGITS = 12  # that are shown
 MAX_DETAILED = 150  # models whose details fit into one body
 MAX_ERROR = 200  # characters of an error that clients are shown
-BRIEF_KEYS = ("name", "state", "queued", "context", "chat", "memory", "expires_in")
+BRIEF_KEYS = (
+    "name",
+    "state",
+    "queued",
+    "context",
+    "chat",
+    "inspected",
+    "memory",
+    "expires_in",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "state": state,
         "queued": len(model.queue),
         "context": context or usual,
+        "inspected": bool(about),
         "type": about.get("type"),
         "size": about.get("size"),
         "memory": _memory_of(workers),

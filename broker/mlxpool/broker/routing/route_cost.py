@@ -15,8 +15,8 @@ from mlxpool.broker.routing.worker_speed import (
     WorkerSpeed,
 )
 
-# Of a token that has to be read, beside one that others still read there: of two equal waits the one
-# that computes less is taken. Simulated: 1.1 and more let first tokens of one hot prompt wait.
+# Of a token that has to be read, beside one that others still read there: of two equal waits the
+# one that computes less is taken. Simulated: 1.1 and more let first tokens of a hot prompt wait.
 READ_WEIGHT = 1.02
 MAX_OUTPUT = 200  # tokens of an answer that count: rows come and go, so later steps are not known
 TRUST_WEIGHT = 0.1  # of the newest request in `trust`

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.client import Result, Vectors
 from mlxpool.common.checks import shown
-from mlxpool.common.errors import PoolError
+from mlxpool.common.errors import ModelUnavailable, PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
 from mlxpool.gateway.generation.choice_streams import (
@@ -196,6 +196,12 @@ class OllamaRoutes:
 
     async def _conversation(self, model: ModelInfo, request: OllamaRequest) -> Conversation:
         """The prompt of /api/generate: a chat of one message, or text that is taken as it is."""
+        if not request.raw and not model.readable:
+            raise ModelUnavailable(
+                f"the files of model {model.name!r:.80} could not be read, so it is not known"
+                " whether its prompts need a chat template; `mlxpool check` says what is wrong, and"
+                " `raw` sends the prompt as it is"
+            )
         if request.raw or model.chat is None:
             if request.system and not request.raw:
                 message = f"{request.model!r} has no chat template, so it takes no system message"

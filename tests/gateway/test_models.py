@@ -1,0 +1,62 @@
+"""The gateway's list of models: a request waits until its model is inspected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mlxpool.client import AsyncClient
+from mlxpool.common.errors import ModelUnavailable, UnknownModel
+from mlxpool.gateway.models import ModelInfo, ModelList
+
+NEW = {"name": "m", "inspected": False, "type": None, "chat": None}
+DONE = {"name": "m", "inspected": True, "type": "llama", "chat": {"tools": "json"}}
+
+
+class ScriptedPool(AsyncClient):
+    """Answers `models` with the next of some lists, and with the last one from then on."""
+
+    def __init__(self, *lists: Sequence[dict[str, Any]]) -> None:
+        self.lists, self.asked = list(lists), 0
+
+    async def models(self) -> list[dict[str, Any]]:
+        self.asked += 1
+        return list(self.lists.pop(0) if len(self.lists) > 1 else self.lists[0])
+
+    def __del__(self) -> None:
+        pass
+
+
+def got(pool: ScriptedPool, wait: float = 60.0) -> ModelInfo:
+    return asyncio.run(ModelList(pool, wait).get("m"))
+
+
+def test_a_request_waits_for_the_inspection_of_its_model() -> None:
+    found = got(ScriptedPool([NEW], [NEW], [DONE]))
+    assert found.inspected and found.chat is not None and found.chat.tools == "json"
+
+
+def test_the_wait_has_a_bound_and_ends_with_an_error() -> None:
+    with pytest.raises(ModelUnavailable, match="not been inspected for 0 s") as caught:
+        got(ScriptedPool([NEW]), wait=0.01)
+    assert caught.value.retry_after_ms == 10
+
+
+def test_a_model_that_goes_meanwhile_is_unknown() -> None:
+    with pytest.raises(UnknownModel, match="any more"):
+        got(ScriptedPool([NEW], []))
+
+
+def test_a_model_whose_files_cannot_be_read_is_not_waited_for() -> None:
+    pool = ScriptedPool([{**NEW, "inspected": True}])
+    found = got(pool)
+    assert found.inspected and not found.readable and pool.asked == 1
+
+
+def test_the_short_rows_of_many_models_say_whether_they_are_inspected() -> None:
+    row = {"name": "m", "state": "cold", "chat": None}
+    assert not ModelInfo.from_row({**row, "inspected": False}).inspected
+    assert ModelInfo.from_row({**row, "inspected": True}).readable
