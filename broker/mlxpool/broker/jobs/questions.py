@@ -144,7 +144,7 @@ class Questions:
     def _refuse_unless_known(
         self, event: ev.Asked, message: Submit, digest: bytes, error: PoolError
     ) -> None:
-        """Answer with the job of an earlier submission, whatever the pool would say to a new one."""
+        """Answer with the job of an earlier submission, whatever the pool says to a new one."""
 
         def then(result: Result, now: float) -> None:
             job = result.job if isinstance(result, Found) else None
