@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.job_messages import Fetch, JobName
@@ -148,7 +149,7 @@ def test_an_id_tells_a_stranger_nothing_about_the_job() -> None:
         return str(story.answer(ident)["code"])
 
     assert told("uid:2", None) == told("uid:2", 5) == "unknown_job"
-    assert told(OWNER, 5) == "job_restarted"
+    assert told(OWNER, 5) == "bad_request"  # there is no such generation yet
     worker.end(job.id, count=1)
     story.settle()
     story.about("release", "a")
@@ -182,6 +183,18 @@ def test_the_same_submission_is_the_same_job_and_another_one_is_refused() -> Non
     assert len(story.store.rows) == 1
 
 
+def test_the_same_submission_is_the_same_job_when_the_pool_takes_no_new_ones() -> None:
+    story = JobStory()
+    first = story.submit("a")
+    story.settle()
+    story.do(StartDrain(None, "m", 10.0))
+    again, other = story.submit("a"), story.submit("b")
+    changed = story.submit("a", prompt="another")
+    story.settle()
+    assert story.answer(again)["job"] == story.answer(first)["job"]
+    assert story.answer(other)["code"] == story.answer(changed)["code"] == "draining"
+
+
 def test_a_released_job_is_gone() -> None:
     story = JobStory()
     worker, job = started(story)
@@ -194,6 +207,14 @@ def test_a_released_job_is_gone() -> None:
     story.fetch("a")
     story.settle()
     assert story.answer(again)["code"] == "gone"
+
+
+def test_a_job_that_runs_is_not_released_and_told_to_run() -> None:
+    story = JobStory()
+    started(story)
+    ident = story.about("release", "a")
+    story.settle()
+    assert "is running: only an ended job" in story.answer(ident)["message"]
 
 
 def test_a_result_is_deleted_when_it_was_kept_for_its_time() -> None:

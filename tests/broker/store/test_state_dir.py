@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.store import sqlite_store, state_dir
-from mlxpool.broker.store.errors import StoreFailed, StoreInUse, StoreUnusable
+from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import ReadJob
 from mlxpool.broker.store.records import Found
 from mlxpool.broker.store.sql import schema
-from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener
+from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, SqliteStore
 from mlxpool.broker.store.state_dir import StateDir, check_file_system, file_system
 from support.job_store import BEGIN, BOOT, MAX_BYTES, RESERVE, job_id, submit
 
@@ -232,6 +232,31 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
         assert (tmp_path / "reserve").exists()
         assert store.database.number("PRAGMA freelist_count") <= sqlite_store.FREE_PAGES
         assert (tmp_path / "jobs-1.db").stat().st_size < before
+
+
+def test_a_reserve_that_was_used_is_taken_again_when_a_while_has_passed(tmp_path: Path) -> None:
+    with open_folder(tmp_path) as folder, folder.open() as store:
+        store.begin(BOOT, BEGIN)
+        assert store.free_reserve()
+        store.transaction([submit(1)], BEGIN + 1)
+        store.tend()
+        assert not (tmp_path / "reserve").exists()
+        store.transaction([submit(2)], BEGIN + 1 + sqlite_store.RESERVE_PAUSE)
+        store.tend()
+        assert (tmp_path / "reserve").exists()
+
+
+def test_a_disk_without_room_to_open_the_store_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: SqliteOpener) -> SqliteStore:
+        raise OutOfSpace("no room")
+
+    monkeypatch.setattr(SqliteOpener, "_open", full)
+    refused = pytest.raises(StoreUnusable, match="disk of the store is full, free some room")
+    with open_folder(tmp_path) as folder, refused:
+        folder.open()
+    assert not (tmp_path / "reserve").exists()
 
 
 def test_only_what_is_not_copied_counts_as_the_length_of_the_log(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_a_submission_has_the_request_without_the_keys_of_the_job() -> None:
         ({"not_before": "soon"}, "not_before must be a time"),
         ({"not_before": float("nan")}, "not_before must be a time"),
         ({"tenant": 5}, "tenant must be text"),
+        ({"tenant": "t\0"}, "tenant must be printable characters"),
         ({"model": ""}, "model must be a name"),
     ],
 )

@@ -100,10 +100,14 @@ class Questions:
     # ---- submit --------------------------------------------------------------------------------
 
     def _submit(self, event: ev.Asked, message: Submit, now: float) -> None:
-        """Store a job. Raises PoolError for one that could never be done."""
+        """Store a job. One that the pool does not take is refused, unless it was taken before."""
         generate, policy = message.generate, self._policy()
         digest = job_digest(generate)
-        self._view.check(event.owner, generate, digest, now)
+        try:
+            self._view.check(event.owner, generate, digest, now)
+        except PoolError as error:
+            self._refuse_unless_known(event, message, digest, error)
+            return
         drawn = generate.options.seed < 0
         keep = policy.keep if message.keep_ms is None else message.keep_ms / 1000
         deadline_ms = generate.deadline_ms
@@ -136,6 +140,21 @@ class Questions:
                 self._fail(event, _other_error(result))
 
         self._outbox.store(operation, then)
+
+    def _refuse_unless_known(
+        self, event: ev.Asked, message: Submit, digest: bytes, error: PoolError
+    ) -> None:
+        """Answer with the job of an earlier submission, whatever the pool says to a new one."""
+
+        def then(result: Result, now: float) -> None:
+            job = result.job if isinstance(result, Found) else None
+            if job is None or job.digest != digest or job.state is JobState.GONE:
+                self._fail(event, error)
+            else:
+                self._submitted(event, message, Submitted(job, new=False), now)
+
+        scope = Scope(event.owner, message.tenant, message.key)
+        self._outbox.store(store.ReadJob(scope), then)
 
     def _submitted(self, event: ev.Asked, message: Submit, result: Submitted, now: float) -> None:
         job = result.job
@@ -227,7 +246,7 @@ class Questions:
                     self._readers.job_changed(job, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:
-                self._fail(event, _error_of_change(message, result))
+                self._fail(event, self._error_of_change(message, result))
 
         return store.Cancel(name, end), then
 
@@ -259,7 +278,18 @@ class Questions:
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
             self._send(event, JobRow(self._rows([result.job])[0]))
         else:
-            self._fail(event, _error_of_change(message, result))
+            self._fail(event, self._error_of_change(message, result))
+
+    def _error_of_change(self, message: AboutJob, result: Result) -> PoolError:
+        if isinstance(result, Fate):
+            job = result.job
+            if job.state is JobState.GONE:
+                return Gone(f"the result of the job {message.name} was deleted")
+            state = phase_of(job.state, runs=job.id in self._runs.active).value
+            return BadRequest(f"the job {message.name} is {state}: {REFUSALS[message.kind]}")
+        if isinstance(result, Refused):
+            return answers.store_error(result)
+        return answers.unknown(message.name)
 
 
 CHANGES = {
@@ -278,14 +308,3 @@ def _other_error(result: Result) -> PoolError:
     if isinstance(result, Refused):
         return answers.store_error(result)
     return Internal(f"the store answered with {type(result).__name__}")
-
-
-def _error_of_change(message: AboutJob, result: Result) -> PoolError:
-    if isinstance(result, Fate):
-        state = result.job.state
-        if state is JobState.GONE:
-            return Gone(f"the result of the job {message.name} was deleted")
-        return BadRequest(f"the job {message.name} is {state}: {REFUSALS[message.kind]}")
-    if isinstance(result, Refused):
-        return answers.store_error(result)
-    return answers.unknown(message.name)

@@ -264,6 +264,9 @@ def _may_read(reader: Reader, scope: Scope | None) -> bool:
 def _page_error(reader: Reader, result: Result) -> PoolError:
     """Why a reading ends without its job."""
     if isinstance(result, JobRestarted) and _may_read(reader, result.job.scope):
+        if (reader.fetch.gen or 0) > result.job.gen:
+            what = f"gen is {reader.fetch.gen}, the newest generation of the job is"
+            return BadRequest(f"{what} {result.job.gen}; fetch that, or leave gen out")
         return restarted(result.job)
     if isinstance(result, KeyGone) and _may_read(reader, result.scope):
         return Gone(f"the result of the job {reader.fetch.name} was deleted")

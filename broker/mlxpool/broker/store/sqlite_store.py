@@ -7,6 +7,7 @@ so that no second connection can be made, by which SQLite before 3.51.3 could da
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from pathlib import Path
@@ -43,6 +44,7 @@ PRAGMAS = {
 NO_BOUND = 1 << 44  # bytes
 LOG_HEAD, FRAME_HEAD = 32, 24  # bytes before the frames of the log, and before each page in it
 LOG_BYTES = 32 * 1024 * 1024  # of the log, from which on it is copied into the database
+RESERVE_PAUSE = 60.0  # seconds until the reserve is taken again after it was given away
 FREE_PAGES = 256  # that are given back to the file system at once
 # The result codes after which nothing on this connection can be believed.
 BROKEN = frozenset(
@@ -198,6 +200,7 @@ class SqliteStore(SqlStore):
 
     def __init__(self, folder: StateDir, max_bytes: int, key_life: float = KEY_LIFE) -> None:
         self._folder = folder
+        self._hold_reserve_at = math.inf  # a time of the store's clock
         self._sqlite = database = SqliteDatabase(folder.database(), max_bytes)
         try:
             if schema.bring_up_to_date(database, schema.SQLITE, copy=self.copy_before):
@@ -206,6 +209,10 @@ class SqliteStore(SqlStore):
         except BaseException:
             database.close()
             raise
+
+    def begin(self, boot: int, now: float) -> None:
+        super().begin(boot, now)
+        self._hold_reserve_at = now + RESERVE_PAUSE  # it may have been given away to open this
 
     def copy_before(self, version: int) -> None:
         """Keep a copy from before the change to a version of the schema."""
@@ -219,6 +226,9 @@ class SqliteStore(SqlStore):
     def tend(self) -> None:
         """Copy the log into the database when it is long, give pages back, hold the reserve."""
         database = self._sqlite
+        if self.wall_seen >= self._hold_reserve_at:
+            held = self._folder.hold_reserve()
+            self._hold_reserve_at = math.inf if held else self.wall_seen + RESERVE_PAUSE
         if not database.log_is_long(LOG_BYTES):
             return
         if database.number("PRAGMA freelist_count") > FREE_PAGES:
@@ -227,6 +237,7 @@ class SqliteStore(SqlStore):
         self._folder.hold_reserve()
 
     def free_reserve(self) -> bool:
+        self._hold_reserve_at = self.wall_seen + RESERVE_PAUSE
         return self._folder.free_reserve()
 
 
@@ -259,9 +270,14 @@ class SqliteOpener(Opener):
                 return self._open()
         except StoreUnusable:
             raise
+        except OutOfSpace as error:
+            raise StoreUnusable(f"the disk of the store is full, free some room: {error}") from None
         except (OSError, sqlite3.Error) as error:
             path = self.folder.path
-            raise StoreUnusable(f"the store of jobs in {path} cannot be opened: {error}") from error
+            what = "put a copy of the folder in its place, or give another state_dir"
+            raise StoreUnusable(
+                f"the store of jobs in {path} cannot be opened: {error}; {what}"
+            ) from error
 
     def reopen(self) -> SqliteStore:
         """Open the store after its disk failed, as a new file made of what can be read.

@@ -41,6 +41,14 @@ def job_key(value: object) -> str:
     return value
 
 
+def tenant_of(body: Mapping[str, Any]) -> str:
+    """For whom a client speaks; "" if it does not say. Raises BadRequest."""
+    tenant = text(body, "tenant")
+    if not tenant.isprintable():
+        raise BadRequest(f"tenant must be printable characters, got {shown(tenant)}")
+    return tenant
+
+
 def job_id(value: object) -> bytes:
     """The id of a job. Raises BadRequest unless it is 16 bytes."""
     if not isinstance(value, bytes) or len(value) != ID_BYTES:
@@ -66,7 +74,7 @@ class JobName:
         key, id = body.get("key"), body.get("job")
         if (key is None) == (id is None):
             raise BadRequest("give one of key and job")
-        tenant = text(body, "tenant")
+        tenant = tenant_of(body)
         return cls(id=job_id(id), tenant=tenant) if key is None else cls(job_key(key), b"", tenant)
 
     def __str__(self) -> str:
@@ -116,7 +124,7 @@ class Submit:
             generate,
             request,
             tuple(blobs),
-            text(body, "tenant"),
+            tenant_of(body),
             integer(body, "keep_ms", 0, MAX_KEEP_MS),
             float(not_before or 0),
             integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
@@ -199,7 +207,7 @@ class ListJobs(Content):
             raise BadRequest("give one of after and state")
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         before = integer(body, "before", 0, MAX_NUMBER) or 0
-        return cls(after, before, state, text(body, "tenant"), limit)
+        return cls(after, before, state, tenant_of(body), limit)
 
 
 @dataclass(frozen=True, slots=True)
