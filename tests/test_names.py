@@ -16,8 +16,8 @@ from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "cancel classify close decide decide_all describe detokenize embed generate keep models rerank"
-    " stream tokenize tokenize_chat"
+    "cancel classify close decide decide_all describe detokenize embed fetch generate job jobs keep"
+    " models release rerank retry stream submit token_texts tokenize tokenize_chat"
 )
 ROOMS = ("broker", "client", "common", "gateway", "worker")
 
@@ -28,13 +28,17 @@ def modules(room: str) -> Iterator[Path]:
 
 def test_the_public_names_of_the_client() -> None:
     assert sorted(mlxpool.client.__all__) == [
+        "AsyncChoicesStream",
         "AsyncClient",
         "AsyncStream",
         "ChatTokens",
+        "Choices",
+        "ChoicesStream",
         "Client",
         "Decision",
         "DecisionList",
         "Delta",
+        "Job",
         "Pace",
         "PoolError",
         "Ranked",
@@ -53,9 +57,9 @@ def test_the_public_names_of_the_client() -> None:
     ("of", "names"),
     [
         ("Client", CALLS),
-        ("AsyncClient", CALLS),
+        ("AsyncClient", CALLS.replace("stream ", "stream streams ")),
         ("Stream", "close facts id read result"),
-        ("AsyncStream", "close facts id read ready result"),
+        ("AsyncStream", "accepted close facts id read ready result"),
     ],
 )
 def test_the_public_names_of_its_classes(of: str, names: str) -> None:

@@ -71,7 +71,10 @@ class Outcome:
 class Storm:
     """A storm; `run` may be called once."""
 
-    def __init__(self, plan: Plan, tmp_path: Path) -> None:
+    weights: Mapping[str, int] = WEIGHTS
+
+    def __init__(self, plan: Plan, tmp_path: Path, arguments: tuple[str, ...] = ()) -> None:
+        """`arguments`: further ones of the broker's command."""
         self.plan = plan
         self.random = random.Random(plan.seed)
         self.folder = tmp_path / "history"
@@ -79,7 +82,8 @@ class Storm:
         os.environ[VARIABLE] = str(self.folder)
         config = model(replicas=plan.replicas, step_us=plan.step_us, joint=4)
         front = 'front = ["tcp://127.0.0.1:0"]\n'
-        self.pool = Pool(tmp_path, LIMITS + front.replace(":0", f":{free_port()}") + config)
+        front = front.replace(":0", f":{free_port()}")
+        self.pool = Pool(tmp_path, LIMITS + front + config, arguments=arguments)
         self.history = History("chaos")
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -117,8 +121,12 @@ class Storm:
             thread.join()
         self.finished.set()
         injector.join(timeout=PATIENCE)
+        self._finish()
         for client in clients:
             client.close()
+
+    def _finish(self) -> None:
+        """What is left to do when there are no faults any more."""
 
     # ---- streams -------------------------------------------------------------------------------
 
@@ -144,8 +152,8 @@ class Storm:
     def _faults_left(self) -> bool:
         return self.faults.total() < self.plan.faults
 
-    def _inject_faults(self, relay: Relay) -> None:
-        faults: dict[str, Callable[[], None]] = {
+    def _faults(self, relay: Relay) -> dict[str, Callable[[], None]]:
+        return {
             "kill": lambda: self._signal(signal.SIGKILL),
             "term": lambda: self._signal(signal.SIGTERM),
             "short freeze": self._short_freeze,
@@ -155,7 +163,10 @@ class Storm:
             "broker": self._kill_broker,
             "large prompt": self._send_large_prompts,
         }
-        names, weights = list(WEIGHTS), list(WEIGHTS.values())
+
+    def _inject_faults(self, relay: Relay) -> None:
+        faults = self._faults(relay)
+        names, weights = list(self.weights), list(self.weights.values())
         while self._faults_left() and not self.finished.is_set():
             self.finished.wait(self.random.expovariate(1 / self.plan.pause))
             name = self.random.choices(names, weights)[0]

@@ -17,6 +17,10 @@ CLIENTS = {
     "duplicate_id",
     "slow_consumer",
     "poisoned",
+    "unknown_job",
+    "gone",
+    "job_restarted",
+    "jobs_off",
 }
 POOLS = {
     "queue_full",
@@ -28,6 +32,8 @@ POOLS = {
     "model_load_failed",
     "out_of_memory",
     "draining",
+    "store_full",
+    "store_unavailable",
     "internal",
 }
 

@@ -133,6 +133,11 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
     unused = {f.name for f in FAMILIES if not used & set(f.series())}
     assert unused == {
         "mlxpool_broker_uptime_seconds",
+        "mlxpool_job_readers",
+        "mlxpool_job_store_bytes",
+        "mlxpool_job_store_max_bytes",
+        "mlxpool_job_store_up",
+        "mlxpool_jobs",
         "mlxpool_poisoned_requests",
         "mlxpool_prefix_cache_tokens_total",
         "mlxpool_request_inference_time_seconds",

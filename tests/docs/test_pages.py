@@ -96,8 +96,9 @@ PAGES = {
     "docs/configuration.md": Page(),
     "docs/demo-model.md": Page(),
     "docs/embeddings.md": Page(),
+    "docs/jobs.md": Page(),
     "docs/decisions.md": Page(),
-    "docs/structured-output.md": Page(),
+    "docs/structured-output.md": Page(needs=("openai",)),
     "docs/choices.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(

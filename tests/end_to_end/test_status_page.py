@@ -218,6 +218,19 @@ def test_on_a_phone_the_state_comes_before_the_charts(
     assert sorted(tops, key=lambda id: tops[id])[:2] == ["counts", first]
 
 
+def test_on_a_phone_a_worker_that_ended_shows_how(browser: Chromium, pool: Pool) -> None:
+    with pool.client() as client, pytest.raises(PoolError):
+        client.generate("unsound", "hello", max_tokens=1)
+    browser.open(url(pool), width=400)
+    until(
+        lambda: browser.run(
+            "return Array.from(document.querySelectorAll('#workers .asleep td.quiet'))"
+            ".some((cell) => cell.offsetParent && cell.innerText.includes('exit code 1'))"
+        ),
+        "the last end is visible",
+    )
+
+
 def test_an_operator_cancels_a_request(browser: Chromium, tmp_path: Path) -> None:
     token = tmp_path / "status.token"
     token.write_text(f"{TOKEN}\n")

@@ -16,7 +16,7 @@ from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.generation import PoolAccess
+from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import decisions, vectors

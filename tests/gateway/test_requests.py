@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.options import Options
-from mlxpool.gateway import sampling
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import sampling
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama_requests
 from mlxpool.gateway.openai import fields as openai_fields

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.telemetry import snapshot
 from mlxpool.broker.telemetry.snapshot import BrokerInfo, GatewayInfo, Snapshot
 from support.core_harness import Story
@@ -36,9 +37,16 @@ GATEWAY = GatewayInfo(
 )
 
 
+JOBS = JobFigures(3, 2, 10, 1, 1, 0, readers=2, bytes=1_000_000, max_bytes=8_000_000)
+
+
 def of(
-    story: Story, lag: float = 0.0, gateway: GatewayInfo | None = None, **broker: Any
+    story: Story,
+    lag: float = 0.0,
+    gateway: GatewayInfo | None = None,
+    jobs: JobFigures | None = None,
+    **broker: Any,
 ) -> Snapshot:
     """The snapshot of a story's core at its present time; `broker` are fields of BrokerInfo."""
     about = replace(BROKER, **broker)
-    return snapshot.take(story.core.state, about, lag, story.now, gateway=gateway)
+    return snapshot.take(story.core.state, about, lag, story.now, gateway=gateway, jobs=jobs)

@@ -26,6 +26,13 @@ GROUPS = MappingProxyType(
             "classify": f"{_COMMANDS}.embed",
             "decide": f"{_COMMANDS}.decide",
         },
+        "jobs that outlive their clients": {
+            "submit": f"{_COMMANDS}.jobs",
+            "fetch": f"{_COMMANDS}.jobs",
+            "jobs": f"{_COMMANDS}.jobs",
+            "retry": f"{_COMMANDS}.jobs",
+            "release": f"{_COMMANDS}.jobs",
+        },
         "see what it does": {
             "ps": f"{_COMMANDS}.reports",
             "top": f"{_COMMANDS}.top",
@@ -57,7 +64,8 @@ GROUPS = MappingProxyType(
 )
 COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-# The modules whose commands take --endpoint, --server-key and --key.
+# The modules whose commands take --endpoint, --server-key and --key. Those of jobs add them by
+# themselves, for the --key of `submit` is a job's.
 REMOTE_MODULES = frozenset(
     COMMAND_MODULES[name]
     for name in (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.escapes import escape_line
@@ -57,3 +58,13 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
+
+
+def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
+    """The parts of the line about jobs in `ps` and `top`; none where the broker keeps none."""
+    if jobs is None:
+        return ()
+    shown = ("waiting", "running", "done", "dead")
+    parts = [f"{jobs[state]} {state}" for state in shown]
+    store = [] if jobs["store"] == "ok" else [f"store {jobs['store']}"]
+    return (f"jobs {parts[0]}", *parts[1:], f"{size(jobs['bytes'])} kept", *store)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from mlxpool.common.config.schema import PoolConfig
 
 POOL_FLAGS = (
-    "front", "back", "admin", "secret_key", "metrics", "http", "http_keys", "log_format",
+    "front", "back", "admin", "secret_key", "metrics", "http", "http_keys", "state_dir",
+    "log_format",
     "local_workers",
 )  # fmt: skip
 
@@ -44,6 +45,12 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
         "--http-keys",
         metavar="FILE",
         help="bearer keys, one a line; --http needs them on an address that others reach",
+    )
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="keep jobs there, so that they outlive the broker (default: `state_dir` of the"
+        " settings, else there are no jobs)",
     )
     parser.add_argument("--log-format", choices=("text", "json"))
 

@@ -1,13 +1,15 @@
-"""Colours of a terminal, by rich, and its width. A file or a pipe gets plain text of any width."""
+"""Colours and tables on a terminal, by rich. A file or a pipe gets plain text of any width."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from mlxpool.cli.columns import GAP, Column, Table, fitted, joined
+from mlxpool.common.escapes import escape_line
 
 UNBOUNDED = 10_000  # columns of what is no terminal, so that nothing is left out
 STATES = {  # of workers, models and requests
@@ -32,6 +34,7 @@ STATES = {  # of workers, models and requests
 DUMB = frozenset({"dumb", "unknown"})  # values of $TERM: a terminal without control sequences
 HEAD, ERROR, NOTE = "bold", "bold red", "dim"
 
+Cells = Sequence[str]
 # Takes a text and a style of rich, such as `bold red`; returns the text as a terminal takes it.
 Paint = Callable[[str, str], str]
 
@@ -99,3 +102,23 @@ def left_out(
     first, *others = fitted(columns, rows, width).left_out or [""]
     notes = joined([f"no room in {width} columns for {first}", *others], width)
     return [paint(note, NOTE) for note in notes] if first else []
+
+
+def print_table(
+    columns: Sequence[Column],
+    rows: Sequence[Cells],
+    *,
+    above: Sequence[str] = (),
+    errors: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Print a table that fits standard output, between lines above and below it."""
+    width, paint = width_of(sys.stdout), paint_of(sys.stdout)
+    lines = [
+        *map(escape_line, above),
+        *table_lines(columns, rows, width, paint),
+        *(paint(escape_line(line), ERROR) for line in errors),
+        *map(escape_line, notes),
+        *left_out(columns, rows, width, paint),
+    ]
+    print("\n".join(lines))

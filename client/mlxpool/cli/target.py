@@ -19,8 +19,8 @@ ENDPOINT_VARIABLES = {  # by the broker's socket that a command connects to
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--endpoint`, `--server-key` and `--key`."""
+def add_flags(parser: argparse.ArgumentParser, *, with_key: bool = True) -> None:
+    """Add `--endpoint`, `--server-key` and, if `with_key`, `--key`."""
     front, admin, back = (ENDPOINT_VARIABLES[name] for name in ("front", "admin", "back"))
     parser.add_argument(
         "--endpoint",
@@ -35,6 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PUBLIC",
         help=f"the broker's public key, or a file with it (default: ${SERVER_KEY_VARIABLE})",
     )
+    if not with_key:
+        return
     parser.add_argument(
         "--key",
         default=argparse.SUPPRESS,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.cli.columns import Column
-from mlxpool.cli.formatting import duration, milliseconds, size
+from mlxpool.cli.formatting import duration, jobs_line, milliseconds, size
 
 Snapshot = Mapping[str, Any]
 
@@ -135,6 +135,7 @@ def summary(history: Sequence[Snapshot]) -> list[str]:
         f"{counts['done']} done",
         f"{counts['failed']} failed",
         f"{counts['cancelled']} cancelled",
+        *jobs_line(now.get("jobs")),
     ]
 
 

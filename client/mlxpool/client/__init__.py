@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpool.client.choices import Choices, ChoicesStream
 from mlxpool.client.decisions import Decision, DecisionList
+from mlxpool.client.jobs import Job
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
@@ -30,6 +31,7 @@ __all__ = [
     "Decision",
     "DecisionList",
     "Delta",
+    "Job",
     "Pace",
     "PoolError",
     "Ranked",

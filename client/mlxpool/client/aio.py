@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
+import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
 from mlxpool.client.aio_choices import AsyncChoicesStream
 from mlxpool.client.choices import Choices, drafts_of
@@ -17,11 +18,12 @@ from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
+from mlxpool.client.jobs import Job, JobRef
 from mlxpool.client.loop_calls import call_in_loop, put_in_loop
 from mlxpool.client.request import (
     ChatTokens,
+    Draft,
     Question,
-    cancel,
     describe,
     detokenize,
     generate,
@@ -36,7 +38,7 @@ from mlxpool.client.stream import Delta, Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.from_client import GenerateDraft
+from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
 from mlxpool.common.transport.keys import Credentials
 
 Answer = TypeVar("Answer")
@@ -49,7 +51,7 @@ class AsyncStream:
     or the end of the object cancels what is not finished.
     """
 
-    def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
+    def __init__(self, connection: Connection, draft: Draft) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
         # The connection keeps what it delivers to: that must not be this object, see `__del__`.
@@ -407,12 +409,67 @@ class AsyncClient:
         calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
         return joined_decisions(await self._answers(calls, 1))
 
-    async def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any request of this owner by its id, 16 bytes.
+    async def submit(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        key: str | None = None,
+        keep: float | None = None,
+        not_before: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Job:
+        """Have a completion made, whoever is there to read it; see `Client.submit`."""
+        return await self._call(
+            jobs.submit(
+                model,
+                prompt,
+                messages,
+                tokens,
+                options,
+                images,
+                key=key,
+                keep=keep,
+                not_before=not_before,
+            )
+        )
 
-        Returns {state, pos} and raises BadRequest, as `Client.cancel` does.
+    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> AsyncStream:
+        """Read a job, its key or its id; see `Client.fetch`."""
+        return AsyncStream(self._connection, jobs.fetch(job, start, gen))
+
+    async def jobs(
+        self, *, after: int | None = None, state: str = "", limit: int = 0
+    ) -> list[dict[str, Any]]:
+        """The jobs of this user, each a map; see `Client.jobs`."""
+        pages = jobs.Pages(after, state, limit)
+        while not pages.complete:
+            pages.add(await self._call(pages.question()))
+        return pages.rows
+
+    async def job(self, job: JobRef) -> dict[str, Any]:
+        """The map of one job. Raises UnknownJob."""
+        return await self._call(jobs.about(READ, job))
+
+    async def retry(self, job: JobRef) -> dict[str, Any]:
+        """Let a job that is dead or expired be tried again, from the ids that it has."""
+        return await self._call(jobs.about(RETRY, job))
+
+    async def release(self, job: JobRef) -> dict[str, Any]:
+        """Delete the result of a job that has ended; its key answers Gone for some time."""
+        return await self._call(jobs.about(RELEASE, job))
+
+    async def cancel(
+        self, request: bytes | Job | None = None, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Cancel any request of this owner by its id, 16 bytes, or a job, also by its `key`.
+
+        Returns {state, pos} and raises as `Client.cancel` does.
         """
-        return await self._call(cancel(request_id))
+        return await self._call(jobs.cancel_request(request, key))
 
     async def _call(self, question: Question[Answer]) -> Answer:
         loop = asyncio.get_running_loop()

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 
 from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import from_client, to_client
+from mlxpool.common.protocol import from_client, job_messages, to_client
 from mlxpool.common.protocol.frames import Message
 
 # The others may wait for a model.
 ANSWERED_AT_ONCE = frozenset(
-    {from_client.ListModels.kind, from_client.Keep.kind, from_client.Cancel.kind}
+    {
+        from_client.ListModels.kind,
+        from_client.Keep.kind,
+        from_client.Cancel.kind,
+        *job_messages.KINDS,
+    }
 )
 CANCELLABLE = from_client.CALLS
 

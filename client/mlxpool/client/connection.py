@@ -20,7 +20,15 @@ from typing import NoReturn, TypeVar
 
 from mlxpool.client.calls import Calls
 from mlxpool.client.dealer import Dealer
-from mlxpool.client.request import Question, deadline_of, index_of, reports_prompt, resumed
+from mlxpool.client.request import (
+    Draft,
+    Question,
+    deadline_of,
+    index_of,
+    is_durable,
+    reports_prompt,
+    sent_again,
+)
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, Frame, Result, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
@@ -28,7 +36,8 @@ from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Content, Message, encoded
-from mlxpool.common.protocol.from_client import Ack, Cancel, GenerateDraft, Ping
+from mlxpool.common.protocol.from_client import Ack, Cancel, Ping
+from mlxpool.common.protocol.job_messages import Fetch
 from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
 from mlxpool.common.transport import endpoints, sockets
@@ -45,7 +54,7 @@ class OpenStream:
 
     state: StreamState
     retry: StreamRetry
-    draft: GenerateDraft  # as it was sent first
+    draft: Draft  # as it was sent first
     deadline: float | None  # the user's own, in monotonic seconds
     deliver: Callable[[Delta | None], None]  # called on the connection's thread; None: the end
     read: int = 0  # ids that the reader has taken; written by its thread alone
@@ -151,16 +160,17 @@ class Connection:
 
     # ---- commands of other threads ---------------------------------------------------------------
 
-    def open(self, draft: GenerateDraft, deliver: Callable[[Delta | None], None]) -> OpenStream:
-        """Send a new stream's `generate`. Raises TooLarge or BadRequest if it cannot be sent."""
-        state = StreamState(
-            os.urandom(frames.ID_BYTES), reports=reports_prompt(draft), index=index_of(draft)
-        )
+    def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream:
+        """Send what begins a stream. Raises TooLarge or BadRequest if it cannot be sent."""
+        ident = os.urandom(frames.ID_BYTES)
+        if isinstance(draft, Fetch):
+            state = StreamState(ident, draft.start)
+        else:
+            state = StreamState(ident, reports=reports_prompt(draft), index=index_of(draft))
         parts = encoded(draft, state.id, attempt=state.attempt)
-        durable = draft.settings.get("durable") is not False
         seconds = deadline_of(draft)
         deadline = None if seconds is None else time.monotonic() + seconds
-        retry = StreamRetry(state, self._pace, durable)
+        retry = StreamRetry(state, self._pace, is_durable(draft))
         stream = OpenStream(state, retry, draft, deadline, deliver)
 
         def send() -> None:
@@ -303,7 +313,7 @@ class Connection:
         for stream in self._streams.values():
             if stream.state.accepted and stream.read > stream.acked:
                 stream.acked = stream.read
-                have.append((stream.state.id, stream.read))
+                have.append((stream.state.id, stream.state.start + stream.read))
         if have:
             self._send(Ack(have))
 
@@ -431,7 +441,7 @@ class Connection:
     def _send_again(self, stream: OpenStream, left: float | None) -> None:
         state, why = stream.state, stream.retry.why
         try:
-            draft = resumed(stream.draft, state, left)
+            draft = sent_again(stream.draft, state, left)
             stream.retry.sent_again(self.timer.now)
             parts = encoded(draft, state.id, attempt=state.attempt)
         except PoolError as error:  # prompt and ids together became too large for a message

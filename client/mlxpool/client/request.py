@@ -24,6 +24,7 @@ from mlxpool.common.protocol.from_client import (
     ListModels,
     ModelCall,
 )
+from mlxpool.common.protocol.job_messages import Fetch
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Resume, check_size
 from mlxpool.common.protocol.to_client import Kept, ModelList
@@ -108,6 +109,18 @@ def _utf8(text: object) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+Draft = GenerateDraft | Fetch  # what begins a stream
+
+
+def sent_again(draft: Draft, state: StreamState, left: float | None) -> Draft:
+    """What goes on with a stream from where it is; see `resumed`."""
+    if isinstance(draft, GenerateDraft):
+        return resumed(draft, state, left)
+    if not state.ids:
+        return draft
+    return replace(draft, start=state.position, gen=state.gen)
+
+
 def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> GenerateDraft:
     """The same request from the ids received so far; `left`: seconds to the user's deadline.
 
@@ -138,8 +151,15 @@ def index_of(draft: GenerateDraft) -> int:
     return int(given["index"]) if isinstance(given, Mapping) else 0
 
 
-def deadline_of(draft: GenerateDraft) -> float | None:
+def is_durable(draft: Draft) -> bool:
+    """Whether it is sent again after a loss."""
+    return isinstance(draft, Fetch) or draft.settings.get("durable") is not False
+
+
+def deadline_of(draft: Draft) -> float | None:
     """Seconds of the user's deadline; None without one, or for one that the broker refuses."""
+    if isinstance(draft, Fetch):
+        return None
     given = draft.settings.get("deadline_ms")
     return given / 1000 if type(given) is int and given > 0 else None
 
@@ -250,7 +270,7 @@ def token_texts(model: str, ids: Sequence[int]) -> Question[list[str]]:
     return Question(os.urandom(ID_BYTES), content, lambda answer: [*map(str, answer.body["each"])])
 
 
-def cancel(request_id: bytes) -> Question[dict[str, Any]]:
+def cancel(request_id: bytes | None) -> Question[dict[str, Any]]:
     """Cancel a request and ask for its fate. Raises BadRequest for an invalid id."""
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(

@@ -12,6 +12,7 @@ from enum import Enum
 
 from mlxpool.client.stream import Delta, Frame, StreamState
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
+from mlxpool.common.protocol.job_messages import JobAccepted
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
@@ -173,7 +174,7 @@ class StreamRetry:
             return None
         received, boot = len(state.ids), state.boot
         delta = state.receive(frame)
-        if isinstance(content, Accepted):
+        if isinstance(content, Accepted | JobAccepted):
             self._accepted(boot)
         if len(state.ids) > received:
             self.barren, self.refused_at = 0, math.inf

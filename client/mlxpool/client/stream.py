@@ -17,6 +17,7 @@ from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import PROMPT_KEY, Usage
 from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.job_messages import JobAccepted
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed, StreamDelta
 from mlxpool.common.protocol.token_ids import unpack_ids
@@ -82,7 +83,7 @@ class Frame:
     index of the first token id in the completion; in a terminal, how many ids were sent before.
     """
 
-    content: Accepted | Piece | Done | Failed
+    content: Accepted | JobAccepted | Piece | Done | Failed
     attempt: int
     pos: int = 0
 
@@ -92,11 +93,12 @@ def parse_frame(message: Message) -> Frame | None:
 
     Raises PoolError, KeyError, TypeError or ValueError for a malformed body.
     """
-    content: Accepted | Piece | Done | Failed
+    content: Accepted | JobAccepted | Piece | Done | Failed
     if message.kind == StreamDelta.kind:
         content = _parse_delta(message)
     elif message.kind == Accepted.kind:
-        content = Accepted.parse(message.body)
+        of_job = "job" in message.body
+        content = (JobAccepted if of_job else Accepted).parse(message.body)
     elif message.kind == Done.kind:
         content = Done.parse(message.body)
     elif message.kind == Failed.kind:
@@ -148,6 +150,8 @@ class StreamState:
     """The state of one stream; belongs to the thread that reads the socket."""
 
     id: bytes
+    start: int = 0  # position of the first id; of a reading it may become a lower one
+    gen: int | None = None  # generation of the job that is read; None: no job, or not yet known
     attempt: int = 1  # the number of this client's newest sending
     accepted: bool = False  # whether the newest sending was accepted
     boot: int = 0  # of the broker process that accepted the stream last; 0: none did
@@ -170,6 +174,11 @@ class StreamState:
     def over(self) -> bool:
         """Whether the stream has ended."""
         return self.result is not None or self.error is not None
+
+    @property
+    def position(self) -> int:
+        """The position behind the last id."""
+        return self.start + len(self.ids)
 
     def whole(self) -> Result:
         """The completion. Raises the stream's error, and RuntimeError before the end."""
@@ -198,7 +207,7 @@ class StreamState:
         content = frame.content
         if isinstance(content, Failed):
             self.error = content.error()
-        elif isinstance(content, Accepted):
+        elif isinstance(content, Accepted | JobAccepted):
             self._accept(content)
         elif self.accepted and isinstance(content, Piece):
             return self._append(frame.pos, content)
@@ -212,7 +221,7 @@ class StreamState:
         usage = Usage(prompt_tokens=prompt or 0, completion_tokens=len(self.ids))
         self._finish(Done("cancelled", usage=usage.body(), attempts=0))
 
-    def _accept(self, accepted: Accepted) -> None:
+    def _accept(self, accepted: Accepted | JobAccepted) -> None:
         if self.ids and accepted.seed != self.seed:
             self.error = Internal(
                 f"the stream began with seed {self.seed} and was taken over with {accepted.seed};"
@@ -224,11 +233,15 @@ class StreamState:
         self.accepted, self.seed = True, accepted.seed
         self.boot, self.link = accepted.boot, accepted.link
         self.warnings = accepted.warnings
+        if isinstance(accepted, JobAccepted):
+            self.gen = accepted.gen
 
     def _append(self, pos: int, piece: Piece) -> Delta | None:
         """Append a piece. One that does not fit is a gap: the stream has to be sent again."""
-        if pos != len(self.ids) or not piece.complete:
-            self.gap = f"a frame begins at token {pos}, {len(self.ids)} were received"
+        if not self.ids and pos < self.start:
+            self.start = pos  # a job's ids are read from the border of a step on
+        if pos != self.position or not piece.complete:
+            self.gap = f"a frame begins at token {pos}, {self.position} were received"
             return None
         if self.reports and not self._takes_report(piece):
             self.gap = f"{len(self.prompt)} tokens of the prompt were received, others are missing"

@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
+import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
 from mlxpool.client.choices import Choices, ChoicesStream, drafts_of
 from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
+from mlxpool.client.jobs import Job, JobRef
 from mlxpool.client.request import (
     ChatTokens,
+    Draft,
     Question,
-    cancel,
     describe,
     detokenize,
     generate,
@@ -35,7 +37,7 @@ from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, join
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.from_client import GenerateDraft
+from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
 from mlxpool.common.transport.keys import Credentials
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
@@ -50,7 +52,7 @@ class Stream(Closing):
     finished. After the last delta `result` holds the whole completion.
     """
 
-    def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
+    def __init__(self, connection: Connection, draft: Draft) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._open = connection.open(draft, self._queue.put)
@@ -407,13 +409,94 @@ class Client(Closing):
         calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
         return joined_decisions(self._answers(calls, 1))
 
-    def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any request of this owner by its id, 16 bytes.
+    def submit(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        key: str | None = None,
+        keep: float | None = None,
+        not_before: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Job:
+        """Have a completion made, whoever is there to read it; returns when it is on the disk.
+
+        From then on neither the end of this program, of a worker, of the broker nor of the machine
+        loses it. `key` names the job (default: a new one): submitting the same request with the
+        same key again is the same job, so a program that does not know whether it has submitted one
+        may do it again. `keep` is for how many seconds the result stays after the end (default: as
+        the pool's settings say), `not_before` a time as of `time.time()`. The other arguments are
+        those of `stream`, without those of the reading: `queue_ms`, `first_token_ms`, `window`,
+        `batch`, `durable`. A job has no deadline unless `deadline_ms` gives one; `priority=-1` is
+        for what may wait until nothing else does. Raises JobsOff for a pool without `state_dir`,
+        DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
+        and what `stream` raises.
+        """
+        return self._call(
+            jobs.submit(
+                model,
+                prompt,
+                messages,
+                tokens,
+                options,
+                images,
+                key=key,
+                keep=keep,
+                not_before=not_before,
+            )
+        )
+
+    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> Stream:
+        """Read a job, its key or its id: a stream of its ids from the one with the index `start`.
+
+        It may be running, waiting or done, and read by others too. The stream goes on after the
+        loss of its connection or broker, and leaving it does not cancel the job. With a `start`
+        above 0 name the generation that the ids before it are of (`Job.gen`): if the job was begun
+        anew since, because its model had changed, JobRestarted is raised. The first delta may begin
+        before `start`, at the border of a step. The errors of the job are raised where the stream
+        is read; UnknownJob if there is none of this user.
+        """
+        return Stream(self._connection, jobs.fetch(job, start, gen))
+
+    def jobs(
+        self, *, after: int | None = None, state: str = "", limit: int = 0
+    ) -> list[dict[str, Any]]:
+        """The jobs of this user, each a map: job, key, state, … (docs/protocol.md, `jobs`).
+
+        The newest first, of one `state` or of all; `limit` 0: all. With `after` those that ended
+        since, in the order of their ends: pass the last `end_seq` that was seen, 0 at first, and
+        no end is missed.
+        """
+        pages = jobs.Pages(after, state, limit)
+        while not pages.complete:
+            pages.add(self._call(pages.question()))
+        return pages.rows
+
+    def job(self, job: JobRef) -> dict[str, Any]:
+        """The map of one job. Raises UnknownJob."""
+        return self._call(jobs.about(READ, job))
+
+    def retry(self, job: JobRef) -> dict[str, Any]:
+        """Let a job that is dead or expired be tried again, from the ids that it has."""
+        return self._call(jobs.about(RETRY, job))
+
+    def release(self, job: JobRef) -> dict[str, Any]:
+        """Delete the result of a job that has ended; its key answers Gone for some time."""
+        return self._call(jobs.about(RELEASE, job))
+
+    def cancel(
+        self, request: bytes | Job | None = None, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Cancel any request of this owner by its id, 16 bytes, or a job, also by its `key`.
 
         Returns {state, pos}: the state that it was in (`unknown` if there is none with this id) and
-        the number of token ids sent. Raises BadRequest for an invalid id.
+        the number of token ids sent. Raises BadRequest for an invalid id, UnknownJob for a key that
+        names no job.
         """
-        return self._call(cancel(request_id))
+        return self._call(jobs.cancel_request(request, key))
 
     def _call(self, question: Question[Answer]) -> Answer:
         answers: queue.SimpleQueue[Answer | PoolError] = queue.SimpleQueue()

@@ -10,7 +10,11 @@
     │   ├── TooLarge                 too_large
     │   ├── DuplicateId              duplicate_id
     │   ├── SlowConsumer             slow_consumer
-    │   └── Poisoned                 poisoned
+    │   ├── Poisoned                 poisoned
+    │   ├── UnknownJob               unknown_job
+    │   ├── Gone                     gone
+    │   ├── JobRestarted             job_restarted
+    │   └── JobsOff                  jobs_off
     └── PoolFault              the pool could not do it this time
         ├── QueueFull                queue_full            (retryable)
         ├── OverQuota                over_quota            (retryable)
@@ -21,6 +25,8 @@
         ├── ModelLoadFailed          model_load_failed
         ├── OutOfMemory              out_of_memory         (retryable)
         ├── Draining                 draining              (retryable)
+        ├── StoreFull                store_full            (retryable)
+        ├── StoreUnavailable         store_unavailable     (retryable)
         └── Internal                 internal
 
 `retryable` says whether the same request can succeed later; `retry_after_ms` says when.
@@ -116,6 +122,26 @@ class Poisoned(ClientFault):
     code = "poisoned"
 
 
+class UnknownJob(ClientFault):
+    code = "unknown_job"
+
+
+class Gone(ClientFault):
+    """The job was there once; its result has been deleted."""
+
+    code = "gone"
+
+
+class JobRestarted(ClientFault):
+    """The job was begun anew with another model, so that the ids of before do not go on."""
+
+    code = "job_restarted"
+
+
+class JobsOff(ClientFault):
+    code = "jobs_off"
+
+
 class QueueFull(PoolFault):
     code = "queue_full"
     retryable = True
@@ -156,6 +182,16 @@ class OutOfMemory(PoolFault):
 
 class Draining(PoolFault):
     code = "draining"
+    retryable = True
+
+
+class StoreFull(PoolFault):
+    code = "store_full"
+    retryable = True
+
+
+class StoreUnavailable(PoolFault):
+    code = "store_unavailable"
     retryable = True
 
 

@@ -21,7 +21,7 @@ from mlxpool.gateway.anthropic.routes import MessageRoutes
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
 from mlxpool.gateway.endpoint import READ, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation import PoolAccess
+from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.routes import OllamaRoutes

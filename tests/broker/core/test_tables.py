@@ -1,4 +1,4 @@
-"""The three tables of states: an event that is not in them raises and changes nothing."""
+"""The four tables of states: an event that is not in them raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -8,26 +8,44 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.jobs import job_states
+from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.job_states import JobPhase
 from mlxpool.broker.models import model_states
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.model_states import ModelState
 from mlxpool.broker.requests import request_states as requests
 from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.store import operations as op
+from mlxpool.broker.store.records import Scope
 from mlxpool.broker.workers import worker_states as workers
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.protocol.job_messages import Submit
+from mlxpool.common.protocol.packing import pack
 from support.core_requests import new_request
+from support.store_model import StoreModel
 
 TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [
     (RequestState, requests.TRANSITIONS, RequestState.QUEUED, set(requests.TERMINAL)),
     (WorkerState, workers.TRANSITIONS, WorkerState.STARTING, {WorkerState.LOST}),
     (ModelState, model_states.TRANSITIONS, ModelState.COLD, set()),
+    (JobPhase, job_states.TRANSITIONS, JobPhase.WAITING, set()),
 ]
 
 
 def new_worker(state: WorkerState) -> Worker:
     return Worker("m/0", "m", state=state)
+
+
+def new_job(phase: JobPhase) -> ActiveJob:
+    store = StoreModel(lambda: 0.0)
+    message = Submit.parse({"key": "a", "model": "m", "prompt": "x"}, ())
+    request = pack(message.request)
+    scope = Scope("uid:1", "", "a")
+    store.perform(op.Submit(bytes(16), scope, bytes(16), "generate", "m", request, 1))
+    return ActiveJob(store.job("a"), 1, "m", phase=phase)
 
 
 def cases(table: Mapping[Any, Mapping[str, Any]], legal: bool) -> list[tuple[Any, str, Any]]:
@@ -162,3 +180,18 @@ def test_only_a_ready_worker_has_credit(state: WorkerState) -> None:
     assert worker.credit() == (3 if state is WorkerState.READY else 0)
     worker.works_sent = 99
     assert worker.credit() == 0
+
+
+@pytest.mark.parametrize(("state", "event", "after"), cases(job_states.TRANSITIONS, True))
+def test_legal_moves_of_a_job(state: JobPhase, event: str, after: JobPhase) -> None:
+    job = new_job(state)
+    job.move(event)
+    assert job.phase is after
+
+
+@pytest.mark.parametrize(("state", "event", "_"), cases(job_states.TRANSITIONS, False))
+def test_illegal_moves_of_a_job(state: JobPhase, event: str, _: None) -> None:
+    job = new_job(state)
+    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
+        job.move(event)
+    assert job.phase is state

@@ -6,7 +6,7 @@ import pytest
 
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
 from mlxpool.broker.routing.route_choice import Pair, cheapest_pair
-from mlxpool.broker.routing.route_cost import MAX_SESSIONS, Demand, Route, cost_ms
+from mlxpool.broker.routing.route_cost import MAX_SESSIONS, READ_WEIGHT, Demand, Route, cost_ms
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 
 
@@ -24,9 +24,13 @@ def route(prompt_ms: float, *steps: tuple[int, float]) -> Route:
 
 def test_the_cost_is_the_time_to_read_and_to_decode() -> None:
     one = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms a row
-    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(600 + 100 * 24)
+    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(
+        600 * READ_WEIGHT + 100 * 24
+    )
     one.sent(1, demand(50, b"other"))
-    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(700 + 100 * 24)
+    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(
+        600 * READ_WEIGHT + 100 + 100 * 24
+    )
     one.has_read(1)
     one.sent(2, demand(300))
     one.has_read(2)
@@ -46,7 +50,7 @@ def test_an_unknown_worker_is_taken_to_be_as_fast_as_the_others() -> None:
     model = WorkerSpeed()
     model.prompt_ms = 3.0
     model.observe_step(1, 7.0)
-    assert cost_ms(demand(10), Route(), 0, model) == pytest.approx(30 + 700)
+    assert cost_ms(demand(10), Route(), 0, model) == pytest.approx(30 * READ_WEIGHT + 700)
 
 
 def test_predictions_are_corrected_by_what_was_cached() -> None:
@@ -57,7 +61,9 @@ def test_predictions_are_corrected_by_what_was_cached() -> None:
         one.ended(run, cached=100)
     assert one.trust == pytest.approx(0.25, abs=0.01)
     assert not one.predicted and not one.unread
-    assert cost_ms(demand(400), one, 0, WorkerSpeed()) == pytest.approx(300 + 1000, rel=0.01)
+    assert cost_ms(demand(400), one, 0, WorkerSpeed()) == pytest.approx(
+        300 * READ_WEIGHT + 1000, rel=0.01
+    )
 
 
 def test_evictions_shrink_the_index_once() -> None:

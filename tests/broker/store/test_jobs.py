@@ -359,7 +359,7 @@ def test_a_released_key_is_remembered(store: OpenedStore) -> None:
     assert (gone.state, gone.size, gone.end) == (JobState.GONE, 0, None)
     until = BEGIN + KEY_LIFE
     assert store.one(submit(2, scope=job.scope)) == KeyGone(job.id, until)
-    assert store.one(FetchPage(job.scope)) == KeyGone(job.id, until)
+    assert store.one(FetchPage(job.scope)) == KeyGone(job.id, until, job.scope)
     assert store.one(Release(job.scope)) == Fate(gone)
     database = store.store.database
     assert database.number("SELECT COUNT(*) FROM chunk") == 0

@@ -73,6 +73,15 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         open_folder(tmp_path / "file" / "state")
 
 
+def test_what_is_no_folder_or_cannot_be_locked_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreUnusable, match=r"state_dir .*file is no folder"):
+        open_folder(tmp_path / "file")
+    (tmp_path / "state" / "lock").mkdir(parents=True)
+    with pytest.raises(StoreUnusable, match=r"cannot be locked: .*lock"):
+        open_folder(tmp_path / "state")
+
+
 # ---- where it is ---------------------------------------------------------------------------------
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/a/local", "xfs"), ("/srv", "fuse.sshfs")]

@@ -66,7 +66,7 @@ def busy(story: Story) -> None:
 
 def test_every_family_of_the_table_is_there_in_its_kind(story: Story) -> None:
     busy(story)
-    metrics = read(story, gateway=snapshots.GATEWAY)
+    metrics = read(story, gateway=snapshots.GATEWAY, jobs=snapshots.JOBS)
     for family in FAMILIES:
         metric = metrics[family.name.removesuffix("_total")]
         assert metric.type == family.kind, family.name

@@ -53,6 +53,9 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "http_trusted_proxies",
     "http_access_log",
     "models_dir",
+    "state_dir",
+    "state_bytes",
+    "job_key_life",
     "log_format",
     "log_level",
 )

@@ -10,7 +10,7 @@ from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
+from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.fair_queue import prompt_tokens
@@ -57,7 +57,8 @@ class Admission:
             if isinstance(event.message, PoolError):
                 raise event.message
             if live is None:
-                self._accept(event, event.message, now)
+                run = Run(_seed(event.message, event.entropy))
+                self._accept(event, event.message, run, now)
             else:
                 self._take_over(live, event, event.message, now)
         except PoolError as error:
@@ -99,9 +100,41 @@ class Admission:
         live.reader.unread.clear()
         self._delivery.fail(live, error, now)
 
+    # ---- jobs --------------------------------------------------------------------------------
+
+    def check_job(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
+        """Raises PoolError for a request that may not become a job, however much is free."""
+        state = self._state
+        model = state.registry.model(message.model)
+        state.check_admits(model, message.model)
+        state.registry.check_task(message.model, message.kind)
+        _check_images(state, model, message)
+        _check_cancels(state, owner, now)
+        self._ended.check_quarantine(digest)
+
+    def on_start_job(self, event: ev.StartJob, now: float) -> None:
+        """Accept the run of a job, or answer its keeper with the error."""
+        self._state.heard(JOBS_LINK, now)
+        generate = ev.ClientGenerate(
+            JOBS_LINK,
+            event.owner,
+            event.id,
+            event.attempt,
+            event.digest,
+            event.message,
+            event.seed,
+        )
+        try:
+            if event.id in self._state.requests:
+                raise DuplicateId(f"a live request has the id of the job {event.id.hex()}")
+            run = Run(event.seed, charge=event.charge, batch_bound=int(event.alone))
+            self._accept(generate, event.message, run, now)
+        except PoolError as error:
+            self._refuse(None, generate, error, now)
+
     # ---- first sendings ----------------------------------------------------------------------
 
-    def _accept(self, event: ev.ClientGenerate, message: Generate, now: float) -> None:
+    def _accept(self, event: ev.ClientGenerate, message: Generate, run: Run, now: float) -> None:
         """Accept a request that is not live. Raises PoolError if it is refused."""
         state = self._state
         model = state.registry.model(message.model)
@@ -115,7 +148,7 @@ class Admission:
         self._ended.check_quarantine(event.digest)
         state.registry.check_available(model, now, message.model)
         state.last_arrival += 1
-        request = self._new_request(event, message, model.name, now)
+        request = self._new_request(event, message, model.name, run, now)
         state.counters.accept(request)
         state.owned[request.owner] += 1
         state.tombstones.pop(request.id, None)
@@ -127,9 +160,8 @@ class Admission:
         self._queued(request, now)
 
     def _new_request(
-        self, event: ev.ClientGenerate, message: Generate, model: str, now: float
+        self, event: ev.ClientGenerate, message: Generate, model: str, run: Run, now: float
     ) -> Request:
-        run = Run(_seed(message, event.entropy))
         _set_ids(run, message)
         return Request(
             event.id,

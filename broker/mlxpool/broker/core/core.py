@@ -58,7 +58,7 @@ class Core:
         delivery = Delivery(state, outbox, pool, ended)
         dispatcher = Dispatcher(state, outbox, pool, delivery)
         self._calls = calls = Calls(state, outbox, pool)
-        admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
+        self.admission = admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
         failover = Failover(state, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
@@ -67,6 +67,9 @@ class Core:
         operations = Operations(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
             ev.ClientGenerate: admission.on_generate,
+            ev.StartJob: admission.on_start_job,
+            ev.WantModel: operations.on_want,
+            ev.Quarantine: ended.on_quarantine,
             ev.CancelRequest: endings.on_cancel,
             ev.ClientAck: delivery.on_ack,
             ev.ClientPing: calls.on_ping,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.state import State
 from mlxpool.broker.requests.request import Request, Tombstone
 from mlxpool.common.errors import Poisoned
@@ -62,9 +63,19 @@ class EndedRequests:
 
     def quarantine(self, digest: bytes, now: float) -> None:
         """Refuse requests with this digest for `poison_life`."""
+        self._quarantine(digest, now + self._state.config.poison_life)
+
+    def on_quarantine(self, event: ev.Quarantine, now: float) -> None:
+        """Refuse requests for the time that is left, or no longer; see jobs."""
+        if event.seconds > 0:
+            self._quarantine(event.digest, now + event.seconds)
+        else:
+            self._state.quarantine.pop(event.digest, None)
+
+    def _quarantine(self, digest: bytes, until: float) -> None:
         held = self._state.quarantine
         held.pop(digest, None)
-        held[digest] = now + self._state.config.poison_life
+        held[digest] = until
         self._state.timers.set("quarantine", next(iter(held.values())))
         if len(held) > MAX_QUARANTINED:
             held.popitem(last=False)

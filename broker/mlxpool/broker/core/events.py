@@ -46,6 +46,39 @@ class ClientGenerate(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StartJob(Event):
+    """The keeper of jobs has a job run; what comes of it goes to JOBS_LINK.
+
+    `message` has the ids that the store holds, the deadline and the window. `charge` is the job's
+    share in the ends of workers, see blame; `alone`: no other run may share its worker.
+    """
+
+    id: bytes
+    attempt: int
+    owner: str
+    digest: bytes
+    message: from_client.Generate
+    seed: int
+    charge: float = 0.0
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine(Event):
+    """Refuse requests with this digest for so many seconds; 0: no longer."""
+
+    digest: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WantModel(Event):
+    """Jobs wait for a model: start its workers, as far as its breaker and its drain allow."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class CancelRequest(Event):
     """`cancel` of a client, or of the admin (`link` and `owner` None), who may cancel anything."""
 

@@ -45,6 +45,14 @@ class Operations:
         model.need = model.floor
         self._pool.require(model, now)
 
+    def on_want(self, event: ev.WantModel, now: float) -> None:
+        """Have workers for the jobs that wait for a model, as for a request that would wait."""
+        model = self._state.registry.models.get(event.model)
+        if model is None or not self._state.admits or not model.admits:
+            return
+        if self._state.registry.unavailable(model, now) is None:
+            self._pool.require(model, now)
+
     def on_unload(self, event: ev.UnloadModel, now: float) -> None:
         """Fail what runs in a model and stop its workers; what waits starts it again."""
         model = self._state.registry.models[event.model]

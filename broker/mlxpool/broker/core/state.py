@@ -73,6 +73,7 @@ class Timers:
 
 # Seconds of silence, three pings, after which a client's places are for those who wait.
 STALL_GRACE = 3.0
+JOBS_LINK = 0  # number of the link of the broker's own reader: the keeper of jobs
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
 
 
@@ -161,7 +162,9 @@ class State:
             known.heard_at = now
 
     def watch_link(self, link: int, now: float) -> None:
-        """Have its silence noticed: see Endings.on_link_timer."""
+        """Have its silence noticed: see Endings.on_link_timer. The broker's own is never silent."""
+        if link == JOBS_LINK:
+            return
         silent_until = now + min(STALL_GRACE, self.config.client_grace)
         self.timers.set(("link", link), silent_until)
 

@@ -24,6 +24,7 @@ from mlxpool.broker.edge.client_ingress import ClientIngress
 from mlxpool.broker.edge.endpoints import Endpoints, IdlePeers
 from mlxpool.broker.edge.executor import Actions, Executor
 from mlxpool.broker.edge.http_gateway import HttpGateway
+from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 from mlxpool.broker.edge.page_cancels import PageCancels
@@ -32,6 +33,7 @@ from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host.os_process import memory_limit_bytes
+from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
@@ -82,7 +84,7 @@ class Broker:
         self.lag = LoopLag()
         self.loop = Loop(self.lag, lambda late, now: self.perform(ev.Late(late), now))
         self.gateway = self._make_gateway()
-        self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway)
+        self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway, self._end_readings)
         self.endpoints = Endpoints(config, descriptors, self._count_refusal)
         # Models that other supervisors serve have no files here.
         scanned = config if config.local_workers else replace(config, models={})
@@ -133,6 +135,7 @@ class Broker:
 
     def _build_clients(self) -> None:
         front = self.endpoints.front
+        self.jobs = self._make_jobs()
         self.client_ingress = ClientIngress(
             front,
             self.perform,
@@ -141,6 +144,7 @@ class Broker:
             settings=self._current,
             is_live=lambda id: id in self.state.requests,
             after_scan=self.catalogue.after_scan,
+            jobs=self.jobs,
         )
         self.guard = MemoryGuard(self.endpoints.listener, front, self.state)
         self.endpoints.listener.busy = partial(busy_descriptors, front, self.state)
@@ -154,7 +158,24 @@ class Broker:
                 self.perform,
                 dump_stacks=self.supervisor.dump_stacks,
                 stop_pool=lambda now: self.lifecycle.stop(now, final=False),
+                deliver_to_jobs=lambda action: self.jobs.deliver(action) if self.jobs else None,
             )
+        )
+
+    def _end_readings(self, final: bool, now: float) -> None:
+        if self.jobs is not None:
+            self.jobs.handle(job_events.Closing(final), now)
+
+    def _make_jobs(self) -> JobService | None:
+        if not self._current().state_dir:
+            return None
+        return JobService(
+            self.core,
+            self.boot,
+            self._current,
+            self.endpoints.front,
+            self.perform,
+            on_fenced=lambda now: self.lifecycle.end_at_once(now),
         )
 
     def _build_operations(self, reread: Callable[[], PoolConfig] | None) -> None:
@@ -171,6 +192,7 @@ class Broker:
             endpoints=self.endpoints.bound,
             metrics_url=None if self.http is None else self.http.url,
             gateway=self.gateway,
+            jobs=None if self.jobs is None else self.jobs.figures,
         )
         target = ReloadTarget(
             self.state.registry,
@@ -222,6 +244,9 @@ class Broker:
         add_source(self.catalogue.waker, self.catalogue.on_results)
         if self.http is not None:
             add_source(self.http.latest.waker, self._put_snapshot)
+        if self.jobs is not None:
+            add_source(self.jobs.waker, self.jobs.serve)
+            add_task(self.jobs.serve, self.jobs.next_wake)
         if self.page_cancels is not None:
             add_source(self.page_cancels.waker, self.page_cancels.serve)
         add_task(self.catalogue.answer_waiting, self.catalogue.next_wake)
@@ -286,6 +311,8 @@ class Broker:
     def _start(self) -> None:
         """Start the catalogue, the gateway and the workers of pinned models."""
         config = self.settings.config
+        if self.jobs is not None:
+            self.jobs.start()
         if self.gateway is not None:
             self.gateway.start(time.monotonic())
         # Built-in models are inspected only when somebody asks for the list.
@@ -305,6 +332,8 @@ class Broker:
         if self.http is not None:
             self.http.close()
         self.remote_workers.slots.close()
+        if self.jobs is not None:
+            self.jobs.close()
         self.endpoints.close()
         self.signals.waker.close()
         os.close(self._lock)

@@ -11,18 +11,25 @@ from typing import ParamSpec, TypeVar
 from mlxpool.broker.admin.commands import HANDLERS
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import AnswerLater, Perform
+from mlxpool.broker.edge.job_service import JobService
+from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.errors import BadRequest, OverQuota, PoolError
-from mlxpool.common.protocol import frames, from_client
+from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError
+from mlxpool.common.protocol import frames, from_client, job_messages
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
+from mlxpool.common.protocol.job_messages import names_a_job, parse_question
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
+JOBS_OFF = (
+    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
+    " state_dir in [pool]"
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,8 +48,9 @@ class ClientIngress:
         settings: Callable[[], PoolConfig],
         is_live: Callable[[bytes], bool],
         after_scan: AnswerLater,
+        jobs: JobService | None,
     ) -> None:
-        """`is_live`: whether a request with this id is live.
+        """`is_live`: whether a request with this id is live. `jobs` is None where they are off.
 
         `after_scan` calls its argument when the models on the disk are known.
         """
@@ -53,6 +61,7 @@ class ClientIngress:
         self._settings = settings
         self._is_live = is_live
         self._after_scan = after_scan
+        self._jobs = jobs
         self._bytes = Rates()  # that each owner sends
 
     def read(self, now: float) -> None:
@@ -75,7 +84,9 @@ class ClientIngress:
             return
         try:
             message = frames.decode(parts)
-            event = event_of(peer.number, peer.owner, message, new_seed)
+            number, owner = peer.number, peer.owner
+            question = question_of(number, owner, message, new_seed)
+            event = None if question else event_of(number, owner, message, new_seed)
         except frames.Garbage as garbage:
             self._counters.bad_frames += 1
             self._refuse(peer, garbage.error, garbage.about, 0, now)
@@ -83,10 +94,32 @@ class ClientIngress:
             self._counters.bad_frames += 1
             self._refuse(peer, error, message.header.id, message.header.attempt, now)
         else:
-            if isinstance(event, ev.ClientListModels):
-                self._after_scan(partial(self._perform, event), now)
-            else:
-                self._perform(event, now)
+            if question is not None:
+                self._ask(question, now)
+            elif event is not None:
+                self._handle(event, now)
+
+    def _ask(self, question: job_events.Asked, now: float) -> None:
+        """Give a question about jobs to their keeper."""
+        link = question.link
+        self._perform(ev.ClientHeard(link), now)
+        if self._jobs is not None:
+            self._jobs.handle(question, now)
+        else:
+            error = Failed.of(JobsOff(JOBS_OFF))
+            self._peers.send(link, encoded(error, question.id, self._boot, question.attempt))
+
+    def _handle(self, event: ev.Event, now: float) -> None:
+        """Give an event to whom it is for: the core, the keeper of jobs, or both."""
+        jobs = self._jobs
+        if isinstance(event, ev.ClientListModels):
+            self._after_scan(partial(self._perform, event), now)
+        elif jobs is not None and isinstance(event, ev.CancelRequest) and jobs.reads(event.id):
+            jobs.handle(job_events.ReaderLeft(event.link or 0, event.owner or "", event.id), now)
+        else:
+            self._perform(event, now)
+            if jobs is not None and isinstance(event, ev.ClientAck):
+                jobs.acknowledged(event, now)
 
     def _check_quota(self, peer: Peer, parts: list[bytes], now: float) -> bool:
         """Whether the owner may send so many bytes; if not, that was answered.
@@ -124,6 +157,20 @@ class ClientIngress:
 
 def new_seed() -> int:
     return secrets.randbits(EXACT_BITS)
+
+
+def question_of(
+    link: int, owner: str, message: Message, entropy: Callable[[], int]
+) -> job_events.Asked | None:
+    """The event of a message about jobs; None for another one. Raises BadRequest without an id."""
+    header, kind = message.header, message.kind
+    if kind not in job_messages.KINDS and not names_a_job(message):
+        return None
+    if header.id is None:
+        raise BadRequest(f"{kind!r} needs an id of {frames.ID_BYTES} bytes")
+    asked = _parsed(parse_question, kind, message.body, message.blobs)
+    job_id = secrets.token_bytes(frames.ID_BYTES)
+    return job_events.Asked(link, owner, header.id, header.attempt, asked, job_id, entropy())
 
 
 def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:

@@ -9,6 +9,7 @@ from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.core.events import Perform
+from mlxpool.broker.core.state import JOBS_LINK
 from mlxpool.broker.edge import trace
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.metrics.counters import Counters
@@ -66,6 +67,7 @@ class Actions:
         perform: Perform,
         dump_stacks: Callable[[str], None],
         stop_pool: Callable[[float], None],
+        deliver_to_jobs: Callable[[act.ToClient], None],
     ) -> None:
         self._front = front
         self._sessions = sessions
@@ -73,8 +75,12 @@ class Actions:
         self._perform = perform
         self._dump_stacks = dump_stacks
         self._stop_pool = stop_pool
+        self._deliver_to_jobs = deliver_to_jobs
 
     def to_client(self, action: act.ToClient, now: float) -> None:
+        if action.link == JOBS_LINK:
+            self._deliver_to_jobs(action)
+            return
         parts = frames.encode(action.header, action.message.body(), action.message.blobs())
         if not self._front.send(action.link, parts):
             self._perform(ev.LinkLost(action.link), now)

@@ -60,13 +60,19 @@ class Lifecycle:
     """Owned by the broker's thread. The loop ends when `stopping` and the last child has ended."""
 
     def __init__(
-        self, perform: Perform, notifier: ServiceNotifier, gateway: HttpGateway | None
+        self,
+        perform: Perform,
+        notifier: ServiceNotifier,
+        gateway: HttpGateway | None,
+        on_stop: Callable[[bool, float], None] = lambda final, now: None,
     ) -> None:
+        """`on_stop` is called when the broker stops; `final`: no other broker follows."""
         self.ending = False  # told to end; answers over HTTP may still run
         self.stopping = False
         self._perform = perform
         self._notifier = notifier
         self._gateway = gateway
+        self._on_stop = on_stop
 
     def end(self, now: float) -> None:
         """Let answers over HTTP finish, then stop; another broker may follow."""
@@ -93,6 +99,7 @@ class Lifecycle:
             if self._gateway is not None:
                 self._gateway.abort(now)
             self._perform(ev.Shutdown(final), now)
+            self._on_stop(final, now)
 
 
 class Signals:

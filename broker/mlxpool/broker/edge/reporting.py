@@ -9,6 +9,7 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.lifecycle import Lifecycle
 from mlxpool.broker.edge.loop import LoopLag
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.telemetry import snapshot
 from mlxpool.broker.telemetry.snapshot import BrokerInfo, Snapshot
 from mlxpool.broker.transport.listener import Listener
@@ -35,8 +36,12 @@ class Reporter:
         endpoints: Mapping[str, list[str]],
         metrics_url: str | None,
         gateway: HttpGateway | None,
+        jobs: Callable[[], JobFigures] | None,
     ) -> None:
-        """`endpoints` are those of back and admin beside the run directory's."""
+        """`endpoints` are those of back and admin beside the run directory's.
+
+        `jobs` is None where there are none.
+        """
         self._pool = pool
         self._lifecycle = lifecycle
         self._lag = lag
@@ -49,12 +54,16 @@ class Reporter:
         self._endpoints = endpoints
         self._metrics_url = metrics_url
         self._gateway = gateway
+        self._jobs = jobs
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
         """With `listing` also the rows of models that `ps` shows."""
         broker, lag = self._broker(now), self._lag.worst(now)
         gateway = None if self._gateway is None else self._gateway.info(now)
-        return snapshot.take(self._pool, broker, lag, now, listing=listing, gateway=gateway)
+        jobs = None if self._jobs is None else self._jobs()
+        return snapshot.take(
+            self._pool, broker, lag, now, listing=listing, gateway=gateway, jobs=jobs
+        )
 
     def status(self) -> str:
         """A line for the service manager."""

@@ -175,6 +175,7 @@ class KeyGone(Result):
 
     id: bytes
     until: float
+    scope: Scope | None = None  # whose job it was, of FetchPage
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class StateDir(Closing):
 def create(path: Path) -> None:
     """Make the folder for this user alone, so that it survives the loss of power.
 
-    Raises StoreUnusable if it cannot be made or belongs to another user.
+    Raises StoreUnusable if it cannot be made, is no folder or belongs to another user.
     """
     try:
         if not path.exists():
@@ -123,6 +123,8 @@ def create(path: Path) -> None:
         owner = path.stat().st_uid
     except OSError as error:
         raise StoreUnusable(f"the folder of the store of jobs cannot be made: {error}") from None
+    if not path.is_dir():
+        raise StoreUnusable(f"state_dir {path} is no folder; give one, or a path to make it at")
     if owner != os.geteuid():
         raise StoreUnusable(f"{path} belongs to uid {owner}, this is uid {os.geteuid()}")
 
@@ -180,6 +182,8 @@ def _lock(path: Path) -> int:
             f"another broker (pid {locked.holder}) has the store of jobs in {path}; stop it, or"
             " give another state_dir"
         ) from None
+    except OSError as error:
+        raise StoreUnusable(f"the folder of the store of jobs cannot be locked: {error}") from None
 
 
 def _allocate(path: Path, size: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
 from mlxpool.broker.telemetry.snapshot import (
     GatewayInfo,
@@ -25,6 +26,7 @@ from mlxpool.common.errors import BY_CODE
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
+JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
@@ -118,6 +120,16 @@ def _gateway(value: Callable[[GatewayInfo], float]) -> Callable[[Snapshot], Rows
     )
 
 
+def _jobs(value: Callable[[JobFigures], float]) -> Callable[[Snapshot], Rows]:
+    """One value, where the broker keeps jobs."""
+    return lambda snapshot: [] if snapshot.jobs is None else [((), float(value(snapshot.jobs)))]
+
+
+def _job_states(snapshot: Snapshot) -> Rows:
+    if snapshot.jobs is not None:
+        yield (), [int(getattr(snapshot.jobs, state)) for state in JOB_STATES]
+
+
 def _model_states(snapshot: Snapshot) -> Rows:
     return (
         ((model.name,), [int(model.state == state) for state in MODEL_STATES])
@@ -193,6 +205,14 @@ BROKER = (
            (), _gateway(lambda gateway: gateway.state == "ready")),
     Family("mlxpool_gateway_restarts_total", COUNTER, "Ends of it that nobody asked for",
            (), _gateway(lambda gateway: gateway.restarts)),
+    Family("mlxpool_jobs", GAUGE, "Jobs in the store", ("state",), _job_states, JOB_STATES),
+    Family("mlxpool_job_readers", GAUGE, "Readers of jobs", (), _jobs(lambda j: j.readers)),
+    Family("mlxpool_job_store_up", GAUGE, "1 while the store of jobs takes writes",
+           (), _jobs(lambda j: j.store == "ok")),
+    Family("mlxpool_job_store_bytes", GAUGE, "What the store of jobs takes on the disk",
+           (), _jobs(lambda j: j.bytes)),
+    Family("mlxpool_job_store_max_bytes", GAUGE, "What it may take",
+           (), _jobs(lambda j: j.max_bytes)),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
            (), _process(lambda p: p.resident)),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",

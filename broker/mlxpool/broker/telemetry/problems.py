@@ -93,6 +93,10 @@ def _broker(snapshot: Snapshot) -> Iterator[Problem]:
     if snapshot.gateway is not None and snapshot.gateway.state == "restarting":
         why = f"it ended: {snapshot.gateway.last_exit}"
         yield Problem(Level.BAD, "the gateway is restarting: nothing answers over HTTP", (why,))
+    if snapshot.jobs is not None and snapshot.jobs.store != "ok":
+        what = f"the store of jobs is {snapshot.jobs.store}"
+        why = "no job is accepted or goes on until it is ok; streams are not affected"
+        yield Problem(Level.BAD, what, (why,))
     if (level := lag_level(snapshot.lag)) is Level.BAD:
         late = f"every stream paused for up to {snapshot.lag:.1f} s in the last 30 s"
         yield Problem(level, "the broker was late", (late,))

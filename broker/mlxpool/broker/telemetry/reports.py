@@ -18,9 +18,10 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _processes(snapshot: Snapshot) -> dict[str, Any]:
-    """The broker's own row, and that of its gateway if it runs one."""
+    """The broker's own row, that of its gateway if it runs one, and its jobs if it keeps some."""
     gateway = {} if snapshot.gateway is None else {"gateway": asdict(snapshot.gateway)}
-    return {"broker": asdict(snapshot.broker), **gateway}
+    jobs = {} if snapshot.jobs is None else {"jobs": asdict(snapshot.jobs)}
+    return {"broker": asdict(snapshot.broker), **gateway, **jobs}
 
 
 def pool_stats(snapshot: Snapshot) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from mlxpool.broker.core.state import State
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.metrics.histograms import Figures, Frozen, Histogram
 from mlxpool.broker.models import listing as model_listing
@@ -174,6 +175,7 @@ class Snapshot:
     live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
     process: ProcessFigures = ProcessFigures()
     gateway: GatewayInfo | None = None  # None: the broker runs none
+    jobs: JobFigures | None = None  # None: the broker keeps none
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -190,6 +192,7 @@ def take(
     *,
     listing: bool = False,
     gateway: GatewayInfo | None = None,
+    jobs: JobFigures | None = None,
 ) -> Snapshot:
     """The pool as it is now; with `listing` also the rows of models that only `ps` renders."""
     registry = state.registry
@@ -206,6 +209,7 @@ def take(
         faults=tuple(model_listing.faults(registry, now)),
         live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
         gateway=gateway,
+        jobs=jobs,
     )
 
 

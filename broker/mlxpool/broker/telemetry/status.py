@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from mlxpool.broker.metrics.counters import Counters
@@ -62,6 +63,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
         ],
         "levels": _levels(snapshot, recent),
         "gateway": _gateway(snapshot.gateway),
+        "jobs": None if snapshot.jobs is None else asdict(snapshot.jobs),
         "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],

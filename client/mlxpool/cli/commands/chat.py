@@ -8,9 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.conversation import HINT, Conversation, read_message
-from mlxpool.cli.figures import figures
 from mlxpool.cli.formatting import error_text
 from mlxpool.cli.json_text import json_text
+from mlxpool.cli.printed_stream import figures
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,

@@ -15,6 +15,7 @@ from mlxpool.cli import admin
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration
 from mlxpool.cli.json_text import json_text
+from mlxpool.cli.request_flags import add_connect_timeout, client_of
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol import frames
@@ -92,8 +93,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("slot", metavar="SLOT", help="as `mlxpool ps` shows it, such as demo/0")
     sub.set_defaults(run=restart)
-    sub = commands.add_parser("cancel", parents=[common], help="cancel a request")
-    sub.add_argument("id", metavar="ID", help="as `mlxpool requests` shows it, or its first digits")
+    sub = commands.add_parser("cancel", parents=[common], help="cancel a request, or a job")
+    named = sub.add_mutually_exclusive_group(required=True)
+    named.add_argument(
+        "id", metavar="ID", nargs="?", help="as `mlxpool requests` shows it, or its first digits"
+    )
+    named.add_argument(
+        "--job", metavar="KEY", help="your job with this key, whether it runs or not"
+    )
+    add_connect_timeout(sub)
     sub.set_defaults(run=cancel)
 
 
@@ -135,6 +143,10 @@ def restart(options: argparse.Namespace) -> int:
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancel a request; exit code 1 if there is none with this id."""
+    if options.job is not None:
+        with client_of(options) as client:
+            fate = client.cancel(key=options.job)
+        return _show(options, fate, f"{options.job}: was {fate['state']}, {fate['pos']} tokens")
     text = options.id.lower()
     if not re.fullmatch(f"[0-9a-f]{{1,{ID_DIGITS}}}", text):
         raise BadRequest(

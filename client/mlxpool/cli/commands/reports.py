@@ -12,12 +12,9 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column, fitted, joined
-from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.formatting import duration, jobs_line, size
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.style import ERROR, left_out, paint_of, table_lines, width_of
-from mlxpool.common.escapes import escape_line
-
-Cells = Sequence[str]
+from mlxpool.cli.style import Cells, print_table, width_of
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -28,26 +25,6 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         ("requests", "show live requests and their ids", requests),
     ):
         commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
-
-
-def _print_table(
-    columns: Sequence[Column],
-    rows: Sequence[Cells],
-    *,
-    above: Sequence[str] = (),
-    errors: Sequence[str] = (),
-    notes: Sequence[str] = (),
-) -> None:
-    """Print a table that fits standard output, between lines above and below it."""
-    width, paint = width_of(sys.stdout), paint_of(sys.stdout)
-    lines = [
-        *map(escape_line, above),
-        *table_lines(columns, rows, width, paint),
-        *(paint(escape_line(line), ERROR) for line in errors),
-        *map(escape_line, notes),
-        *left_out(columns, rows, width, paint),
-    ]
-    print("\n".join(lines))
 
 
 # ---- ps ------------------------------------------------------------------------------------------
@@ -87,10 +64,14 @@ def ps(options: argparse.Namespace) -> int:
     )
     rows = [_worker_row(worker) for worker in workers]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
-    _print_table(
+    print_table(
         PS,
         rows,
-        above=[*joined(parts, width), *joined(_gateway(answer.get("gateway")), width)],
+        above=[
+            *joined(parts, width),
+            *joined(_gateway(answer.get("gateway")), width),
+            *joined(jobs_line(answer.get("jobs")), width),
+        ],
         errors=[f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")],
         notes=[*_last_exits(rows), *dumps],
     )
@@ -157,7 +138,7 @@ def models(options: argparse.Namespace) -> int:
         print(json_text(answer))
         return 0
     found = answer["models"]
-    _print_table(
+    print_table(
         MODELS,
         [_model_row(model) for model in found],
         errors=[f"{m['name']} cannot be had: {m['error']}" for m in found if m.get("error")],
@@ -204,5 +185,5 @@ def requests(options: argparse.Namespace) -> int:
         (one["id"], one["model"], one["state"], str(one["tokens"]), duration(one["age_s"]))
         for one in answer["requests"]
     ]
-    _print_table(REQUESTS, rows)
+    print_table(REQUESTS, rows)
     return 0

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlxpool.cli.choices_output import ChoicesOutput
-from mlxpool.cli.figures import figures_of
 from mlxpool.cli.json_text import json_text
+from mlxpool.cli.printed_stream import (
+    ChoicesOutput,
+    figures_of,
+    print_deltas,
+    prompt_of,
+    result_as_json,
+)
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,
@@ -24,10 +28,6 @@ from mlxpool.cli.request_flags import (
 )
 from mlxpool.cli.style import NOTE, paint_of
 from mlxpool.common.escapes import escape_line
-from mlxpool.common.protocol.images import images_of_text
-
-if TYPE_CHECKING:
-    from mlxpool.client import Delta, Result
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
-    prompt_arguments = _prompt(prompt, options.image, chat=options.chat)
+    prompt_arguments = prompt_of(prompt, options.image, chat=options.chat)
     form = shown_form(options)
     started = time.monotonic()
     choices = 1 if options.n is None else options.n
@@ -109,24 +109,13 @@ def run(options: argparse.Namespace) -> int:
         client.stream(options.model, n=choices, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
-        shown, first = False, 0.0
-        try:
-            for delta in stream:
-                first = first or time.monotonic()
-                progress.close()
-                if options.json:
-                    print(json_text(_delta_as_json(delta, choices)), flush=True)
-                else:
-                    output.add(delta)
-                shown = True
-        except BaseException:
-            if shown and not options.json:
-                print()  # ends the line of text
-            raise
+        first = print_deltas(
+            stream, output.add, as_json=options.json, choices=choices, on_first=progress.close
+        )
         results = stream.result
     if options.json:
         for result in results:
-            print(json_text(as_json(result, choices)), flush=True)
+            print(json_text(result_as_json(result, choices)), flush=True)
     else:
         output.end()
         print()
@@ -136,41 +125,3 @@ def run(options: argparse.Namespace) -> int:
             print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
     # Cancelled by another client: the text is not complete.
     return int(any(result.reason == "cancelled" for result in results))
-
-
-def _prompt(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
-    """The prompt arguments of `stream`; images that a text does not name stand in front of it."""
-    if chat:
-        parts = [{"type": "image", "image": file} for file in images]
-        content = [*parts, {"type": "text", "text": text}] if images else text
-        return {"messages": [{"role": "user", "content": content}]}
-    named = set(images_of_text(text))
-    tags = [f"[img-{number}]" for number in range(len(images)) if number not in named]
-    return {"prompt": "".join(tags) + text, "images": images}
-
-
-def _delta_as_json(delta: Delta, choices: int) -> dict[str, Any]:
-    line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
-    if choices > 1:
-        line["index"] = delta.index
-    if delta.prompt:
-        line["prompt"] = delta.prompt
-    if delta.logprobs:
-        line["logprobs"] = delta.logprobs
-    return line
-
-
-def as_json(result: Result, choices: int = 1) -> dict[str, Any]:
-    """The last line of `run --json`, one for each choice."""
-    return {
-        **({"index": result.index} if choices > 1 else {}),
-        "done": True,
-        "reason": result.reason,
-        "text": result.text,
-        "ids": result.ids,
-        "usage": result.usage,
-        "timings_ms": result.timings_ms,
-        "seed": result.seed,
-        "attempts": result.attempts,
-        **({} if result.complete is None else {"complete": result.complete}),
-    }

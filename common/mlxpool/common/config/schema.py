@@ -155,6 +155,18 @@ class PoolConfig:
     quota_bytes: Annotated[Bytes, Within(0, 2**40)] = 0
     # Cancels per second of one peer.
     quota_cancels: Annotated[int, Within(0, 10**6)] = 0
+    # Jobs that one peer may have in the store, ended ones included.
+    quota_jobs: Annotated[int, Within(0, 10**9)] = 0
+    # A folder, or the URL of a PostgreSQL database, in which jobs are kept; "": there are no jobs.
+    state_dir: str = ""
+    # That jobs may take there; above four fifths of it new ones are refused.
+    state_bytes: Annotated[Bytes, Within(16 * 1024 * 1024, 2**50)] = 8 * 1024 * 1024 * 1024
+    # How long the result of a job is kept after its end, if its client does not say.
+    job_keep: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
+    # The longest time that a client may ask for.
+    job_keep_max: Annotated[Seconds, Within(0.0, 10**8)] = 2592000.0
+    # How long the key of a job answers `gone` after its result was deleted.
+    job_key_life: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
     # Each NAME and OWNER/NAME in it with a config.json is a model.
     models_dir: Annotated[Path | None, check_folder] = None
     # Requests that wait for one model.

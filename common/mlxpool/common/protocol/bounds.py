@@ -25,7 +25,11 @@ class Bounds:
 
 PLAIN = Bounds()
 WITH_IMAGES = Bounds(PLAIN.parts + MAX_IMAGES, MAX_IMAGE, MAX_TOTAL + MAX_IMAGE_TOTAL)
-BY_KIND: Mapping[str, Bounds] = {"generate": WITH_IMAGES, "work": WITH_IMAGES}
+BY_KIND: Mapping[str, Bounds] = {
+    "generate": WITH_IMAGES,
+    "submit": WITH_IMAGES,
+    "work": WITH_IMAGES,
+}
 MAX_PARTS = WITH_IMAGES.parts  # of any kind
 # Twice the largest legal frame: libzmq answers anything larger by cutting the link without a word,
 # so what is only somewhat too large has to arrive here to be answered `too_large`.

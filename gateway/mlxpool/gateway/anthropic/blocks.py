@@ -9,7 +9,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.anthropic.fields import IMAGE_TYPES, ROLES
 from mlxpool.gateway.errors import HttpError, bad_request
-from mlxpool.gateway.images import FETCHED, from_base64
+from mlxpool.gateway.generation.images import FETCHED, from_base64
 
 OF_USERS = "must be text, image or tool_result"
 OF_ASSISTANTS = "must be text, thinking or tool_use"

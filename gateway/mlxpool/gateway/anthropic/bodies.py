@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.client import Result
 from mlxpool.gateway.errors import TOO_LONG, HttpError
-from mlxpool.gateway.output_blocks import Block, Kind
+from mlxpool.gateway.generation.output_blocks import Block, Kind
 
 # status of an HTTP error -> type of the error; others below 500 are invalid_request_error
 ERROR_TYPES = {

@@ -23,10 +23,10 @@ from mlxpool.gateway.anthropic.fields import (
     TOOL,
     TOOL_CHOICE,
 )
-from mlxpool.gateway.chat_request import ChatRequest
 from mlxpool.gateway.errors import bad_request
-from mlxpool.gateway.sampling import sampling_options
-from mlxpool.gateway.structured import require_no_tools
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.sampling import sampling_options
+from mlxpool.gateway.generation.structured import require_no_tools
 
 THOUGHTS = ("enabled", "disabled", "adaptive")
 CHOICES = ("auto", "any", "tool", "none")

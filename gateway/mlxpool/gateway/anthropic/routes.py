@@ -11,15 +11,20 @@ from mlxpool.gateway.anthropic import requests
 from mlxpool.gateway.anthropic.bodies import MessageFrame, ending, stop_in, usage
 from mlxpool.gateway.anthropic.requests import MessageRequest
 from mlxpool.gateway.anthropic.stream import PING, MessageEvents, error_event
-from mlxpool.gateway.chat_request import ChatRequest
 from mlxpool.gateway.errors import unsupported_parameter
 from mlxpool.gateway.formats import HARMONY
-from mlxpool.gateway.generation import Generation, PoolAccess, StreamFormat, write_stream
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.choice_streams import (
+    Generation,
+    PoolAccess,
+    StreamFormat,
+    write_stream,
+)
+from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.generation.token_counts import chat_ids, text_of_ids, thought_tokens
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.output_blocks import OutputBlocks
 from mlxpool.gateway.server_sent_events import EVENT_STREAM
-from mlxpool.gateway.token_counts import chat_ids, text_of_ids, thought_tokens
 
 IMAGES = "the tokens of images are not counted beforehand; leave the images out"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlxpool.gateway.anthropic.bodies import NOT_ENDED, SIGNATURE, MessageFrame, error_body
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation import ChoiceUpdate, Generation
-from mlxpool.gateway.output_blocks import Action, Kind, OutputBlocks, Step
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Generation
+from mlxpool.gateway.generation.output_blocks import Action, Kind, OutputBlocks, Step
 from mlxpool.gateway.server_sent_events import sse
 
 PING = sse({"type": "ping"}, "ping")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
+from mlxpool.gateway.generation import structured
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,

@@ -11,7 +11,8 @@ from mlxpool.common.protocol.chat import check_messages, check_think, check_tool
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.images import content_with_images, image_list
+from mlxpool.gateway.generation.images import content_with_images, image_list
+from mlxpool.gateway.generation.structured import ollama_format, require_no_tools
 from mlxpool.gateway.ollama.durations import keep_alive
 from mlxpool.gateway.ollama.fields import (
     BESIDE_OPTIONS,
@@ -28,7 +29,6 @@ from mlxpool.gateway.ollama.fields import (
     SHOW,
     VECTOR_OPTIONS,
 )
-from mlxpool.gateway.structured import ollama_format, require_no_tools
 
 
 @dataclass(frozen=True, slots=True)

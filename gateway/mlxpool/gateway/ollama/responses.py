@@ -17,8 +17,8 @@ from mlxpool.gateway.formats.events import (
     Content,
     Reasoning,
 )
-from mlxpool.gateway.generation import ChoiceUpdate
-from mlxpool.gateway.output_blocks import call_arguments
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.output_blocks import call_arguments
 
 NDJSON = "application/x-ndjson"
 NS_PER_MS = 1_000_000

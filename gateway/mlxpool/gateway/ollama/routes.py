@@ -15,7 +15,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import ModelUnavailable, PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
-from mlxpool.gateway.generation import (
+from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
     ChoiceUpdate,
     Generation,
@@ -23,8 +23,8 @@ from mlxpool.gateway.generation import (
     StreamFormat,
     write_stream,
 )
+from mlxpool.gateway.generation.images import content_with_images
 from mlxpool.gateway.http import ResponseWriter
-from mlxpool.gateway.images import content_with_images
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.fields import OPTIONS, OPTIONS_IGNORED

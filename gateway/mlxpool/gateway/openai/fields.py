@@ -21,9 +21,9 @@ from mlxpool.common.protocol.decisions import (
     MIN_TEMPERATURE,
 )
 from mlxpool.common.protocol.decisions import MAX_CHOICES as MAX_LABELS
-from mlxpool.gateway import structured
 from mlxpool.gateway.field_checks import Body, RefusedFields
-from mlxpool.gateway.sampling import MAX_CACHE_KEY
+from mlxpool.gateway.generation import structured
+from mlxpool.gateway.generation.sampling import MAX_CACHE_KEY
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,

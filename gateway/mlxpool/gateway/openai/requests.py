@@ -12,7 +12,9 @@ from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.images import take_image_urls
+from mlxpool.gateway.generation.images import take_image_urls
+from mlxpool.gateway.generation.sampling import sampling_options, session_option
+from mlxpool.gateway.generation.structured import openai_format, require_no_tools
 from mlxpool.gateway.openai.fields import (
     CHAT,
     CHAT_TEMPLATE_KWARGS,
@@ -20,8 +22,6 @@ from mlxpool.gateway.openai.fields import (
     SAMPLING,
     STREAM_OPTIONS,
 )
-from mlxpool.gateway.sampling import sampling_options, session_option
-from mlxpool.gateway.structured import openai_format, require_no_tools
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 

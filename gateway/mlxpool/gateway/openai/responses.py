@@ -17,8 +17,8 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
     merged,
 )
-from mlxpool.gateway.generation import ChoiceUpdate
-from mlxpool.gateway.output_blocks import new_call_id
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.output_blocks import new_call_id
 from mlxpool.gateway.server_sent_events import sse
 
 DONE = b"data: [DONE]\n\n"

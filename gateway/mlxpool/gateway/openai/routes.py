@@ -8,10 +8,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mlxpool.gateway.chat_request import calls_format, check_formats
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.generation import (
+from mlxpool.gateway.generation.chat_request import calls_format, check_formats
+from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
     Generation,
     PoolAccess,

@@ -38,13 +38,15 @@ const showProblems = (problems) => {
 
 const hidden = (n, command) => n ? `and ${whole(n)} more, which are quiet; ${command} shows all` : "";
 
+const jobsOf = ({ jobs }) => jobs ? ` · jobs: ${whole(jobs.waiting)} waiting, ${whole(jobs.running)} running, ${whole(jobs.done)} done, ${whole(jobs.dead)} dead` : "";
+
 const show = (status) => {
   const { broker, problems } = status;
   const state = problems.length ? `${broker.state}, ${plural(problems.length, "problem")}` : broker.state;
   mood($("state"), state, broker.level || MOODS[broker.state]);
   document.title = `${state} · mlxpool`;
   const gateway = status.gateway ? ` · gateway ${status.gateway.state}` : "";
-  say($("about"), `up ${long(broker.uptime_s)} · ${plural(broker.links, "client")}${gateway} · pid ${broker.pid} · ${status.version}`);
+  say($("about"), `up ${long(broker.uptime_s)} · ${plural(broker.links, "client")}${gateway}${jobsOf(status)} · pid ${broker.pid} · ${status.version}`);
   showProblems(problems);
   for (const plot of PLOTS) plot.show(status);
   for (const [node, get, level] of COUNTS) {

@@ -50,7 +50,7 @@ def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
     if job is None:
         return UnknownName()
     if job.state is JobState.GONE:
-        return KeyGone(job.id, job.forget or now)
+        return KeyGone(job.id, job.forget or now, job.scope)
     if asked.gen not in (None, job.gen):
         return JobRestarted(job)
     chunks: list[Chunk] = []

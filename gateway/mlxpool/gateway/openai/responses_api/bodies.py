@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.client import Result
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.output_blocks import Block, Kind
+from mlxpool.gateway.generation.output_blocks import Block, Kind
 
 PREFIXES = {Kind.THOUGHTS: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 # status of an HTTP error -> code of a response that failed; others are of the server

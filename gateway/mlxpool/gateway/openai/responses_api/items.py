@@ -8,7 +8,7 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.errors import HttpError, bad_request
-from mlxpool.gateway.images import DETAILS, from_data_url
+from mlxpool.gateway.generation.images import DETAILS, from_data_url
 from mlxpool.gateway.openai.responses_api.fields import MESSAGE_ROLES, TEXT_PARTS
 
 KNOWN = "must be a message, function_call, function_call_output or reasoning"

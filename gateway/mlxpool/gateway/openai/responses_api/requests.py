@@ -10,8 +10,10 @@ from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages
 from mlxpool.gateway import field_checks as fields
-from mlxpool.gateway.chat_request import ChatRequest
 from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.sampling import sampling_options, session_option
+from mlxpool.gateway.generation.structured import require_no_tools
 from mlxpool.gateway.openai.responses_api.fields import (
     FORMAT,
     INCLUDED,
@@ -28,8 +30,6 @@ from mlxpool.gateway.openai.responses_api.fields import (
     TOOL,
 )
 from mlxpool.gateway.openai.responses_api.items import conversation_of
-from mlxpool.gateway.sampling import sampling_options, session_option
-from mlxpool.gateway.structured import require_no_tools
 
 TOOL_CHOICES = (
     "must be auto, none, required, {type: 'function', name: …} or"

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from mlxpool.client import Result
-from mlxpool.gateway.fitting import fitted
-from mlxpool.gateway.generation import PoolAccess, StreamFormat, write_stream
+from mlxpool.gateway.generation.choice_streams import PoolAccess, StreamFormat, write_stream
+from mlxpool.gateway.generation.fitting import fitted
+from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.generation.token_counts import thought_tokens
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.responses_api import requests
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
 from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
-from mlxpool.gateway.output_blocks import OutputBlocks
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
-from mlxpool.gateway.token_counts import thought_tokens
 
 
 class ResponseRoutes:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation import ChoiceUpdate
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.output_blocks import Action, Block, Kind, OutputBlocks, Step
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, token_logprob
-from mlxpool.gateway.output_blocks import Action, Block, Kind, OutputBlocks, Step
 from mlxpool.gateway.server_sent_events import sse
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
-from mlxpool.gateway.chat_request import ChatRequest
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.images import take_image_urls
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.images import take_image_urls
 from mlxpool.gateway.openai.fields import CHAT_TEMPLATE_KWARGS
 from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
 

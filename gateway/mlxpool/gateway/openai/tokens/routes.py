@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.gateway.generation import PoolAccess
+from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.token_counts import chat_ids
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.tokens import requests
 from mlxpool.gateway.openai.tokens.requests import TokenizeRequest
-from mlxpool.gateway.token_counts import chat_ids
 
 
 class TokenRoutes:

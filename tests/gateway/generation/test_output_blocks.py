@@ -14,8 +14,14 @@ from mlxpool.gateway.formats.events import (
     Event,
     Reasoning,
 )
-from mlxpool.gateway.generation import ChoiceUpdate
-from mlxpool.gateway.output_blocks import CALL_ID_LENGTH, Action, Kind, OutputBlocks, Step
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.output_blocks import (
+    CALL_ID_LENGTH,
+    Action,
+    Kind,
+    OutputBlocks,
+    Step,
+)
 
 ENTRY = {"token": "a", "logprob": -1.0}
 

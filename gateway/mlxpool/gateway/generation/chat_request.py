@@ -10,7 +10,7 @@ from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
-from mlxpool.gateway.generation import ChoiceRequest
+from mlxpool.gateway.generation.choice_streams import ChoiceRequest
 from mlxpool.gateway.models import ModelInfo
 
 NO_FORCED_CALL = (

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from mlxpool.client import AsyncClient, Result
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway.chat_request import ChatRequest
 from mlxpool.gateway.formats import NO_CHAT, make_parser, template_messages
 from mlxpool.gateway.formats.events import Parser, Reasoning
-from mlxpool.gateway.generation import Generation
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.choice_streams import Generation
+from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.output_blocks import Kind, OutputBlocks
 
 MAX_CALL_TIME = 10.0  # seconds for a call about an answer that is complete
 IDS_OF_CALL = 4096  # whose texts are asked for at once

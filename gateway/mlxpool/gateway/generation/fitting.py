@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxpool.gateway.chat_request import ChatRequest
 from mlxpool.gateway.errors import unsupported_parameter
-from mlxpool.gateway.generation import PoolAccess
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.token_counts import chat_ids
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.token_counts import chat_ids
 
 KEPT_ROLES = ("system", "developer")  # instructions stay
 

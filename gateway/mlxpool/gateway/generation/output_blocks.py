@@ -23,7 +23,7 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
     merged,
 )
-from mlxpool.gateway.generation import ChoiceUpdate, Generation
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Generation
 
 CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
 BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"

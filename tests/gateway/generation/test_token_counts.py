@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.gateway.formats import ChatFormats, make_parser
-from mlxpool.gateway.token_counts import tokens_before_answer
+from mlxpool.gateway.generation.token_counts import tokens_before_answer
 
 TAGS, HARMONY = ChatFormats(None, "tags"), ChatFormats("harmony", "harmony")
 

@@ -1,0 +1,78 @@
+"""Between the core and the keeper of jobs: what each of them sees of the other."""
+
+from __future__ import annotations
+
+from mlxpool.broker.core import actions as core_actions
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.workers.worker_states import COMING
+from mlxpool.common.errors import UnknownModel
+from mlxpool.common.protocol.deltas import Deltas
+from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.to_client import Done, Failed
+
+
+class CoreView:
+    """The port `jobs.view.PoolView`. It changes nothing. Owned by the broker's thread."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._state = core.state
+
+    @property
+    def admits(self) -> bool:
+        return self._state.admits
+
+    @property
+    def poison_life(self) -> float:
+        return self._state.config.poison_life
+
+    @property
+    def ack_grace(self) -> float:
+        return self._state.config.ack_grace
+
+    def check(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
+        self._core.admission.check_job(owner, message, digest, now)
+
+    def model_of(self, name: str) -> str | None:
+        try:
+            return self._state.registry.model(name).name
+        except UnknownModel:
+            return None
+
+    def available(self, model: str, now: float) -> bool:
+        known = self._state.registry.models[model]
+        return known.admits and self._state.registry.unavailable(known, now) is None
+
+    def places(self, model: str) -> int:
+        known = self._state.registry.models[model]
+        return sum(len(w.leases) + w.credit() for w in known.workers if w.serves)
+
+    def free(self, model: str) -> int:
+        known = self._state.registry.models[model]
+        return sum(worker.credit() for worker in known.workers) - len(known.queue)
+
+    def idle(self, model: str) -> bool:
+        known = self._state.registry.models[model]
+        return not known.queue and any(w.idle and w.credit() for w in known.workers)
+
+    def loads_freely(self, model: str) -> bool:
+        registry = self._state.registry
+        known = registry.models[model]
+        if any(worker.state in COMING for worker in known.workers):
+            return True
+        return self._core.pool.memory_used() + known.need <= registry.memory
+
+    def link_known(self, link: int) -> bool:
+        known = self._state.links.get(link)
+        return known is not None and not known.lost
+
+
+def job_event(action: core_actions.ToClient) -> ev.Output | ev.RunEnded | None:
+    """What a message of the core to JOBS_LINK tells the keeper; None: nothing."""
+    message, header = action.message, action.header
+    if isinstance(message, Deltas):
+        return ev.Output(message.rows)
+    if isinstance(message, Done | Failed) and header.id is not None:
+        return ev.RunEnded(header.id, header.attempt, message)
+    return None

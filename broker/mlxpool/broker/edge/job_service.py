@@ -1,0 +1,210 @@
+"""Connects the keeper of jobs with the core, the clients and the store.
+
+The core's output for jobs waits in an inbox until the loop's turn ends: the core is never entered
+again while its actions are performed, and what a turn brings is handled together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from mlxpool.broker.core import actions as core_actions
+from mlxpool.broker.core import events as core_events
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.core.events import Perform
+from mlxpool.broker.edge.job_ports import CoreView, job_event
+from mlxpool.broker.jobs import actions as act
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.figures import JobFigures
+from mlxpool.broker.jobs.keeper import Keeper
+from mlxpool.broker.jobs.questions import JobPolicy
+from mlxpool.broker.store.opening import opener
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import Result
+from mlxpool.broker.store.writer import HealthState, StoreWriter
+from mlxpool.broker.transport.peers import Peers
+from mlxpool.common.closing import Closing
+from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header, encoded
+from mlxpool.common.protocol.from_client import Ack
+from mlxpool.common.protocol.to_client import Failed
+from mlxpool.common.transport.waker import Waker
+
+log = logging.getLogger("mlxpool.broker")
+
+CLOSE_TIMEOUT = 5.0  # seconds for what jobs have left to write when the broker ends
+CLOSE_POLL = 0.005  # seconds between two looks for results meanwhile
+OPEN = (HealthState.OK, HealthState.FULL)
+
+
+class JobService(Closing):
+    """Owned by the broker's thread. `waker` is readable when the store has results.
+
+    Raises StoreError if the store cannot be opened, or another broker has it.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        boot: int,
+        settings: Callable[[], PoolConfig],
+        peers: Peers,
+        perform: Perform,
+        on_fenced: Callable[[float], None],
+    ) -> None:
+        """`on_fenced` is called when another broker has taken the store: this one has to end."""
+        config = settings()
+        self._boot = boot
+        self.waker = Waker()
+        self._writer = StoreWriter(
+            opener(config.state_dir, config.state_bytes, config.job_key_life),
+            boot,
+            self.waker.wake,
+        )
+        self._keeper = Keeper(boot, CoreView(core), lambda: _policy(settings()))
+        self._counters = core.state.counters
+        self._peers = peers
+        self._perform = perform
+        self._on_fenced = on_fenced
+        self._inbox: deque[ev.Event] = deque()
+        self._results: deque[tuple[Operation, Result]] = deque()  # refused at once
+        self._health = HealthState.CLOSED
+
+    def start(self) -> None:
+        """Have the store work; the keeper knows it before the first client is heard."""
+        self._writer.start()
+        self.serve(time.monotonic())
+
+    # ---- what comes ----------------------------------------------------------------------------
+
+    def deliver(self, action: core_actions.ToClient) -> None:
+        """The core has sent something to JOBS_LINK."""
+        event = job_event(action)
+        if event is not None:
+            self._inbox.append(event)
+
+    def handle(self, event: ev.Event, now: float) -> None:
+        """Let the keeper handle an event, and perform what it decides."""
+        try:
+            actions = self._keeper.handle(event, now)
+        except Exception:  # a bug of ours costs one event, never the pool
+            self._failed(type(event).__name__)
+            actions = self._keeper.decided()
+            if isinstance(event, ev.Asked):
+                actions.append(self._answer_of_fault(event))
+        self._act(actions, now)
+
+    def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
+        """A client has acknowledged ids, perhaps of readings."""
+        if isinstance(event.message, Ack) and self._keeper.readers.all:
+            self.handle(ev.Acknowledged(event.link, event.message.have), now)
+
+    def reads(self, id: bytes) -> bool:
+        """Whether a reading of a job has this id."""
+        return self._keeper.readers.has(id)
+
+    def serve(self, now: float) -> None:
+        """Handle what the core and the store have brought, and what is due."""
+        self.waker.drain()
+        self._check_health(now)
+        self._take_results()
+        while self._inbox or self._results:
+            while self._inbox:
+                self.handle(self._inbox.popleft(), now)
+            if self._results:
+                self._stored(*self._results.popleft(), now)
+            else:
+                self._take_results()
+        if self._keeper.next_wake() <= now:
+            self.handle(ev.Wake(), now)
+
+    def next_wake(self) -> float:
+        """When `serve` is due at the latest."""
+        return 0.0 if self._inbox or self._results else self._keeper.next_wake()
+
+    def _take_results(self) -> None:
+        self._results.extend(self._writer.take())
+
+    def _stored(self, operation: Operation, result: Result, now: float) -> None:
+        try:
+            actions = self._keeper.stored(operation, result, now)
+        except Exception:
+            self._failed(type(operation).__name__)
+            actions = self._keeper.decided()
+        self._act(actions, now)
+
+    def _answer_of_fault(self, event: ev.Asked) -> act.Tell:
+        """The answer to a question that the keeper failed on: its client must not wait for ever."""
+        failed = Failed.of(Internal("the broker failed on this question; its log says why"))
+        return act.Tell(
+            event.link, Header(failed.kind, event.id, self._boot, event.attempt), failed
+        )
+
+    def _failed(self, what: str) -> None:
+        self._counters.internal_errors += 1
+        log.exception("the keeper of jobs failed", extra={"on": what})
+
+    def _check_health(self, now: float) -> None:
+        health = self._writer.health
+        if health.state is self._health:
+            return
+        was, self._health = self._health, health.state
+        if health.state in OPEN:
+            if was not in OPEN:
+                self.handle(ev.StoreOpened(), now)
+            return
+        if was in OPEN:
+            self.handle(ev.StoreLost(), now)
+        if health.state is HealthState.FENCED:
+            log.error("the store of jobs is another broker's", extra={"why": health.reason})
+            self._on_fenced(now)
+
+    # ---- what is done --------------------------------------------------------------------------
+
+    def _act(self, actions: list[act.Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, act.Store):
+                refused = self._writer.offer(action.operation)
+                if refused is not None:
+                    self._results.append((action.operation, refused))
+            elif isinstance(action, act.Tell):
+                self._tell(action, now)
+            elif isinstance(action, act.Forget):
+                self._peers.forget(action.link)
+            else:
+                self._perform(action.event, now)
+
+    def _tell(self, action: act.Tell, now: float) -> None:
+        header, message = action.header, action.message
+        try:
+            parts = frames.encode(header, message.body(), message.blobs())
+        except PoolError as error:
+            parts = encoded(Failed.of(error), header.id, header.epoch, header.attempt)
+        if not self._peers.send(action.link, parts):
+            self._perform(core_events.LinkLost(action.link), now)
+
+    # ---- reports and the end -------------------------------------------------------------------
+
+    def figures(self) -> JobFigures:
+        """How many jobs there are, and how the store is."""
+        return replace(self._keeper.figures(), store=self._writer.health.state.value)
+
+    def close(self) -> None:
+        """Write what jobs have left, then close the store."""
+        end = time.monotonic() + CLOSE_TIMEOUT
+        while self._keeper.busy and self._health in OPEN and time.monotonic() < end:
+            self.serve(time.monotonic())
+            time.sleep(CLOSE_POLL)
+        if not self._writer.close(CLOSE_TIMEOUT):
+            log.warning("the store of jobs was not closed in time")
+        self.waker.close()
+
+
+def _policy(config: PoolConfig) -> JobPolicy:
+    return JobPolicy(config.job_keep, config.job_keep_max, config.quota_jobs)

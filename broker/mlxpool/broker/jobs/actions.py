@@ -1,0 +1,93 @@
+"""Actions: what the keeper of jobs can decide, and the outbox that collects them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlxpool.broker.core.events import Event
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import Result
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.frames import Content, Header
+from mlxpool.common.protocol.to_client import Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Give an operation to the store; its result comes back to `Keeper.stored`."""
+
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to a client."""
+
+    link: int
+    header: Header
+    message: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Perform:
+    """Let the core handle an event."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The next frame on this connection makes a new link, so that its client notices a loss."""
+
+    link: int
+
+
+Action = Store | Tell | Perform | Forget
+Then = Callable[[Result, float], None]  # takes the result of an operation, and the time
+
+
+class Outbox:
+    """Collects the actions of one event. Knows what follows from the result of each operation.
+
+    An operation is told from an equal one by its identity: the store gives back the same object.
+    """
+
+    def __init__(self, boot: int) -> None:
+        self.boot = boot
+        self._actions: list[Action] = []
+        self._then: dict[int, tuple[Operation, Then]] = {}
+
+    def __len__(self) -> int:
+        """How many operations have no result yet."""
+        return len(self._then)
+
+    def take(self) -> list[Action]:
+        """The actions since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def store(self, operation: Operation, then: Then) -> None:
+        """Give an operation to the store, and its result to `then`."""
+        self._then[id(operation)] = (operation, then)
+        self._actions.append(Store(operation))
+
+    def resolve(self, operation: Operation, result: Result, now: float) -> None:
+        """The store has performed, or refused, an operation."""
+        _, then = self._then.pop(id(operation))
+        then(result, now)
+
+    def perform(self, event: Event) -> None:
+        self._actions.append(Perform(event))
+
+    def forget(self, link: int) -> None:
+        self._actions.append(Forget(link))
+
+    def send(
+        self, link: int, message: Content, id: bytes | None, attempt: int = 0, pos: int = 0
+    ) -> None:
+        header = Header(message.kind, id, self.boot, attempt, pos)
+        self._actions.append(Tell(link, header, message))
+
+    def fail(self, link: int, error: PoolError, id: bytes, attempt: int, pos: int = 0) -> None:
+        self.send(link, Failed.of(error), id, attempt, pos)

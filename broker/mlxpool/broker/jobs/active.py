@@ -1,0 +1,104 @@
+"""A job that runs: what came from its run and is not on the disk yet."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mlxpool.broker.jobs.job_states import TRANSITIONS, JobPhase
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import MAX_CHUNK, Chunk, FedJob, JobView
+from mlxpool.common.protocol.deltas import Delta, size_of
+from mlxpool.common.protocol.packing import pack
+from mlxpool.common.protocol.token_ids import count_of
+
+
+class Step(NamedTuple):
+    """Output that is never divided: the text is exactly that of the ids."""
+
+    text: str
+    ids: bytes
+    logprobs: list[Any] | None
+    size: int
+
+
+@dataclass(eq=False, slots=True)
+class ActiveJob:
+    """A job between the commit that gave it to the core and the one that ends or defers it.
+
+    `durable` ids are on the disk and `taken` have come from its run; the steps between them are in
+    `steps`, in order. At most one operation of a job is under way: `writing`.
+    """
+
+    job: JobView
+    attempt: int  # of its run, as the core knows it
+    model: str  # under which its model runs
+    deadline: float = math.inf  # on the core's clock
+    taken: int = 0
+    durable: int = 0
+    steps: deque[Step] = field(default_factory=deque)
+    text_before: str = ""  # came without ids: it belongs in front of the next step's
+    facts: bytes | None = None  # of its first worker, until they are on the disk
+    writing: Operation | None = None
+    outcome: Operation | None = None  # how it leaves, once all its ids are on the disk
+    phase: JobPhase = JobPhase.RUNNING  # what it is once its outcome is on the disk
+    ran: bool = True  # the core has its run
+    write_at: float = math.inf  # when its steps are written; infinity: it has none, or they are
+    yield_at: int = 0  # ids at which an idle job gives its place back; 0: nobody waits for it
+
+    @classmethod
+    def of(cls, fed: FedJob, attempt: int, model: str, now: float) -> ActiveJob:
+        left = fed.deadline_left
+        deadline = math.inf if left is None else now + left
+        return cls(fed.job, attempt, model, deadline, taken=fed.job.pos, durable=fed.job.pos)
+
+    @property
+    def id(self) -> bytes:
+        return self.job.id
+
+    def move(self, event: str) -> None:
+        """Change phase. Raises ValueError, and changes nothing, for an illegal event."""
+        following = TRANSITIONS[self.phase].get(event)
+        if following is None:
+            raise ValueError(f"job {self.id.hex()} is {self.phase.value}: no {event!r} there")
+        self.phase = following
+
+    def take(self, row: Delta) -> None:
+        """Take output of its run."""
+        if row.facts and self.job.facts is None and self.facts is None:
+            self.facts = pack(row.facts)
+        if not row.ids:
+            self.text_before += row.text
+            return
+        size, text = size_of(row) + 4 * len(self.text_before), self.text_before + row.text
+        self.text_before = ""
+        self.steps.append(Step(text, row.ids, row.logprobs, size))
+        self.taken += count_of(row.ids)
+
+    def chunk(self) -> Chunk | None:
+        """The first steps that are not on the disk, as far as a chunk may hold them."""
+        if not self.steps:
+            return None
+        ids, texts, borders = bytearray(), list[str](), list[tuple[int, int]]()
+        logprobs: list[Any] = []
+        size = characters = 0
+        for step in self.steps:
+            size += step.size
+            if borders and size > MAX_CHUNK:
+                break
+            ids += step.ids
+            texts.append(step.text)
+            characters += len(step.text)
+            logprobs += step.logprobs or []
+            borders.append((count_of(ids), characters))
+        packed = pack(logprobs) if logprobs else b""
+        return Chunk(self.durable, bytes(ids), "".join(texts), tuple(borders), packed)
+
+    def written(self, chunk: Chunk) -> None:
+        """A chunk is on the disk."""
+        for _ in chunk.borders:
+            self.steps.popleft()
+        self.durable = chunk.end
+        self.facts = None

@@ -1,0 +1,80 @@
+"""What clients are told of jobs: rows, and the errors of questions about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxpool.broker.jobs.job_states import phase_of
+from mlxpool.broker.store.records import JobView, Name, Refused, Scope
+from mlxpool.common import errors
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.job_messages import JobName
+from mlxpool.common.protocol.packing import pack
+
+BUSY_RETRY_MS = 1000
+FULL_RETRY_MS = 10_000
+MAX_LIST_BYTES = 192 * 1024  # of the rows in one answer; a body has at most MAX_BODY
+_OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
+    "store_full": (errors.StoreFull, FULL_RETRY_MS),
+    "over_quota": (errors.OverQuota, FULL_RETRY_MS),
+    "store_busy": (errors.QueueFull, BUSY_RETRY_MS),
+    "store_closed": (errors.StoreUnavailable, BUSY_RETRY_MS),
+    "store_error": (errors.Internal, None),
+}
+
+
+def name_of(owner: str, name: JobName) -> Name:
+    """The store's name of a job; one by its id is of nobody, so its owner has to be checked."""
+    return name.id or Scope(owner, name.tenant, name.key)
+
+
+def store_error(refused: Refused) -> PoolError:
+    """The error that tells a client of a refused operation."""
+    kind, retry_after_ms = _OF_STORE.get(refused.code, (errors.Internal, None))
+    return kind(refused.message, retry_after_ms=retry_after_ms)
+
+
+def unknown(name: JobName) -> PoolError:
+    return errors.UnknownJob(f"there is no job {name}: it was never submitted by this owner")
+
+
+def restarted(job: JobView) -> PoolError:
+    return errors.JobRestarted(
+        f"the job {job.scope.key!r} was begun anew as generation {job.gen}, for its model has"
+        " changed; fetch it from 0",
+        details={"gen": job.gen},
+    )
+
+
+def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
+    """The map of one job, see docs/protocol.md, `jobs`. Times are seconds since 1970."""
+    return {
+        "job": job.id,
+        "seq": job.seq,
+        "key": job.scope.key,
+        "model": job.model,
+        "state": phase_of(job.state, runs=runs).value,
+        "gen": job.gen,
+        "ids": job.pos,
+        "priority": job.priority,
+        "attempts": job.attempts,
+        "submitted": job.submitted,
+        "due": job.due,
+        "deadline": job.deadline,
+        "ended": job.ended,
+        "end_seq": job.end_seq,
+        "forget": job.forget,
+        "cause": job.cause,
+        "bytes": job.size,
+    }
+
+
+def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of these rows, as many as an answer may have bytes."""
+    size = 0
+    for index, row in enumerate(rows):
+        size += len(pack(row))
+        if size > MAX_LIST_BYTES:
+            return list(rows[:index])
+    return list(rows)

@@ -1,0 +1,87 @@
+"""Events: what can happen to jobs. Frozen, without behaviour. Results of the store come apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.job_messages import AboutJob, Fetch, ListJobs, Submit
+from mlxpool.common.protocol.to_client import Done, Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client asks about jobs. `message` is the error that parsing raised if the body is bad.
+
+    `new_id` and `seed` are drawn; a job that is new gets them.
+    """
+
+    link: int
+    owner: str
+    id: bytes
+    attempt: int
+    message: Submit | Fetch | ListJobs | AboutJob | PoolError
+    new_id: bytes = b""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """A client has read so many ids in all, of each of these readings."""
+
+    link: int
+    have: Sequence[tuple[bytes, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLeft:
+    """A client ends its reading; the job goes on."""
+
+    link: int
+    owner: str
+    id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Rows of jobs that run, from the core."""
+
+    rows: Sequence[Delta]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The core has ended the run of a job, or refused it."""
+
+    id: bytes
+    attempt: int
+    terminal: Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOpened:
+    """The store takes operations: for the first time, or again after a failure of the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """The store takes no operation: what is under way was refused, and stands as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The broker ends. `final`: no other broker follows."""
+
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The time that `Keeper.next_wake` named has come, or the pool may have room."""
+
+
+Event = (
+    Asked | Acknowledged | ReaderLeft | Output | RunEnded | StoreOpened | StoreLost | Closing | Wake
+)

@@ -1,0 +1,158 @@
+"""Decides which waiting jobs are run next, and how many.
+
+For each model and priority the core has at most WINDOW times as many jobs as there are places in
+ready workers: enough for every place that becomes free, and few enough that streams of the same
+priority share the places with them. The store finds the jobs, one of each owner in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from mlxpool.broker.jobs.retries import ALONE_STARTS
+from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.store.operations import FeedNext
+from mlxpool.broker.store.records import Fed
+from mlxpool.common.protocol.job_messages import IDLE
+
+WINDOW = 2  # times the places of ready workers
+FEED_BYTES = 64 * 1024 * 1024  # of requests that one operation takes
+MAX_FED = 256  # jobs that one operation takes
+SUSPECTS = 1  # jobs that may have ended the broker run one at a time
+
+Group = tuple[str, int]  # (the model's name as jobs have it, priority)
+
+
+@dataclass(eq=False, slots=True)
+class Backlog:
+    """What is known of the jobs that wait in one group. The store has the jobs themselves."""
+
+    due: float = math.inf  # when the earliest may be run; the past: now
+    suspects: bool = False  # there may be some that have to run alone
+    last_owner: str = ""
+    feeding: bool = False  # a FeedNext is under way
+    due_since: float = math.inf  # the earliest of those that came while it is
+    pause_until: float = 0.0  # the store refused to read
+    active: int = 0  # jobs of it that run
+
+
+@dataclass(eq=False, slots=True)
+class Feeder:
+    """Plans reads of the store; `came` and `fed` tell it what is there."""
+
+    groups: dict[Group, Backlog] = field(default_factory=dict)
+
+    def came(self, group: Group, due: float, *, suspect: bool = False) -> None:
+        """A job waits in the group and may be run from this time on.
+
+        `suspect`: it may be one that has to run alone.
+        """
+        backlog = self.groups.setdefault(group, Backlog())
+        backlog.due = min(backlog.due, due)
+        backlog.due_since = min(backlog.due_since, due)
+        backlog.suspects |= suspect
+
+    def next_due(self, now: float) -> float:
+        """When a job becomes due that is not; infinity: none is known of."""
+        return min((one.due for one in self.groups.values() if one.due > now), default=math.inf)
+
+    def hungry(self, now: float) -> set[str]:
+        """The names of models for which jobs are due."""
+        return {name for (name, _), one in self.groups.items() if _waits(one, now)}
+
+    def plan(self, view: PoolView, held: Collection[bytes], now: float) -> list[FeedNext]:
+        """What to read now: groups of a higher priority first. Marks them as being read."""
+        plans = []
+        for group in sorted(self.groups, key=lambda group: -group[1]):
+            backlog = self.groups[group]
+            plan = self._plan(group, backlog, view, frozenset(held), now)
+            if plan is not None:
+                backlog.feeding, backlog.due_since = True, math.inf
+                plans.append(plan)
+        return plans
+
+    def _plan(
+        self, group: Group, backlog: Backlog, view: PoolView, held: frozenset[bytes], now: float
+    ) -> FeedNext | None:
+        name, priority = group
+        model = view.model_of(name)
+        if backlog.feeding or now < backlog.pause_until or not _waits(backlog, now):
+            return None
+        if model is None or not view.admits:
+            return None
+        count = self._room(model, name, priority, view, now) - backlog.active
+        if backlog.due <= now and count > 0:
+            return FeedNext(
+                name,
+                priority,
+                min(count, MAX_FED),
+                backlog.last_owner,
+                held,
+                below_starts=ALONE_STARTS,
+                max_bytes=FEED_BYTES,
+            )
+        if backlog.suspects and backlog.due > now and self._alone(name, view, now):
+            return FeedNext(name, priority, SUSPECTS, "", held, ALONE_STARTS, max_bytes=FEED_BYTES)
+        return None
+
+    def _alone(self, name: str, view: PoolView, now: float) -> bool:
+        """Whether a job of this model would run alone: nothing else of it runs or is due."""
+        of_model = [one for (other, _), one in self.groups.items() if other == name]
+        model = view.model_of(name)
+        busy = any(one.active or one.feeding or one.due <= now for one in of_model)
+        return model is not None and not busy and view.idle(model)
+
+    def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
+        """How many jobs of this priority the core may have."""
+        if not view.available(model, now):
+            return 0
+        if priority != IDLE:
+            return WINDOW * view.places(model)
+        others = any(
+            one.due <= now
+            for (other, of), one in self.groups.items()
+            if other == name and of > IDLE
+        )
+        active = self.groups[(name, priority)].active
+        return 0 if others else active + max(0, view.free(model))
+
+    def fed(self, plan: FeedNext, found: Fed, due: float) -> None:
+        """A read has ended. `due`: when the earliest of those that wait for a time is, see now."""
+        group = (plan.model, plan.priority)
+        backlog = self.groups.get(group)
+        if backlog is None:
+            return  # the store was lost meanwhile
+        backlog.feeding = False
+        if plan.min_starts:
+            backlog.suspects = bool(found.jobs)
+        else:
+            backlog.last_owner = found.last_owner
+            size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in found.jobs)
+            if len(found.jobs) < plan.count and size < plan.max_bytes // 2:
+                backlog.due = due
+        backlog.due = min(backlog.due, backlog.due_since)
+        self._drop_if_empty(group)
+
+    def refused(self, plan: FeedNext, again_at: float) -> None:
+        """The store could not read now."""
+        backlog = self.groups.get((plan.model, plan.priority))
+        if backlog is not None:
+            backlog.feeding, backlog.pause_until = False, again_at
+
+    def started(self, group: Group) -> None:
+        self.groups.setdefault(group, Backlog()).active += 1
+
+    def left(self, group: Group) -> None:
+        self.groups[group].active -= 1
+        self._drop_if_empty(group)
+
+    def _drop_if_empty(self, group: Group) -> None:
+        backlog = self.groups[group]
+        if math.isinf(backlog.due) and not (backlog.active or backlog.suspects or backlog.feeding):
+            del self.groups[group]
+
+
+def _waits(backlog: Backlog, now: float) -> bool:
+    return backlog.due <= now or backlog.suspects

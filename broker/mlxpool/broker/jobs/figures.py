@@ -1,0 +1,41 @@
+"""How many jobs there are, as the status page, `ps`, `top` and Prometheus show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpool.broker.store.records import JobState, StoreFigures
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """Counts of jobs by state, and bytes. The fields are the keys of `jobs` in `ps` and `stats`."""
+
+    waiting: int
+    running: int
+    done: int
+    cancelled: int
+    dead: int
+    expired: int
+    readers: int
+    bytes: int  # that the store takes on the disk
+    max_bytes: int  # that it may take
+    store: str = "ok"  # opening | ok | full | failed | fenced | closed
+
+    @classmethod
+    def of(cls, stored: StoreFigures, running: int, readers: int) -> JobFigures:
+        counts = dict(stored.states)
+        waiting = counts.get(JobState.WAITING, 0)
+        ended = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
+        done, cancelled, dead, expired = (counts.get(state, 0) for state in ended)
+        return cls(
+            max(0, waiting - running),
+            running,
+            done,
+            cancelled,
+            dead,
+            expired,
+            readers,
+            stored.used,
+            stored.bound,
+        )

@@ -1,0 +1,46 @@
+"""The states of a job and their transitions, as everybody but the store sees them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from mlxpool.broker.store.records import JobState
+
+
+class JobPhase(Enum):
+    """The states of the store, and RUNNING, which is memory only: on the disk such a job waits."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    DEAD = "dead"  # it failed for good
+    EXPIRED = "expired"  # its deadline passed
+    GONE = "gone"  # its result is deleted
+
+
+_W, _R, _D = JobPhase.WAITING, JobPhase.RUNNING, JobPhase.DONE
+_C, _X, _E, _G = JobPhase.CANCELLED, JobPhase.DEAD, JobPhase.EXPIRED, JobPhase.GONE
+
+# feed: its run was given to the queue of its model.  ids: ids came from a worker.
+# retryable: its run failed, or was handed back, and can be tried again.
+# final: its run failed and cannot succeed, or was tried often enough.
+# boot: the broker ended and another one began.  release: its result is no longer needed, or was
+# kept for as long as it should be.
+TRANSITIONS: dict[JobPhase, dict[str, JobPhase]] = {
+    _W: {"feed": _R, "final": _X, "cancel": _C, "deadline": _E, "boot": _W},
+    _R: {
+        "ids": _R, "finish": _D, "retryable": _W, "final": _X, "cancel": _C, "deadline": _E,
+        "boot": _W,
+    },
+    _D: {"cancel": _D, "boot": _D, "release": _G},
+    _C: {"cancel": _C, "boot": _C, "release": _G},
+    _X: {"cancel": _X, "boot": _X, "retry": _W, "release": _G},
+    _E: {"cancel": _E, "boot": _E, "retry": _W, "release": _G},
+    _G: {"cancel": _G, "boot": _G, "release": _G},
+}  # fmt: skip
+
+
+def phase_of(state: JobState, *, runs: bool) -> JobPhase:
+    """The state of a job that is stored in `state`; `runs`: the core has its run."""
+    return _R if runs and state is JobState.WAITING else JobPhase(state.value)

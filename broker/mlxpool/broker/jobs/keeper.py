@@ -1,0 +1,214 @@
+"""The keeper of jobs: a durable client that lives inside the broker.
+
+`handle(event, now)` and `stored(operation, result, now)` return actions. Pure: no I/O, no clock, no
+random number. The core sees a job that runs as a request with one reader, whose acknowledgements
+are the commits of the store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from mlxpool.broker.core.events import Quarantine
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Action, Outbox
+from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.feeding import Feeder
+from mlxpool.broker.jobs.figures import JobFigures
+from mlxpool.broker.jobs.questions import JobPolicy, Questions
+from mlxpool.broker.jobs.readers import Readers
+from mlxpool.broker.jobs.runs import Runs
+from mlxpool.broker.jobs.terminals import packed_end
+from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.store import operations as store
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import Backlog, Poisons, Result, StoreFigures, Swept
+from mlxpool.common.errors import DeadlineExceeded, Draining, StoreUnavailable
+from mlxpool.common.protocol.job_messages import Fetch
+from mlxpool.common.protocol.to_client import Failed
+
+POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
+SWEEP_INTERVAL = 1.0  # seconds between two looks for deadlines and results that are kept no longer
+READER_INTERVAL = 1.0  # seconds between two looks for readers that are slow, or gone
+FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store
+BACKLOG_RETRY = 1.0  # seconds until the store is asked again which jobs wait, if it refused
+BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
+
+
+class Keeper:
+    """Builds the components and routes each event to its handler."""
+
+    def __init__(self, boot: int, view: PoolView, policy: Callable[[], JobPolicy]) -> None:
+        """`policy` returns the settings in force."""
+        active: dict[bytes, ActiveJob] = {}
+        self._view = view
+        self._outbox = outbox = Outbox(boot)
+        self._feeder = Feeder()
+        self.readers = Readers(outbox, active)
+        self.runs = Runs(outbox, view, self._feeder, self.readers, active)
+        self.questions = Questions(outbox, view, self._feeder, self.runs, self.readers, policy)
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.Asked: self._on_asked,
+            ev.Acknowledged: self._on_acknowledged,
+            ev.ReaderLeft: self._on_reader_left,
+            ev.Output: self.runs.on_output,
+            ev.RunEnded: self.runs.on_ended,
+            ev.StoreOpened: self._on_store_opened,
+            ev.StoreLost: self._on_store_lost,
+            ev.Closing: self._on_closing,
+            ev.Wake: self._on_wake,
+        }
+        self._stored = StoreFigures((), 0, 0, 0, 0, 0)
+        self._open = False
+        self._sweeping = self._counting = False
+        self._sweep_at = self._figures_at = self._readers_at = self._poll_at = math.inf
+        self._backlog_at = math.inf  # when the store is asked again which jobs wait
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs run, or are not yet on the disk as they left."""
+        return bool(self.runs.active)
+
+    def decided(self) -> list[Action]:
+        """What an event that failed had decided so far: the state holds it."""
+        return self._outbox.take()
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        """Everything that follows from one event, in order."""
+        self._handlers[type(event)](event, now)
+        return self._outbox.take()
+
+    def stored(self, operation: Operation, result: Result, now: float) -> list[Action]:
+        """What follows from the result of an operation."""
+        self._outbox.resolve(operation, result, now)
+        if self._open:
+            self._feed(now)
+        return self._outbox.take()
+
+    def next_wake(self) -> float:
+        """When `Wake` is due at the latest; infinity if nothing waits for a time."""
+        return min(
+            self._poll_at,
+            self._sweep_at,
+            self._figures_at,
+            self._readers_at,
+            self._backlog_at,
+            self.runs.next_write(),
+        )
+
+    def figures(self) -> JobFigures:
+        """How many jobs there are, and what they take."""
+        return JobFigures.of(self._stored, len(self.runs.active), len(self.readers.all))
+
+    def _on_asked(self, event: ev.Asked, now: float) -> None:
+        if not self._open:
+            error = StoreUnavailable(
+                "the store of jobs does not take anything now; try again", retry_after_ms=1000
+            )
+            self._outbox.fail(event.link, error, event.id, event.attempt)
+        elif isinstance(event.message, Fetch):
+            self.readers.fetch(event.link, event.owner, event.id, event.attempt, event.message, now)
+            self._readers_at = min(self._readers_at, now + READER_INTERVAL)
+        else:
+            self.questions.on_asked(event, now)
+
+    def _on_acknowledged(self, event: ev.Acknowledged, now: float) -> None:
+        for id, count in event.have:
+            self.readers.acknowledged(event.link, id, count, now)
+
+    def _on_reader_left(self, event: ev.ReaderLeft, now: float) -> None:
+        self.readers.leave(event.link, event.owner, event.id)
+
+    def _on_wake(self, event: ev.Wake, now: float) -> None:
+        if now >= self._readers_at:
+            self.readers.drop_silent(self._view.link_known)
+            self.readers.end_slow(self._view.ack_grace, now)
+            if self._open:
+                self.readers.read_again(now)
+            self._readers_at = now + READER_INTERVAL if self.readers.all else math.inf
+        if not self._open:
+            return
+        self.runs.write_due(now)
+        if now >= self._backlog_at:
+            self._read_backlog()
+        if now >= self._sweep_at:
+            self._sweep(now)
+        if now >= self._figures_at:
+            self._count(now)
+        self._feed(now)
+
+    def _feed(self, now: float) -> None:
+        self.runs.feed(now)
+        due = self._feeder.next_due(now)
+        self._poll_at = min(due, now + POLL_INTERVAL if self._feeder.hungry(now) else math.inf)
+
+    # ---- the store -----------------------------------------------------------------------------
+
+    def _on_store_opened(self, event: ev.StoreOpened, now: float) -> None:
+        self._open = True
+        self._outbox.store(store.ReadPoisons(), self._poisons_read)
+        self._read_backlog()
+        self._sweep(now)
+        self._count(now)
+        self.readers.read_again(now)
+
+    def _poisons_read(self, result: Result, now: float) -> None:
+        if isinstance(result, Poisons):
+            for digest, left in sorted(result.left, key=lambda entry: entry[1]):
+                self._outbox.perform(Quarantine(digest, left))
+
+    def _read_backlog(self) -> None:
+        self._backlog_at = math.inf
+        self._outbox.store(store.ReadBacklog(), self._backlog_read)
+
+    def _backlog_read(self, result: Result, now: float) -> None:
+        if isinstance(result, Backlog):
+            for model, priority, _, due in result.waiting:
+                wait = max(0.0, due - result.now)
+                self._feeder.came((model, priority), now + wait, suspect=True)
+        elif self._open:
+            self._backlog_at = now + BACKLOG_RETRY
+
+    def _on_store_lost(self, event: ev.StoreLost, now: float) -> None:
+        self._open = False
+        self.runs.drop_all()
+        self._feeder.groups.clear()
+        self._sweeping = self._counting = False
+        self._poll_at = self._sweep_at = self._figures_at = self._backlog_at = math.inf
+
+    def _on_closing(self, event: ev.Closing, now: float) -> None:
+        retry = None if event.final else BROKER_RETRY_MS
+        self.readers.end_all(Draining("the broker is going down", retry_after_ms=retry))
+
+    def _sweep(self, now: float) -> None:
+        self._sweep_at = now + SWEEP_INTERVAL
+        if self._sweeping:
+            return
+        self._sweeping = True
+        late = DeadlineExceeded("the job was not finished before its deadline (deadline_ms)")
+        operation = store.Sweep(
+            frozenset(self.runs.active), expired_end=packed_end(Failed.of(late))
+        )
+        self._outbox.store(operation, self._swept)
+
+    def _swept(self, result: Result, now: float) -> None:
+        self._sweeping = False
+        if isinstance(result, Swept):
+            for job in result.expired:
+                self.readers.job_changed(job, now)
+            if result.more:
+                self._sweep(now)
+
+    def _count(self, now: float) -> None:
+        self._figures_at = now + FIGURES_INTERVAL
+        if not self._counting:
+            self._counting = True
+            self._outbox.store(store.ReadFigures(), self._counted)
+
+    def _counted(self, result: Result, now: float) -> None:
+        self._counting = False
+        if isinstance(result, StoreFigures):
+            self._stored = result

@@ -1,0 +1,291 @@
+"""Answers what clients ask about jobs: submit, list, look up, cancel, retry, release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.broker.core.events import Quarantine
+from mlxpool.broker.jobs import answers
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.canonical import job_digest
+from mlxpool.broker.jobs.feeding import Feeder
+from mlxpool.broker.jobs.job_states import JobPhase, phase_of
+from mlxpool.broker.jobs.readers import Readers
+from mlxpool.broker.jobs.runs import Runs
+from mlxpool.broker.jobs.terminals import packed_end
+from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.store import operations as store
+from mlxpool.broker.store.records import (
+    Changed,
+    DuplicateKey,
+    Fate,
+    Found,
+    JobList,
+    JobState,
+    JobView,
+    KeyGone,
+    Name,
+    Refused,
+    Result,
+    Scope,
+    Submitted,
+)
+from mlxpool.common.errors import BadRequest, DuplicateId, Gone, Internal, PoolError
+from mlxpool.common.protocol import job_messages as messages
+from mlxpool.common.protocol import to_client
+from mlxpool.common.protocol.job_messages import AboutJob, JobAccepted, JobRow, ListJobs, Submit
+from mlxpool.common.protocol.packing import pack
+
+# What the state of a job does not allow, and what to do instead.
+REFUSALS = {
+    messages.RETRY: "only dead and expired jobs can be tried again",
+    messages.RELEASE: "only an ended job has a result to release; cancel it first",
+}
+RUNNING = JobPhase.RUNNING.value
+ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
+
+
+@dataclass(frozen=True, slots=True)
+class JobPolicy:
+    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
+
+    keep: float
+    keep_max: float
+    quota_jobs: int = 0
+
+
+class Questions:
+    """Each is answered once, after the commit that it needs."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        view: PoolView,
+        feeder: Feeder,
+        runs: Runs,
+        readers: Readers,
+        policy: Callable[[], JobPolicy],
+    ) -> None:
+        """`policy` returns the settings in force."""
+        self._policy = policy
+        self._outbox = outbox
+        self._view = view
+        self._feeder = feeder
+        self._runs = runs
+        self._readers = readers
+
+    def on_asked(self, event: ev.Asked, now: float) -> None:
+        message = event.message
+        try:
+            if isinstance(message, PoolError):
+                raise message
+            if isinstance(message, Submit):
+                self._submit(event, message, now)
+            elif isinstance(message, ListJobs):
+                self._list(event, message)
+            elif isinstance(message, AboutJob):
+                self._about(event, message)
+        except PoolError as error:
+            self._fail(event, error)
+
+    def _fail(self, event: ev.Asked, error: PoolError) -> None:
+        self._outbox.fail(event.link, error, event.id, event.attempt)
+
+    def _send(self, event: ev.Asked, message: Any) -> None:
+        self._outbox.send(event.link, message, event.id, event.attempt)
+
+    # ---- submit --------------------------------------------------------------------------------
+
+    def _submit(self, event: ev.Asked, message: Submit, now: float) -> None:
+        """Store a job. Raises PoolError for one that could never be done."""
+        generate, policy = message.generate, self._policy()
+        digest = job_digest(generate)
+        self._view.check(event.owner, generate, digest, now)
+        drawn = generate.options.seed < 0
+        keep = policy.keep if message.keep_ms is None else message.keep_ms / 1000
+        deadline_ms = generate.deadline_ms
+        operation = store.Submit(
+            event.new_id,
+            Scope(event.owner, message.tenant, message.key),
+            digest,
+            generate.kind,
+            generate.model,
+            pack(message.request),
+            event.seed if drawn else generate.options.seed,
+            message.blobs,
+            message.priority,
+            not_before=message.not_before,
+            deadline=None if deadline_ms is None else deadline_ms / 1000,
+            keep=min(keep, policy.keep_max),
+            max_jobs=policy.quota_jobs,
+        )
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, Submitted):
+                self._submitted(event, message, result, now)
+            elif isinstance(result, DuplicateKey):
+                why = f"the key {message.key!r} is that of another job ({result.id.hex()})"
+                self._fail(event, DuplicateId(f"{why}; take another key for another request"))
+            elif isinstance(result, KeyGone):
+                why = f"the result of the job {message.key!r} was deleted"
+                self._fail(event, Gone(f"{why}; take another key to compute it again"))
+            else:
+                self._fail(event, _other_error(result))
+
+        self._outbox.store(operation, then)
+
+    def _submitted(self, event: ev.Asked, message: Submit, result: Submitted, now: float) -> None:
+        job = result.job
+        if result.new:
+            self._feeder.came((job.model, job.priority), now + max(0.0, job.due - job.submitted))
+        phase = phase_of(job.state, runs=job.id in self._runs.active)
+        accepted = JobAccepted(
+            self._outbox.boot,
+            event.link,
+            job.id,
+            job.scope.key,
+            job.gen,
+            job.seed,
+            phase.value,
+            message.generate.warnings,
+        )
+        self._send(event, accepted)
+
+    # ---- lists ---------------------------------------------------------------------------------
+
+    def _list(self, event: ev.Asked, message: ListJobs) -> None:
+        running = message.state == RUNNING
+        states = () if not message.state else (_stored(message.state),)
+        operation: store.Operation
+        if message.after is None:
+            operation = store.ListJobs(
+                event.owner, message.tenant, states, message.before, message.limit, reverse=True
+            )
+        else:
+            operation = store.ListEnded(event.owner, message.tenant, message.after, message.limit)
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, JobList):
+                self._fail(event, _other_error(result))
+                return
+            rows = self._rows(result.jobs)
+            shown = answers.fitting(rows)
+            following = result.next
+            if len(shown) < len(rows):
+                following = shown[-1]["seq" if message.after is None else "end_seq"]
+            if message.state:
+                shown = [row for row in shown if (row["state"] == RUNNING) is running]
+            self._send(event, messages.JobList(shown, following))
+
+        self._outbox.store(operation, then)
+
+    def _rows(self, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
+        active = self._runs.active
+        return [answers.row_of(job, runs=job.id in active) for job in jobs]
+
+    # ---- one job -------------------------------------------------------------------------------
+
+    def _about(self, event: ev.Asked, message: AboutJob) -> None:
+        """Look up, or change, a job; one that is named by its id is looked up first."""
+        name = answers.name_of(event.owner, message.name)
+        if isinstance(name, Scope) and message.kind != messages.READ:
+            self._change(event, message, name)
+            return
+
+        def then(result: Result, now: float) -> None:
+            job = result.job if isinstance(result, Found) else None
+            mine = (event.owner, message.name.tenant)
+            if isinstance(result, Refused):
+                self._fail(event, answers.store_error(result))
+            elif job is None or (job.scope.owner, job.scope.tenant) != mine:
+                self._fail(event, answers.unknown(message.name))
+            elif message.kind == messages.READ:
+                self._send(event, JobRow(self._rows([job])[0]))
+            else:
+                self._change(event, message, job.id)
+
+        self._outbox.store(store.ReadJob(name), then)
+
+    def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
+        operation, then = CHANGES[message.kind](self, event, message, name)
+        self._outbox.store(operation, then)
+
+    def _cancel(
+        self, event: ev.Asked, message: AboutJob, name: Name
+    ) -> tuple[store.Operation, Callable[[Result, float], None]]:
+        end = packed_end(to_client.Done("cancelled"))
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, Changed | Fate):
+                job = result.job
+                state = str(job.state)
+                if isinstance(result, Changed):
+                    state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
+                    self._readers.job_changed(job, now)
+                self._send(event, to_client.Fate(state, job.pos))
+            else:
+                self._fail(event, _error_of_change(message, result))
+
+        return store.Cancel(name, end), then
+
+    def _retry(
+        self, event: ev.Asked, message: AboutJob, name: Name
+    ) -> tuple[store.Operation, Callable[[Result, float], None]]:
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, Changed):
+                job = result.job
+                self._feeder.came((job.model, job.priority), now)
+                self._outbox.perform(Quarantine(job.digest, 0.0))
+            self._changed(event, message, result)
+
+        return store.Retry(name), then
+
+    def _release(
+        self, event: ev.Asked, message: AboutJob, name: Name
+    ) -> tuple[store.Operation, Callable[[Result, float], None]]:
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, Changed):
+                self._readers.job_changed(result.job, now)
+            self._changed(event, message, result)
+
+        return store.Release(name), then
+
+    def _changed(self, event: ev.Asked, message: AboutJob, result: Result) -> None:
+        """Answer with the job, also one that is as it was asked for: questions may come twice."""
+        already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
+        if isinstance(result, Changed) or (isinstance(result, Fate) and already):
+            self._send(event, JobRow(self._rows([result.job])[0]))
+        else:
+            self._fail(event, _error_of_change(message, result))
+
+
+CHANGES = {
+    messages.CANCEL: Questions._cancel,
+    messages.RETRY: Questions._retry,
+    messages.RELEASE: Questions._release,
+}
+
+
+def _stored(state: str) -> JobState:
+    """The state on the disk of a state as clients see it."""
+    return JobState.WAITING if state == RUNNING else JobState(state)
+
+
+def _other_error(result: Result) -> PoolError:
+    if isinstance(result, Refused):
+        return answers.store_error(result)
+    return Internal(f"the store answered with {type(result).__name__}")
+
+
+def _error_of_change(message: AboutJob, result: Result) -> PoolError:
+    if isinstance(result, Fate):
+        state = result.job.state
+        if state is JobState.GONE:
+            return Gone(f"the result of the job {message.name} was deleted")
+        return BadRequest(f"the job {message.name} is {state}: {REFUSALS[message.kind]}")
+    if isinstance(result, Refused):
+        return answers.store_error(result)
+    return answers.unknown(message.name)

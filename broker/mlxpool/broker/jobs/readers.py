@@ -1,0 +1,272 @@
+"""Readers of jobs: 0 to MAX_READERS each, from any id, while the job waits and when it has ended.
+
+A reader holds no output: what it is sent is a chunk that has just become durable, or a page of the
+store, of which it has one under way at most. A slow one ends alone; the job goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import partial
+
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.answers import name_of, restarted, store_error, unknown
+from mlxpool.broker.jobs.job_states import phase_of
+from mlxpool.broker.jobs.terminals import terminal_of
+from mlxpool.broker.store.operations import FetchPage
+from mlxpool.broker.store.records import (
+    ENDED,
+    Chunk,
+    JobRestarted,
+    JobView,
+    KeyGone,
+    Page,
+    Refused,
+    Result,
+    Scope,
+)
+from mlxpool.common.errors import BadRequest, DuplicateId, Gone, OverQuota, PoolError, SlowConsumer
+from mlxpool.common.protocol.deltas import Usage
+from mlxpool.common.protocol.job_messages import Fetch, JobAccepted
+from mlxpool.common.protocol.packing import unpack
+from mlxpool.common.protocol.to_client import Done, Failed, Fate, StreamDelta
+
+MAX_READERS = 64  # of one job
+PAGE_BYTES = 64 * 1024
+LATER = frozenset({"store_busy", "store_closed"})  # refusals after which a page is read again
+
+ReaderKey = tuple[int, bytes]  # link, id of the reading
+
+
+@dataclass(eq=False, slots=True)
+class Reader:
+    """One reading. `sent` and `acked` count ids from the start of the job, as its client does."""
+
+    link: int
+    id: bytes
+    attempt: int
+    owner: str
+    fetch: Fetch
+    job: bytes = b""  # b"": it was not found yet
+    gen: int = 0
+    sent: int = 0
+    acked: int = 0
+    told: bool = False  # `accepted` went out
+    began: bool = False  # ids went out, so that `sent` is what the client has
+    reading: bool = False  # a page is under way
+    behind: bool = True  # the store may have more than was sent
+    blocked_since: float = math.inf  # its window is full
+    known: JobView | None = None  # as it was when it was looked at last
+
+    @property
+    def open(self) -> bool:
+        """Whether its window has room."""
+        return self.sent - self.acked < self.fetch.window
+
+
+class Readers:
+    """Owns every Reader."""
+
+    def __init__(self, outbox: Outbox, running: Container[bytes]) -> None:
+        """`running`: the ids of jobs that run."""
+        self.all: dict[ReaderKey, Reader] = {}
+        self._outbox = outbox
+        self._running = running
+        self._of_job: dict[bytes, dict[ReaderKey, Reader]] = {}
+
+    # ---- what clients do -----------------------------------------------------------------------
+
+    def fetch(
+        self, link: int, owner: str, id: bytes, attempt: int, fetch: Fetch, now: float
+    ) -> None:
+        """Begin a reading, or go on with one on a new connection or from another id."""
+        for reader in [one for one in self.all.values() if one.id == id]:
+            if reader.owner != owner:
+                error = DuplicateId(f"the id {id.hex()} is that of another reading")
+                self._outbox.send(link, Failed.about(error, id), None, attempt)
+                return
+            if attempt < reader.attempt:
+                return
+            self._remove(reader)
+        reader = Reader(link, id, attempt, owner, fetch, sent=fetch.start, acked=fetch.start)
+        self.all[(link, id)] = reader
+        self._read(reader, now)
+
+    def acknowledged(self, link: int, id: bytes, count: int, now: float) -> bool:
+        """The client has read so many ids; whether there is such a reading."""
+        reader = self.all.get((link, id))
+        if reader is None:
+            return False
+        if reader.acked < count <= reader.sent:
+            reader.acked, reader.blocked_since = count, math.inf
+            self._go_on(reader, now)
+        return True
+
+    def leave(self, link: int, owner: str, id: bytes) -> None:
+        """A client ends a reading of its owner."""
+        for reader in [one for one in self.all.values() if (one.id, one.owner) == (id, owner)]:
+            self._outbox.send(link, Fate("streaming", reader.sent), id, pos=reader.sent)
+            usage = Usage(completion_tokens=reader.sent)
+            self._end(reader, Done("cancelled", "", usage.body()))
+
+    def has(self, id: bytes) -> bool:
+        """Whether there is a reading with this id."""
+        return any(reader.id == id for reader in self.all.values())
+
+    def drop_silent(self, known: Callable[[int], bool]) -> None:
+        """Forget the readings of connections that nothing was heard of for long.
+
+        Such a client may only have slept: it gets a new link, and asks again.
+        """
+        silent = [one for one in self.all.values() if not known(one.link)]
+        for reader in silent:
+            self._remove(reader)
+        for link in dict.fromkeys(reader.link for reader in silent):
+            self._outbox.forget(link)
+
+    def read_again(self, now: float) -> None:
+        """Read the pages that the store could not give."""
+        for reader in list(self.all.values()):
+            self._go_on(reader, now)
+
+    def end_all(self, error: PoolError) -> None:
+        """The broker ends."""
+        for reader in list(self.all.values()):
+            self._fail(reader, error)
+
+    def end_slow(self, grace: float, now: float) -> None:
+        """End the readings that have not acknowledged anything for so long."""
+        for reader in list(self.all.values()):
+            if now - reader.blocked_since >= grace:
+                why = f"no ack for {now - reader.blocked_since:.0f} s behind a window of"
+                error = SlowConsumer(f"{why} {reader.fetch.window} ids; the job goes on")
+                self._fail(reader, error)
+
+    # ---- what jobs do --------------------------------------------------------------------------
+
+    def chunk_durable(self, job: bytes, gen: int, chunk: Chunk, now: float) -> None:
+        """A chunk is on the disk: those who have all before it get it from memory."""
+        for reader in list(self._of_job.get(job, {}).values()):
+            if reader.gen == gen and chunk.end <= reader.sent:
+                continue
+            ready = reader.gen == gen and not reader.reading and not reader.behind
+            if ready and reader.open and reader.sent == chunk.pos:
+                self._send(reader, chunk, now)
+            else:
+                reader.behind = True
+                self._go_on(reader, now)
+
+    def job_changed(self, job: JobView, now: float) -> None:
+        """A job ended, waits again, or began a new generation."""
+        for reader in list(self._of_job.get(job.id, {}).values()):
+            reader.known, reader.behind = job, True
+            self._go_on(reader, now)
+
+    # ---- pages ---------------------------------------------------------------------------------
+
+    def _go_on(self, reader: Reader, now: float) -> None:
+        if not reader.open:
+            if math.isinf(reader.blocked_since):
+                reader.blocked_since = now
+        elif reader.behind and not reader.reading:
+            self._read(reader, now)
+
+    def _read(self, reader: Reader, now: float) -> None:
+        reader.reading, reader.behind = True, False
+        name = reader.job or name_of(reader.owner, reader.fetch.name)
+        knows_gen = reader.began or (reader.told and reader.fetch.start > 0)
+        gen = reader.gen if knows_gen else reader.fetch.gen
+        page = FetchPage(name, reader.sent, gen, PAGE_BYTES)
+        self._outbox.store(page, partial(self._page, reader))
+
+    def _page(self, reader: Reader, result: Result, now: float) -> None:
+        if self.all.get((reader.link, reader.id)) is not reader:
+            return  # it left
+        reader.reading = False
+        if isinstance(result, Refused) and result.code in LATER:
+            reader.behind = True
+            return
+        if not isinstance(result, Page) or not _may_read(reader, result.job.scope):
+            self._fail(reader, _page_error(reader, result))
+            return
+        job = reader.known = result.job
+        reader.gen = job.gen
+        if not reader.told and not self._begin(reader, job):
+            return
+        if job.state in ENDED and reader.sent > job.pos:
+            what = f"from is {reader.fetch.start}, the job has ended with {job.pos} ids"
+            self._fail(reader, BadRequest(f"{what}; fetch it from an id up to that"))
+            return
+        for chunk in result.chunks:
+            if chunk.end > reader.sent:
+                self._send(reader, chunk, now)
+        if reader.sent < job.pos:
+            reader.behind = True
+        elif job.state in ENDED:
+            self._end(reader, terminal_of(job.end))
+            return
+        self._go_on(reader, now)
+
+    def _begin(self, reader: Reader, job: JobView) -> bool:
+        """The job was found: tell its reader. False if it has too many readers."""
+        of_job = self._of_job.setdefault(job.id, {})
+        if len(of_job) >= MAX_READERS:
+            why = f"the job has {MAX_READERS} readers, at most so many may read it at once"
+            self._fail(reader, OverQuota(why, retry_after_ms=5000))
+            return False
+        reader.job, reader.told = job.id, True
+        of_job[(reader.link, reader.id)] = reader
+        phase = phase_of(job.state, runs=job.id in self._running)
+        accepted = JobAccepted(
+            self._outbox.boot, reader.link, job.id, job.scope.key, job.gen, job.seed, phase.value
+        )
+        self._outbox.send(reader.link, accepted, reader.id, reader.attempt, reader.sent)
+        return True
+
+    def _send(self, reader: Reader, chunk: Chunk, now: float) -> None:
+        logprobs = unpack(chunk.logprobs) if chunk.logprobs else []
+        delta = StreamDelta(chunk.pos, [chunk.text], bytearray(chunk.ids), logprobs)
+        facts = None if reader.known is None else reader.known.facts
+        if facts is not None and not reader.began:
+            delta.facts = unpack(facts)
+        if not reader.began:
+            reader.acked = chunk.pos
+        reader.began, reader.sent = True, chunk.end
+        self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def _end(self, reader: Reader, terminal: Done | Failed) -> None:
+        self._outbox.send(reader.link, terminal, reader.id, reader.attempt, reader.sent)
+        self._remove(reader)
+
+    def _fail(self, reader: Reader, error: PoolError) -> None:
+        self._outbox.fail(reader.link, error, reader.id, reader.attempt, reader.sent)
+        self._remove(reader)
+
+    def _remove(self, reader: Reader) -> None:
+        del self.all[(reader.link, reader.id)]
+        of_job = self._of_job.get(reader.job)
+        if of_job is not None:
+            of_job.pop((reader.link, reader.id), None)
+            if not of_job:
+                del self._of_job[reader.job]
+
+
+def _may_read(reader: Reader, scope: Scope | None) -> bool:
+    """Whether a job is the reader's: one that is named by its id is found whose ever it is."""
+    mine = (reader.owner, reader.fetch.name.tenant)
+    return scope is not None and (scope.owner, scope.tenant) == mine
+
+
+def _page_error(reader: Reader, result: Result) -> PoolError:
+    """Why a reading ends without its job."""
+    if isinstance(result, JobRestarted) and _may_read(reader, result.job.scope):
+        return restarted(result.job)
+    if isinstance(result, KeyGone) and _may_read(reader, result.scope):
+        return Gone(f"the result of the job {reader.fetch.name} was deleted")
+    if isinstance(result, Refused):
+        return store_error(result)
+    return unknown(reader.fetch.name)

@@ -1,0 +1,70 @@
+"""What follows from the error of a job's run: whether it is tried again, and when. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import Enum
+
+from mlxpool.broker.workers import exit_causes
+from mlxpool.common import errors
+from mlxpool.common.errors import PoolError
+
+MAX_ATTEMPTS = 8  # failures of a job's runs, after which it is dead
+MAX_STARTS = 5  # starts in a row without a durable id: the broker, or the machine, ended each time
+ALONE_STARTS = 3  # from so many such starts on a job runs alone, after all others
+FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the next attempt; it doubles
+JITTER = 0.25  # of a delay
+FREE_DELAY = 1.0  # seconds until the next try of a run that nothing was wrong with
+MAX_FREE_DELAY = 60.0
+
+
+class Verdict(Enum):
+    """What becomes of a job whose run failed."""
+
+    PUT_BACK = "put back"  # it waits again, and no attempt is counted
+    RETRY = "retry"  # it waits again, and an attempt is counted
+    NEW_GENERATION = "new generation"  # its model has changed: it begins anew
+    DEAD = "dead"
+    EXPIRED = "expired"
+
+
+# Nothing is wrong with the job: the pool had no room for it, went down, or lost its model.
+_PUT_BACK = (
+    errors.Draining,
+    errors.QueueFull,
+    errors.OverQuota,
+    errors.UnknownModel,
+    errors.ModelLoadFailed,
+    errors.DuplicateId,  # a stream had the id of the job
+    errors.SlowConsumer,  # the store took no ids for too long
+)
+
+
+def verdict(error: PoolError) -> Verdict:
+    """What the error of a run means for its job."""
+    if isinstance(error, _PUT_BACK):
+        return Verdict.PUT_BACK
+    if isinstance(error, errors.ModelUnavailable):
+        return Verdict.NEW_GENERATION if "digest" in error.details else Verdict.PUT_BACK
+    if isinstance(error, errors.WorkerLost):
+        commanded = error.details.get("cause") in exit_causes.COMMANDED
+        return Verdict.PUT_BACK if commanded else Verdict.RETRY
+    if isinstance(error, errors.DeadlineExceeded):
+        return Verdict.EXPIRED
+    if isinstance(error, errors.Internal) or error.retryable:
+        return Verdict.RETRY
+    return Verdict.DEAD
+
+
+def retry_delay(job: bytes, attempts: int) -> float:
+    """Seconds until the next attempt after so many that failed, spread by the job's id."""
+    usual = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(max(0, attempts - 1), 16))
+    share = hashlib.blake2b(job + b"%d" % attempts, digest_size=2).digest()
+    return min(MAX_DELAY, usual * (1 + JITTER * int.from_bytes(share, "big") / 2**16))
+
+
+def put_back_delay(error: PoolError) -> float:
+    """Seconds until the next try: as the error says, within bounds."""
+    if error.retry_after_ms is None:
+        return FREE_DELAY
+    return min(MAX_FREE_DELAY, max(FREE_DELAY, error.retry_after_ms / 1000))

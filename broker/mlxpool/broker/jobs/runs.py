@@ -1,0 +1,366 @@
+"""Runs jobs: gives them to the core, writes what comes of them, and ends or defers them.
+
+Invariants: a job has at most one operation under way; an id is told to readers only when it is
+durable; the end of a job is written after all its ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from mlxpool.broker.core import events as core
+from mlxpool.broker.core.state import JOBS_LINK
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs import retries
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.feeding import Feeder, Group
+from mlxpool.broker.jobs.readers import Readers
+from mlxpool.broker.jobs.retries import Verdict
+from mlxpool.broker.jobs.terminals import packed_end
+from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.store.operations import (
+    Defer,
+    FeedNext,
+    Finish,
+    NewGeneration,
+    Operation,
+    Progress,
+    SetPoison,
+)
+from mlxpool.broker.store.records import (
+    Changed,
+    Chunk,
+    Durable,
+    Fed,
+    FedJob,
+    JobState,
+    JobView,
+    Refused,
+    Result,
+)
+from mlxpool.common.errors import Internal, Poisoned, PoolError
+from mlxpool.common.options import MAX_DEADLINE_MS
+from mlxpool.common.protocol.from_client import Ack, Generate
+from mlxpool.common.protocol.job_messages import IDLE
+from mlxpool.common.protocol.packing import unpack
+from mlxpool.common.protocol.resume import Facts, Resume
+from mlxpool.common.protocol.to_client import Done, Failed
+
+WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
+WINDOW = 4096  # ids of a run that may wait for the disk
+RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
+IDLE_IDS = 64  # that an idle job may still compute when others wait
+
+
+class Runs:
+    """Owns every ActiveJob."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        view: PoolView,
+        feeder: Feeder,
+        readers: Readers,
+        active: dict[bytes, ActiveJob],
+    ) -> None:
+        """`active` is filled and emptied here; others may read it."""
+        self.active = active
+        self._outbox = outbox
+        self._view = view
+        self._feeder = feeder
+        self._readers = readers
+        self._last_attempt = 0
+
+    # ---- starts --------------------------------------------------------------------------------
+
+    def feed(self, now: float) -> None:
+        """Read the jobs that can be run now, and have workers for those that cannot."""
+        for plan in self._feeder.plan(self._view, self.active.keys(), now):
+            self._outbox.store(plan, self._fed(plan))
+        for name in self._feeder.hungry(now):
+            model = self._view.model_of(name)
+            if model is not None and self._wants(name, model, now):
+                self._outbox.perform(core.WantModel(model))
+
+    def _wants(self, name: str, model: str, now: float) -> bool:
+        """Whether to start a worker: idle jobs alone do not end other models' for it."""
+        if self._view.places(model) or not self._view.available(model, now):
+            return False
+        idle = all(
+            priority == IDLE
+            for (other, priority), one in self._feeder.groups.items()
+            if other == name and one.due <= now
+        )
+        return not idle or self._view.loads_freely(model)
+
+    def _fed(self, plan: FeedNext) -> Callable[[Result, float], None]:
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, Fed):
+                for fed in result.jobs:
+                    self._start(fed, now)
+                next_due = result.next_due
+                due = math.inf if next_due is None else now + max(0.0, next_due - result.now)
+                self._feeder.fed(plan, result, due)
+            else:
+                self._feeder.refused(plan, now + RETRY_INTERVAL)
+
+        return then
+
+    def _start(self, fed: FedJob, now: float) -> None:
+        view, job = self._view, fed.job
+        self._last_attempt += 1
+        active = ActiveJob.of(fed, self._last_attempt, view.model_of(job.model) or "", now)
+        self.active[job.id] = active
+        self._feeder.started(_group(job))
+        if job.starts > retries.MAX_STARTS:
+            why = f"the broker ended {retries.MAX_STARTS} times after this job was started"
+            self._leave(active, self._dead(active, Poisoned(why)), now)
+            return
+        try:
+            message = _message(fed, active.deadline - now)
+        except (PoolError, ValueError, TypeError, KeyError) as error:
+            what = Internal(f"the stored request cannot be read: {error}")
+            self._leave(active, self._dead(active, what), now)
+            return
+        self._outbox.perform(
+            core.StartJob(
+                job.id,
+                active.attempt,
+                job.scope.owner,
+                job.digest,
+                message,
+                job.seed,
+                job.charge,
+                alone=job.starts > retries.ALONE_STARTS,
+            )
+        )
+
+    # ---- output --------------------------------------------------------------------------------
+
+    def on_output(self, event: ev.Output, now: float) -> None:
+        for row in event.rows:
+            active = self.active.get(row.id)
+            if active is not None and active.attempt == row.attempt:
+                active.take(row)
+                if active.steps:
+                    active.write_at = min(active.write_at, now + WRITE_DELAY)
+                if active.job.priority == IDLE:
+                    self._give_way(active, now)
+
+    def _give_way(self, active: ActiveJob, now: float) -> None:
+        """Defer an idle job that has computed IDLE_IDS since others began to wait."""
+        if self._view.free(active.model) >= 0:
+            active.yield_at = 0
+        elif not active.yield_at:
+            active.yield_at = active.taken + IDLE_IDS
+        elif active.taken >= active.yield_at:
+            self._cancel_run(active)
+            self._leave(active, self._put_back(active, 0.0), now)
+
+    def on_ended(self, event: ev.RunEnded, now: float) -> None:
+        active = self.active.get(event.id)
+        if active is None or active.attempt != event.attempt or not active.ran:
+            return
+        active.ran = False
+        if isinstance(event.terminal, Done):
+            self._leave(active, self._done(active, event.terminal), now)
+        else:
+            self._leave(active, self._failed(active, event.terminal, now), now)
+
+    def write_due(self, now: float) -> None:
+        """Write what has been gathered for long enough."""
+        for active in list(self.active.values()):
+            if active.write_at <= now:
+                self._write(active, now)
+
+    def next_write(self) -> float:
+        return min((one.write_at for one in self.active.values()), default=math.inf)
+
+    # ---- how a job leaves ----------------------------------------------------------------------
+
+    def _done(self, active: ActiveJob, done: Done) -> Finish:
+        state = JobState.CANCELLED if done.reason == "cancelled" else JobState.DONE
+        whole = replace(done, text=active.text_before + done.text)
+        return Finish(active.id, active.job.gen, state, packed_end(whole))
+
+    def _dead(self, active: ActiveJob, error: PoolError) -> Finish:
+        return Finish(
+            active.id, active.job.gen, JobState.DEAD, packed_end(Failed.of(error)), error.message
+        )
+
+    def _failed(self, active: ActiveJob, failed: Failed, now: float) -> Operation:
+        """What follows from the error of its run."""
+        error, job = failed.error(), active.job
+        what = retries.verdict(error)
+        if what is Verdict.NEW_GENERATION:
+            return NewGeneration(active.id, job.gen)
+        if what is Verdict.EXPIRED and now < active.deadline - 1:
+            what = Verdict.PUT_BACK  # the longest time of a stream is over, not that of the job
+        if what is Verdict.EXPIRED:
+            end = packed_end(failed)
+            return Finish(active.id, job.gen, JobState.EXPIRED, end, error.message)
+        if what is Verdict.PUT_BACK:
+            return self._put_back(active, retries.put_back_delay(error))
+        if isinstance(error, Poisoned):
+            life = self._view.poison_life
+            self._outbox.store(SetPoison(job.digest, life), lambda result, now: None)
+        attempts = 1 if active.taken > job.pos else job.attempts + 1
+        if what is Verdict.DEAD or attempts >= retries.MAX_ATTEMPTS:
+            return self._dead(active, error)
+        delay = retries.retry_delay(active.id, attempts)
+        return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
+
+    def _put_back(self, active: ActiveJob, delay: float) -> Defer:
+        """Nothing is wrong with it: this start does not count."""
+        job = active.job
+        starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
+        return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)
+
+    def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
+        """Its run is over: write what there is, then the outcome."""
+        active.move(_event_of(outcome))
+        active.ran, active.outcome = False, outcome
+        self._write(active, now)
+
+    def _cancel_run(self, active: ActiveJob) -> None:
+        active.ran = False
+        self._outbox.perform(core.CancelRequest(None, None, active.id))
+
+    def drop(self, id: bytes) -> bool:
+        """Forget a job that was ended in the store; whether it ran."""
+        active = self.active.get(id)
+        if active is None:
+            return False
+        if active.ran:
+            self._cancel_run(active)
+        self._remove(active)
+        return True
+
+    def drop_all(self) -> None:
+        """The store is lost: nothing that runs can be kept."""
+        for active in list(self.active.values()):
+            self.drop(active.id)
+
+    def _remove(self, active: ActiveJob) -> None:
+        del self.active[active.id]
+        self._feeder.left(_group(active.job))
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def _write(self, active: ActiveJob, now: float) -> None:
+        """Give the next operation of a job to the store, if none is under way."""
+        if active.writing is not None:
+            return
+        chunk = active.chunk()
+        operation = _next_operation(active, chunk)
+        active.write_at = math.inf
+        if operation is None:
+            return
+        active.writing = operation
+        self._outbox.store(
+            operation, lambda result, now: self._written(active, operation, chunk, result, now)
+        )
+
+    def _written(
+        self,
+        active: ActiveJob,
+        operation: Operation,
+        chunk: Chunk | None,
+        result: Result,
+        now: float,
+    ) -> None:
+        if self.active.get(active.id) is not active:
+            return  # it was cancelled, or the store was lost
+        active.writing = None
+        if isinstance(result, Refused):
+            if result.code == "store_error":
+                self._unwritable(active, operation, result)
+            active.write_at = now + RETRY_INTERVAL  # all of it is still there
+            return
+        if not isinstance(result, Durable | Changed):  # somebody else has ended it
+            self.drop(active.id)
+            return
+        if chunk is not None and isinstance(operation, Progress | Finish):
+            active.written(chunk)
+            self._readers.chunk_durable(active.id, active.job.gen, chunk, now)
+            if active.ran:
+                self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
+        if isinstance(result, Changed):
+            self._left(active, result.job, now)
+        elif active.outcome is not None:
+            self._write(active, now)
+        elif active.steps:
+            active.write_at = now + WRITE_DELAY
+
+    def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
+        """The store cannot hold this, now or later: end the job with what is on the disk."""
+        if isinstance(operation, Finish) and operation.state is JobState.DEAD:
+            active.steps.clear()
+            return  # this end is short: what it had beside it was at fault
+        if active.ran:
+            self._cancel_run(active)
+        if active.outcome is None:
+            active.move("final")
+        active.steps.clear()
+        active.outcome = self._dead(active, Internal(refused.message))
+
+    def _left(self, active: ActiveJob, job: JobView, now: float) -> None:
+        """Its outcome is on the disk."""
+        self._remove(active)
+        self._readers.job_changed(job, now)
+        outcome = active.outcome
+        if isinstance(outcome, Defer):
+            suspect = job.starts >= retries.ALONE_STARTS
+            self._feeder.came(_group(job), now + outcome.delay, suspect=suspect)
+        elif isinstance(outcome, NewGeneration):
+            self._feeder.came(_group(job), now)
+
+
+def _next_operation(active: ActiveJob, chunk: Chunk | None) -> Operation | None:
+    """What has to be written next; the last ids go together with a Finish."""
+    outcome, gen = active.outcome, active.job.gen
+    if isinstance(outcome, NewGeneration):
+        return outcome
+    if isinstance(outcome, Finish) and (chunk is None or len(chunk.borders) == len(active.steps)):
+        return replace(outcome, chunk=chunk, facts=active.facts)
+    if chunk is not None:
+        return Progress(active.id, gen, chunk, active.facts)
+    return outcome
+
+
+EVENTS = {
+    JobState.DONE: "finish",
+    JobState.CANCELLED: "cancel",
+    JobState.DEAD: "final",
+    JobState.EXPIRED: "deadline",
+}
+
+
+def _event_of(outcome: Operation) -> str:
+    """The event of the state table that an outcome is."""
+    return EVENTS[outcome.state] if isinstance(outcome, Finish) else "retryable"
+
+
+def _group(job: JobView) -> Group:
+    return (job.model, job.priority)
+
+
+def _message(fed: FedJob, left: float) -> Generate:
+    """The `generate` of a job, which goes on from its durable ids. Raises PoolError, ValueError."""
+    job = fed.job
+    message = Generate.parse(unpack(fed.request), fed.blobs)
+    facts = None if job.facts is None else Facts.from_worker(unpack(job.facts))
+    resume = Resume(fed.ids, facts, job.seed) if fed.ids or facts is not None else None
+    milliseconds = MAX_DEADLINE_MS if math.isinf(left) else math.ceil(left * 1000)
+    return replace(
+        message,
+        resume=resume,
+        deadline_ms=min(MAX_DEADLINE_MS, max(1, milliseconds)),
+        priority=max(0, job.priority),
+        window=WINDOW,
+        batch=True,
+        durable=True,
+    )

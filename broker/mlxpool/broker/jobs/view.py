@@ -1,0 +1,58 @@
+"""What the keeper of jobs sees of the pool. It changes nothing there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mlxpool.common.protocol.from_client import Generate
+
+
+class PoolView(Protocol):
+    """Made by the broker's edge around the core; tests have one of their own."""
+
+    @property
+    def admits(self) -> bool:
+        """Whether the pool takes new work."""
+        ...
+
+    @property
+    def poison_life(self) -> float:
+        """Seconds for which a request that ended workers is refused."""
+        ...
+
+    @property
+    def ack_grace(self) -> float:
+        """Seconds that a reader may be behind its window without an ack."""
+        ...
+
+    def check(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
+        """Raises PoolError for a request that may not become a job."""
+        ...
+
+    def model_of(self, name: str) -> str | None:
+        """The name under which a model runs; None if there is no such model."""
+        ...
+
+    def available(self, model: str, now: float) -> bool:
+        """Whether a request for the model would be accepted."""
+        ...
+
+    def places(self, model: str) -> int:
+        """How many sequences its ready workers run at once."""
+        ...
+
+    def free(self, model: str) -> int:
+        """How many more they could be given now, without what waits in its queue already."""
+        ...
+
+    def idle(self, model: str) -> bool:
+        """Whether nothing waits for the model, and one of its ready workers has nothing to do."""
+        ...
+
+    def loads_freely(self, model: str) -> bool:
+        """Whether a worker of it can be started without the end of another model's."""
+        ...
+
+    def link_known(self, link: int) -> bool:
+        """Whether a client was heard from lately."""
+        ...

@@ -1,0 +1,268 @@
+"""`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.cli.columns import Column
+from mlxpool.cli.formatting import count, duration, size
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.printed_stream import print_deltas, prompt_of, result_as_json
+from mlxpool.cli.request_flags import (
+    add_connect_timeout,
+    add_options,
+    client_of,
+    decode_utf8,
+    options_of,
+    shown_form,
+)
+from mlxpool.cli.style import print_table
+from mlxpool.cli.target import KEY_VARIABLE, add_flags
+from mlxpool.common.config.bounds import ConfigError
+from mlxpool.common.config.bounds import seconds as seconds_of
+from mlxpool.common.escapes import escape_line
+from mlxpool.common.protocol.from_client import MAX_PRIORITY
+from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
+
+if TYPE_CHECKING:
+    from mlxpool.client import Delta
+
+KEY = "the key that `mlxpool submit` printed"
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add the commands of jobs."""
+    submitting = argparse.ArgumentParser(add_help=False, parents=[common])
+    add_flags(submitting, with_key=False)
+    _add_submit(
+        commands.add_parser(
+            "submit",
+            parents=[submitting],
+            help="have a text completed, whoever is there to read it",
+            description="Submits a completion as a job, prints its key when it is on the disk, and"
+            f" ends. The pool needs `state_dir`. The file of your own key is ${KEY_VARIABLE}.",
+        )
+    )
+    common = argparse.ArgumentParser(add_help=False, parents=[common])
+    add_flags(common)
+    sub = commands.add_parser(
+        "fetch",
+        parents=[common],
+        help="print a job's text, as it comes or as it is",
+        description="Prints a job's text from its beginning, and waits for the rest of one that is"
+        " not done. Any number of programs may read a job; leaving one does not cancel it.",
+    )
+    sub.add_argument("key", metavar="KEY", help=KEY)
+    sub.add_argument(
+        "--from",
+        dest="start",
+        metavar="N",
+        type=int,
+        default=0,
+        help="begin at the token with this index, or at the border of a step before it",
+    )
+    sub.add_argument(
+        "--gen",
+        type=int,
+        metavar="N",
+        help="only if it was not begun anew since; see `jobs --json`",
+    )
+    sub.add_argument(
+        "--raw",
+        action="store_true",
+        help="print control characters as they are, even on a terminal",
+    )
+    sub.set_defaults(run=fetch)
+    sub = commands.add_parser("jobs", parents=[common], help="list your jobs")
+    sub.add_argument(
+        "--state",
+        choices=JOB_STATES,
+        metavar="STATE",
+        help=f"only those that are {', '.join(JOB_STATES[:-1])} or {JOB_STATES[-1]}",
+    )
+    sub.add_argument(
+        "--after",
+        metavar="END_SEQ",
+        type=int,
+        help="those that ended after the end with this number, in order; 0: all that have ended",
+    )
+    sub.add_argument(
+        "--limit", metavar="N", type=count, default=100, help="at most so many (default 100)"
+    )
+    sub.set_defaults(run=jobs)
+    for name, text, action in (
+        ("retry", "try a dead or expired job again", retry),
+        ("release", "delete the result of an ended job", release),
+    ):
+        sub = commands.add_parser(name, parents=[common], help=text)
+        sub.add_argument("key", metavar="KEY", help=KEY)
+        sub.set_defaults(run=action)
+    for name in ("fetch", "jobs", "retry", "release"):
+        add_connect_timeout(commands.choices[name])
+
+
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="default, or -: standard input")
+    parser.add_argument(
+        "--key", dest="job_key", help="names the job; the same request with it is the same job"
+    )
+    parser.add_argument(
+        "--keep",
+        type=_seconds,
+        metavar="TIME",
+        help="keep the result so long after the end, such as 1h (default: job_keep, 24h)",
+    )
+    parser.add_argument(
+        "--delay", type=_seconds, metavar="TIME", help="do not begin before this time has passed"
+    )
+    parser.add_argument(
+        "--priority",
+        type=_priority,
+        metavar="P",
+        help="0 to 2, 2 goes first; idle: when nothing else waits (default 0)",
+    )
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="an image in front of the prompt, or where it has [img-n]; may be repeated",
+    )
+    add_options(parser)
+    add_connect_timeout(parser)
+    parser.set_defaults(run=submit)
+
+
+def _seconds(text: str) -> float:
+    """A time with or without a unit. Raises ArgumentTypeError."""
+    try:
+        value = seconds_of(text, "TIME")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r}")
+    return value
+
+
+def _priority(text: str) -> int:
+    if text == "idle":
+        return IDLE
+    if text.isdecimal() and int(text) <= MAX_PRIORITY:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be 0 to {MAX_PRIORITY} or idle, got {text!r}")
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Print the key of the job once it is on the disk."""
+    given = options_of(options)
+    prompt = options.prompt
+    if prompt in (None, "-"):
+        prompt = decode_utf8(sys.stdin.buffer.read())
+    if options.priority is not None:
+        given["priority"] = options.priority
+    with client_of(options) as client:
+        job = client.submit(
+            options.model,
+            **prompt_of(prompt, options.image, chat=options.chat),
+            key=options.job_key,
+            keep=options.keep,
+            not_before=None if options.delay is None else time.time() + options.delay,
+            **given,
+        )
+    if options.json:
+        print(
+            json_text(
+                {
+                    "key": job.key,
+                    "job": job.id.hex(),
+                    "gen": job.gen,
+                    "seed": job.seed,
+                    "state": job.state,
+                }
+            )
+        )
+    else:
+        print(escape_line(job.key))
+        for warning in job.warnings:
+            print(escape_line(f"mlxpool: {warning}"), file=sys.stderr)
+    return 0
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Print the job's text; exit code 1 if it was cancelled or has failed."""
+    form = shown_form(options)
+
+    def add(delta: Delta) -> None:
+        print(form(delta.text), end="", flush=True)
+
+    with (
+        client_of(options) as client,
+        client.fetch(options.key, options.start, options.gen) as stream,
+    ):
+        print_deltas(stream, add, as_json=options.json)
+        result = stream.result
+    print(json_text(result_as_json(result)) if options.json else "", flush=True)
+    return int(result.reason == "cancelled")
+
+
+JOBS = (
+    Column("KEY", 0, "text"),
+    Column("MODEL", 2, "text"),
+    Column("STATE", 0),
+    Column("TOKENS", 1),
+    Column("ATTEMPTS", 5),
+    Column("AGE", 3),
+    Column("BYTES", 6),
+    Column("CAUSE", 4, "text"),
+)
+
+
+def jobs(options: argparse.Namespace) -> int:
+    """Print a row for each job, the newest first."""
+    with client_of(options) as client:
+        found = client.jobs(after=options.after, state=options.state or "", limit=options.limit)
+    if options.json:
+        print(json_text({"jobs": [{**row, "job": row["job"].hex()} for row in found]}))
+        return 0
+    now = time.time()
+    print_table(JOBS, [_row(row, now) for row in found])
+    return 0
+
+
+def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    return (
+        job["key"],
+        job["model"],
+        job["state"],
+        str(job["ids"]),
+        str(job["attempts"]),
+        duration(max(0.0, now - job["submitted"])),
+        size(job["bytes"]),
+        job["cause"] or "-",
+    )
+
+
+def retry(options: argparse.Namespace) -> int:
+    with client_of(options) as client:
+        return _show(options, client.retry(options.key))
+
+
+def release(options: argparse.Namespace) -> int:
+    with client_of(options) as client:
+        return _show(options, client.release(options.key))
+
+
+def _show(options: argparse.Namespace, job: Mapping[str, Any]) -> int:
+    if options.json:
+        print(json_text({**job, "job": job["job"].hex()}))
+    else:
+        print(escape_line(f"{job['key']}: {job['state']}"))
+    return 0

@@ -1,0 +1,142 @@
+"""A stream on standard output: its prompt, text or lines of JSON, and a line of figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.cli.json_text import json_text
+from mlxpool.common.protocol.images import images_of_text
+
+if TYPE_CHECKING:
+    from mlxpool.client import Choices, Delta, Result
+
+
+def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
+    """The prompt arguments of `stream`; images that a text does not name stand in front of it."""
+    if chat:
+        parts = [{"type": "image", "image": file} for file in images]
+        content = [*parts, {"type": "text", "text": text}] if images else text
+        return {"messages": [{"role": "user", "content": content}]}
+    named = set(images_of_text(text))
+    tags = [f"[img-{number}]" for number in range(len(images)) if number not in named]
+    return {"prompt": "".join(tags) + text, "images": images}
+
+
+def print_deltas(
+    stream: Iterable[Delta],
+    add: Callable[[Delta], None],
+    *,
+    as_json: bool,
+    choices: int = 1,
+    on_first: Callable[[], None] = lambda: None,
+) -> float:
+    """Print a stream as it comes; returns the time of its first delta, 0 if there was none.
+
+    `add` prints a delta as text. `on_first` is called before each delta is printed. Raises the
+    stream's error, after a line of text that it cut short was ended.
+    """
+    shown, first = False, 0.0
+    try:
+        for delta in stream:
+            first = first or time.monotonic()
+            on_first()
+            if as_json:
+                print(json_text(_delta_as_json(delta, choices)), flush=True)
+            else:
+                add(delta)
+            shown = True
+    except BaseException:
+        if shown and not as_json:
+            print()  # ends the line of text
+        raise
+    return first
+
+
+def _delta_as_json(delta: Delta, choices: int) -> dict[str, Any]:
+    line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
+    if choices > 1:
+        line["index"] = delta.index
+    if delta.prompt:
+        line["prompt"] = delta.prompt
+    if delta.logprobs:
+        line["logprobs"] = delta.logprobs
+    return line
+
+
+def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
+    """The last line of a stream as JSON, one for each choice."""
+    return {
+        **({"index": result.index} if choices > 1 else {}),
+        "done": True,
+        "reason": result.reason,
+        "text": result.text,
+        "ids": result.ids,
+        "usage": result.usage,
+        "timings_ms": result.timings_ms,
+        "seed": result.seed,
+        "attempts": result.attempts,
+        **({} if result.complete is None else {"complete": result.complete}),
+    }
+
+
+def figures(result: Result, seconds: float, streamed: float) -> str:
+    """One line about a finished completion; times are seconds, `streamed` since the first token.
+
+    A worker reports the decode time of its own tokens only, which is too short after a failover.
+    """
+    generated = result.usage.get("completion_tokens", 0)
+    decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
+    rate = f"{generated / decode:.0f} tokens/s, " if decode and generated > 1 else ""
+    prompt = result.usage.get("prompt_tokens", 0)
+    cached = result.usage.get("cached_tokens", 0)
+    return (
+        f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
+        f" ended: {result.reason}, seed {result.seed}]"
+    )
+
+
+def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
+    """As `figures`, about all choices of a prompt; about a single one the same."""
+    if len(choices) == 1:
+        return figures(choices[0], seconds, streamed)
+    usage = choices.usage
+    prompt, cached = usage["prompt_tokens"], usage["cached_tokens"]
+    return (
+        f"[{len(choices)} choices, {usage['completion_tokens']} tokens, prompt {prompt}"
+        f" ({cached} cached), {seconds:.2f} s, seeds from {choices.seed}]"
+    )
+
+
+class ChoicesOutput:
+    """Prints choice 0 as it comes, and the others behind it when all have ended.
+
+    A single choice has no title.
+    """
+
+    def __init__(self, choices: int, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._texts = [""] * choices  # of the later ones
+        self._begun = choices == 1
+
+    def add(self, delta: Delta) -> None:
+        """Print a delta of choice 0, or keep that of another."""
+        if not self._begun:
+            self._begun = True
+            self._write(_title(0))
+        if delta.index:
+            self._texts[delta.index] += delta.text
+        else:
+            self._write(delta.text)
+
+    def end(self) -> None:
+        """Print the others: all have ended."""
+        for index, text in enumerate(self._texts[1:], 1):
+            self._write(f"\n{_title(index)}{text}")
+
+
+def _title(index: int) -> str:
+    """The line in front of a choice."""
+    return f"--- choice {index}\n"

@@ -1,0 +1,144 @@
+"""Jobs as clients know them, and the questions about them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.client.images import Image
+from mlxpool.client.request import Question, cancel, generate
+from mlxpool.common.checks import is_integer, is_number, shown
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import GenerateOptions
+from mlxpool.common.protocol import job_messages as messages
+from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.job_messages import (
+    IDLE,
+    AboutJob,
+    Fetch,
+    JobAccepted,
+    JobList,
+    JobName,
+    ListJobs,
+    SubmitDraft,
+    job_key,
+)
+
+KEY_BYTES = 8  # of a key that is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that the pool has accepted: it is on the disk, and outlives this program."""
+
+    key: str  # names it, for whoever connects as the same user or with the same key
+    id: bytes  # 16 bytes, the same job
+    gen: int  # how often it was begun anew, because its model had changed
+    seed: int
+    state: str  # when it was submitted: waiting, or that of the earlier submission with this key
+    warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
+
+
+JobRef = Job | str | bytes  # a job, its key, or its id
+
+
+def submit(
+    model: str,
+    prompt: str | None,
+    messages_of_chat: Sequence[Mapping[str, object]] | None,
+    tokens: Sequence[int] | None,
+    options: GenerateOptions,
+    images: Sequence[Image],
+    *,
+    key: str | None,
+    keep: float | None,
+    not_before: float | None,
+) -> Question[Job]:
+    """Ask to take a job. Raises BadRequest for what cannot be sent."""
+    given = dict(options)
+    if given.get("priority") == "idle":
+        given["priority"] = IDLE
+    draft = generate(model, prompt, messages_of_chat, tokens, given, images)  # type: ignore[arg-type]
+    settings = {name: value for name, value in draft.settings.items() if name != "batch"}
+    if keep is not None:
+        settings["keep_ms"] = _milliseconds("keep", keep)
+    if not_before is not None:
+        settings["not_before"] = not_before
+    named = secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
+    content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=named)
+    return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
+
+
+def _job(body: Mapping[str, Any]) -> Job:
+    found = JobAccepted.parse(body)
+    return Job(found.key, found.job, found.gen, found.seed, found.state, found.warnings)
+
+
+def _milliseconds(name: str, seconds: object) -> int:
+    if not is_number(seconds) or not 0 <= seconds <= messages.MAX_KEEP_MS / 1000:
+        raise BadRequest(
+            f"{name} is {shown(seconds)}, must be seconds from 0 to {messages.MAX_KEEP_MS // 1000}"
+        )
+    return round(seconds * 1000)
+
+
+def name_of(job: JobRef) -> JobName:
+    """The name of a job on the wire. Raises BadRequest."""
+    if isinstance(job, Job):
+        return JobName(id=job.id)
+    return JobName(id=messages.job_id(job)) if isinstance(job, bytes) else JobName(job_key(job))
+
+
+def fetch(job: JobRef, start: int, gen: int | None) -> Fetch:
+    """The message that begins a reading. Raises BadRequest."""
+    if not is_integer(start) or start < 0:
+        raise BadRequest(f"start is {shown(start)}, must be the index of an id, 0 or more")
+    return Fetch(name_of(job), start, gen)
+
+
+def about(kind: str, job: JobRef) -> Question[dict[str, Any]]:
+    """Ask for a job, or change it: `job`, `retry`, `release`; `cancel` has a fate as its answer."""
+    return Question(
+        os.urandom(ID_BYTES), AboutJob(kind, name_of(job)), lambda answer: dict(answer.body)
+    )
+
+
+def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dict[str, Any]]:
+    """Cancel a stream by its id, or a job. Raises BadRequest unless one thing is named."""
+    if key is not None:
+        if request is not None:
+            raise BadRequest("give an id or a key, not both")
+        return about(messages.CANCEL, key)
+    if isinstance(request, Job):
+        return about(messages.CANCEL, request)
+    return cancel(request)
+
+
+class Pages:
+    """A list of jobs over as many answers as it takes; see `Client.jobs`."""
+
+    def __init__(self, after: int | None, state: str, limit: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.complete = False
+        self._after, self._state, self._limit = after, state, limit
+        self._before = 0
+
+    def question(self) -> Question[JobList]:
+        """Ask for the next rows."""
+        left = self._limit - len(self.rows) if self._limit else messages.MAX_LISTED
+        count = min(left, messages.MAX_LISTED)
+        asked = ListJobs(self._after, self._before, self._state, limit=count)
+        return Question(os.urandom(ID_BYTES), asked, lambda answer: JobList.parse(answer.body))
+
+    def add(self, answer: JobList) -> None:
+        """Take an answer."""
+        self.rows += map(dict, answer.jobs)
+        enough = 0 < self._limit <= len(self.rows)
+        self.complete = enough or not answer.next
+        if self._after is None:
+            self._before = answer.next
+        else:
+            self._after = answer.next

@@ -1,0 +1,307 @@
+"""Messages about jobs: what clients ask, and what the broker answers.
+
+A job is named by its key, or by its id of 16 bytes, and belongs to the owner and the tenant that
+submitted it: to others it is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mlxpool.common.checks import integer, is_number, shown, text
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
+from mlxpool.common.protocol.from_client import (
+    DEFAULT_WINDOW,
+    MAX_PRIORITY,
+    MAX_WINDOW,
+    Generate,
+    GenerateDraft,
+)
+from mlxpool.common.protocol.resume import MAX_TIME
+from mlxpool.common.protocol.to_client import Accepted
+
+IDLE = -1  # priority of a job that starts only when nothing else waits for its model
+MAX_KEEP_MS = 366 * 24 * 3600 * 1000  # a year
+MAX_LISTED = 1000  # jobs in one answer
+DEFAULT_LISTED = 100
+JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
+JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority"})
+# Keys of a `generate` that are about its stream, which a job does not have.
+NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
+MAX_NUMBER = 2**62  # of an end_seq
+
+
+def job_key(value: object) -> str:
+    """The key that a client gives to a job. Raises BadRequest unless it is 1 to 256 characters."""
+    if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
+        raise BadRequest(f"key must be 1 to 256 printable characters, got {shown(value)}")
+    return value
+
+
+def job_id(value: object) -> bytes:
+    """The id of a job. Raises BadRequest unless it is 16 bytes."""
+    if not isinstance(value, bytes) or len(value) != ID_BYTES:
+        raise BadRequest(f"job must be an id of {ID_BYTES} bytes, got {shown(value)}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class JobName:
+    """Which job is meant: `id` if it is not empty, else `key`."""
+
+    key: str = ""
+    id: bytes = b""
+    tenant: str = ""
+
+    def body(self) -> dict[str, Any]:
+        named: dict[str, Any] = {"job": self.id} if self.id else {"key": self.key}
+        return {**named, "tenant": self.tenant} if self.tenant else named
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> JobName:
+        """Raises BadRequest unless exactly one of `key` and `job` is given."""
+        key, id = body.get("key"), body.get("job")
+        if (key is None) == (id is None):
+            raise BadRequest("give one of key and job")
+        tenant = text(body, "tenant")
+        return cls(id=job_id(id), tenant=tenant) if key is None else cls(job_key(key), b"", tenant)
+
+    def __str__(self) -> str:
+        return self.id.hex() if self.id else repr(self.key)
+
+
+# ---- clients -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A checked `submit`: a request that is to be done, whoever is there to read it.
+
+    `request` is the body of the `generate` that it holds and `blobs` are its blobs, as they came.
+    `keep_ms` is how long the result is kept after the end, None: as the pool's settings say.
+    `not_before` is a time in seconds since 1970, 0: at once. `priority` is IDLE to MAX_PRIORITY.
+    """
+
+    kind: ClassVar[str] = "submit"
+    key: str
+    generate: Generate
+    request: Mapping[str, Any]
+    blobs: tuple[bytes, ...] = ()
+    tenant: str = ""
+    keep_ms: int | None = None
+    not_before: float = 0.0
+    priority: int = 0
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Submit:
+        """Check a `submit`. Raises BadRequest naming the key, its value and its bound."""
+        key = job_key(body.get("key"))
+        for name in NOT_OF_JOBS:
+            if body.get(name) is not None:
+                raise BadRequest(f"{name} is of streams, a job has none: send it without")
+        request = {name: value for name, value in body.items() if name not in JOB_KEYS}
+        generate = Generate.parse(request, blobs)
+        if generate.options.reports_prompt:
+            raise BadRequest("echo and prompt_logprobs are of streams: send the job without")
+        not_before = body.get("not_before")
+        if not_before is not None and not (is_number(not_before) and 0 <= not_before <= MAX_TIME):
+            raise BadRequest(
+                f"not_before must be a time in seconds since 1970, got {shown(not_before)}"
+            )
+        return cls(
+            key,
+            generate,
+            request,
+            tuple(blobs),
+            text(body, "tenant"),
+            integer(body, "keep_ms", 0, MAX_KEEP_MS),
+            float(not_before or 0),
+            integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDraft(GenerateDraft):
+    """A `submit` as its user wrote it: the broker checks the values.
+
+    `settings` have keep_ms, not_before and priority in addition.
+    """
+
+    kind: ClassVar[str] = Submit.kind
+    key: str = ""
+
+    def body(self) -> dict[str, Any]:
+        return {**GenerateDraft.body(self), "key": self.key}
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Content):
+    """Read a job's ids from the one with the index `start` on, whether they exist yet or not.
+
+    The header's id is that of the reading, which has windows and acks as a stream does. `gen` names
+    the generation that the ids before `start` are of; None: the newest.
+    """
+
+    kind: ClassVar[str] = "fetch"
+    name: JobName
+    start: int = 0
+    gen: int | None = None
+    window: int = DEFAULT_WINDOW
+
+    def body(self) -> dict[str, Any]:
+        body = {**self.name.body(), "from": self.start, "window": self.window}
+        return body if self.gen is None else {**body, "gen": self.gen}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Fetch:
+        """Raises BadRequest naming the key, its value and its bound."""
+        return cls(
+            JobName.parse(body),
+            integer(body, "from", 0, 2**31) or 0,
+            integer(body, "gen", 0, 2**31),
+            integer(body, "window", 1, MAX_WINDOW) or DEFAULT_WINDOW,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ListJobs(Content):
+    """Ask for jobs: with `after` for those that ended after the end with this number.
+
+    Without it for all, the newest first, or for those in one state; with `before` for those that
+    were submitted before the one with this number.
+    """
+
+    kind: ClassVar[str] = "jobs"
+    after: int | None = None
+    before: int = 0
+    state: str = ""
+    tenant: str = ""
+    limit: int = DEFAULT_LISTED
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"limit": self.limit}
+        body |= {} if self.after is None else {"after": self.after}
+        body |= {"before": self.before} if self.before else {}
+        body |= {"state": self.state} if self.state else {}
+        return {**body, "tenant": self.tenant} if self.tenant else body
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ListJobs:
+        """Raises BadRequest naming the key, its value and its bound."""
+        state = text(body, "state")
+        if state and state not in JOB_STATES:
+            raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {state!r:.60}")
+        after = integer(body, "after", 0, MAX_NUMBER)
+        if state and after is not None:
+            raise BadRequest("give one of after and state")
+        limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
+        before = integer(body, "before", 0, MAX_NUMBER) or 0
+        return cls(after, before, state, text(body, "tenant"), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class AboutJob(Content):
+    """Ask for one job, or change it: the kinds of JOB_CALLS, all with a name and nothing else."""
+
+    kind: str  # type: ignore[misc]  # one dataclass for several kinds
+    name: JobName
+
+    def body(self) -> dict[str, Any]:
+        return self.name.body()
+
+
+READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
+JOB_CALLS = frozenset({READ, RETRY, RELEASE})  # `cancel` is of streams, too
+KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
+
+Question = Submit | Fetch | ListJobs | AboutJob
+
+
+def names_a_job(message: Message) -> bool:
+    """Whether this is a `cancel` of a job; one of a stream names nothing in its body."""
+    body = message.body
+    return message.kind == CANCEL and (body.get("key") is not None or body.get("job") is not None)
+
+
+def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
+    """Check a message of one of KINDS, or a `cancel` of a job. Raises BadRequest."""
+    if kind == Submit.kind:
+        return Submit.parse(body, blobs)
+    if kind == Fetch.kind:
+        return Fetch.parse(body)
+    if kind == ListJobs.kind:
+        return ListJobs.parse(body)
+    return AboutJob(kind, JobName.parse(body))
+
+
+# ---- broker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobAccepted(Content):
+    """A job is on the disk, or a reading of one begins: `accepted` with the job in addition.
+
+    `state` is what the job was in when it was answered.
+    """
+
+    kind: ClassVar[str] = Accepted.kind
+    boot: int
+    link: int
+    job: bytes
+    key: str
+    gen: int
+    seed: int
+    state: str
+    warnings: tuple[str, ...] = ()
+
+    def body(self) -> dict[str, Any]:
+        accepted = Accepted(self.boot, self.link, 0, self.seed, self.warnings)
+        about = {"job": self.job, "key": self.key, "gen": self.gen, "state": self.state}
+        return {**accepted.body(), **about}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> JobAccepted:
+        accepted = Accepted.parse(body)
+        return cls(
+            accepted.boot,
+            accepted.link,
+            bytes(body["job"]),
+            str(body["key"]),
+            int(body["gen"]),
+            accepted.seed,
+            str(body["state"]),
+            accepted.warnings,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow(Content):
+    """Answer to `job`, `retry` and `release`: the map of one job, see docs/protocol.md, `jobs`."""
+
+    kind: ClassVar[str] = "job"
+    row: Mapping[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class JobList(Content):
+    """Answer to `jobs`: the map of each job.
+
+    `next` is the `after` or `before` of the following question; 0: these are the last.
+    """
+
+    kind: ClassVar[str] = "jobs"
+    jobs: Sequence[Mapping[str, Any]]
+    next: int = 0
+
+    def body(self) -> dict[str, Any]:
+        return {"jobs": list(map(dict, self.jobs)), "next": self.next}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> JobList:
+        return cls(list(body["jobs"]), int(body["next"]))

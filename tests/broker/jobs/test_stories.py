@@ -1,0 +1,606 @@
+"""What happens to jobs, told with a core, a keeper and a store in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.store.records import JobState, JobView
+from mlxpool.common.protocol.job_messages import Fetch, JobName
+from mlxpool.common.protocol.token_ids import pack_ids
+from support.core_harness import OWNER, FakeWorker
+from support.job_harness import JobStory
+
+
+def text_of(start: int, end: int) -> str:
+    return "".join(f"<{i}>" for i in range(start, end))
+
+
+def started(
+    story: JobStory, key: str = "a", sequences: int = 4, **body: Any
+) -> tuple[FakeWorker, JobView]:
+    """A worker that runs a job; returns both."""
+    worker = story.ready_worker(sequences=sequences)
+    story.submit(key, **body)
+    story.settle()
+    job = story.job(key)
+    assert job.id in worker.runs
+    return worker, job
+
+
+def test_a_job_is_accepted_when_it_is_on_the_disk_and_not_before() -> None:
+    story = JobStory()
+    ident = story.submit("a")
+    assert not [tell for tell in story.told if tell.header.id == ident]
+    story.settle()
+    accepted = story.answer(ident)
+    assert accepted["state"] == "waiting" and accepted["key"] == "a" and accepted["gen"] == 0
+    assert accepted["job"] == story.job("a").id
+
+
+def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3, facts={"digest": "d", "context": 9})
+    worker.end(job.id, count=2)
+    story.settle()
+    done = story.assert_state("a", JobState.DONE)
+    assert story.store.output(job.id) == (pack_ids(range(5)), text_of(0, 5))
+    assert done.pos == 5 and done.facts is not None and done.starts == 0
+    assert not story.keeper.runs.active
+    story.assert_idle()
+    story.assert_conserved()
+
+
+def test_a_reader_gets_ids_after_the_commit_that_holds_them() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    story.settle()
+    assert reading.accepted is not None and reading.accepted["state"] == "running"
+    worker.tokens(job.id, 3)
+    story.drain()
+    assert reading.ids == []
+    story.pass_time(0.2)
+    assert reading.ids == [0, 1, 2]
+    worker.end(job.id, count=1)
+    story.settle()
+    assert reading.ids == [0, 1, 2, 3] and reading.end is not None
+    assert reading.end["reason"] == "stop" and reading.text == text_of(0, 4)
+
+
+def test_readers_come_early_late_and_from_any_id() -> None:
+    story = JobStory()
+    early = story.fetch("a")
+    story.settle()
+    assert early.accepted is None  # there was no such job
+    worker, job = started(story)
+    first = story.fetch("a")
+    worker.tokens(job.id, 4)
+    story.pass_time(0.2)
+    middle = story.fetch("a", start=4, gen=0)
+    ahead = story.fetch("a", start=6, gen=0)
+    worker.tokens(job.id, 4)
+    story.pass_time(0.2)
+    worker.end(job.id)
+    story.settle()
+    late = story.fetch("a", start=2)
+    story.settle()
+    assert first.ids == list(range(8)) and middle.ids == list(range(4, 8))
+    assert ahead.ids[-2:] == [6, 7] and late.ids[-6:] == list(range(2, 8))
+    assert all(one.end and one.end["reason"] == "stop" for one in (first, middle, ahead, late))
+
+
+def test_a_reader_behind_its_window_waits_for_its_acks_and_the_job_does_not() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a", window=2)
+    ident = next(key[0] for key, one in story.readings.items() if one is reading)
+    story.settle()
+    for _ in range(3):
+        worker.tokens(job.id, 2)
+        story.pass_time(0.2)
+    assert reading.ids == [0, 1]
+    worker.end(job.id)
+    story.settle()
+    story.assert_state("a", JobState.DONE)
+    story.acknowledge(ident, 2)
+    story.settle()
+    assert reading.ids == list(range(6)) and reading.end is not None
+
+
+def test_a_silent_reader_is_dropped_and_gets_a_new_link() -> None:
+    story = JobStory()
+    started(story)
+    reading = story.fetch("a")
+    story.settle()
+    assert reading.accepted is not None
+    for _ in range(13):  # nothing is heard of its link
+        story.later(1.0)
+        story.workers["m/0"].beat()
+        story.tell_keeper(ev.Wake())
+        story.settle()
+    assert not story.keeper.readers.all and story.forgotten == [1]
+
+
+def test_the_owner_alone_knows_a_job() -> None:
+    story = JobStory()
+    story.submit("a")
+    story.settle()
+    for kind in ("job", "cancel", "retry", "release"):
+        ident = story.about(kind, "a", owner="uid:2")
+        story.settle()
+        assert story.answer(ident)["code"] == "unknown_job"
+    story.fetch("a", owner="uid:2")
+    story.settle()
+    assert (story.told[-1].message.body() or {})["code"] == "unknown_job"
+    assert [row["key"] for row in story.list_jobs()] == ["a"]
+
+
+def test_an_id_tells_a_stranger_nothing_about_the_job() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    by_id = JobName(id=job.id)
+
+    def told(owner: str, gen: int | None) -> str:
+        ident = story.ask(Fetch(by_id, 0, gen), owner=owner)
+        story.settle()
+        return str(story.answer(ident)["code"])
+
+    assert told("uid:2", None) == told("uid:2", 5) == "unknown_job"
+    assert told(OWNER, 5) == "job_restarted"
+    worker.end(job.id, count=1)
+    story.settle()
+    story.about("release", "a")
+    story.settle()
+    assert (told("uid:2", None), told(OWNER, None)) == ("unknown_job", "gone")
+
+
+def test_a_reading_from_the_middle_never_goes_on_in_another_generation() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3, facts={"digest": "old", "context": 2048})
+    story.pass_time(0.2)
+    story = story.restart()
+    middle = story.fetch("a", start=5)
+    story.settle()
+    assert middle.accepted is not None and middle.accepted["gen"] == 0
+    story.ready_worker(digest="new")
+    story.pass_time(0.5)
+    assert story.job("a").gen == 1
+    assert middle.end is not None and middle.end["code"] == "job_restarted"
+
+
+def test_the_same_submission_is_the_same_job_and_another_one_is_refused() -> None:
+    story = JobStory()
+    first = story.submit("a", options={"temperature": 1, "max_tokens": 5})
+    again = story.submit("a", options={"max_tokens": 5, "temperature": 1.0}, keep_ms=5)
+    other = story.submit("a", options={"max_tokens": 6})
+    story.settle()
+    assert story.answer(first)["job"] == story.answer(again)["job"]
+    assert story.answer(other)["code"] == "duplicate_id"
+    assert len(story.store.rows) == 1
+
+
+def test_a_released_job_is_gone() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.end(job.id, count=1)
+    story.settle()
+    released = story.about("release", "a")
+    story.settle()
+    assert story.answer(released)["state"] == "gone"
+    again = story.submit("a")
+    story.fetch("a")
+    story.settle()
+    assert story.answer(again)["code"] == "gone"
+
+
+def test_a_result_is_deleted_when_it_was_kept_for_its_time() -> None:
+    story = JobStory()
+    worker, job = started(story, keep_ms=2000)
+    worker.end(job.id, count=1)
+    story.settle()
+    story.assert_state("a", JobState.DONE)
+    story.pass_time(4.0)
+    story.assert_state("a", JobState.GONE)
+
+
+def test_a_cancelled_job_ends_in_the_core_too() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    worker.tokens(job.id, 2)
+    story.pass_time(0.2)
+    ident = story.about("cancel", "a")
+    story.settle()
+    assert story.answer(ident) == {"state": "running", "pos": 2}
+    story.assert_state("a", JobState.CANCELLED)
+    assert reading.end is not None and reading.end["reason"] == "cancelled"
+    assert worker.cancelled and not story.core.state.requests
+    again = story.about("cancel", "a")
+    story.settle()
+    assert story.answer(again)["state"] == "cancelled"
+
+
+def test_an_operator_cancels_the_run_and_so_the_job() -> None:
+    story = JobStory()
+    _, job = started(story)
+    story.cancel(job.id, None, None)
+    story.settle()
+    story.assert_state("a", JobState.CANCELLED)
+
+
+def test_jobs_outlive_the_broker_and_go_on_from_their_durable_ids() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3, facts={"digest": "d", "context": 2048})
+    story.pass_time(0.2)
+    worker.tokens(job.id, 2)  # never on the disk
+    story.drain()
+    story = story.restart()
+    worker = story.ready_worker(digest="d")
+    story.pass_time(0.3)
+    assert worker.runs[job.id].pos == 3
+    assert worker.runs[job.id].body["resume"]["facts"] == {"digest": "d", "context": 2048}
+    assert worker.runs[job.id].body["seed"] == job.seed
+    worker.end(job.id, count=3)
+    story.settle()
+    story.assert_state("a", JobState.DONE)
+    assert story.store.output(job.id)[0] == pack_ids(range(6))
+
+
+def test_a_changed_model_begins_a_new_generation() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3, facts={"digest": "old", "context": 2048})
+    story.pass_time(0.2)
+    story = story.restart()
+    reading = story.fetch("a", start=3, gen=0)
+    worker = story.ready_worker(digest="new")
+    story.pass_time(0.5)
+    assert story.job("a").gen == 1 and story.job("a").pos == 0
+    assert reading.end is not None and reading.end["code"] == "job_restarted"
+    assert worker.runs[job.id].pos == 0
+    worker.end(job.id, count=2)
+    story.settle()
+    again = story.fetch("a", gen=1)
+    story.settle()
+    assert again.ids == [0, 1]
+
+
+def test_the_end_of_the_pool_puts_jobs_back_without_an_attempt() -> None:
+    from mlxpool.broker.core import events as core
+
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3)
+    story.drain()
+    story.do(core.Shutdown(False))
+    story.settle()
+    waiting = story.assert_state("a", JobState.WAITING)
+    assert (waiting.attempts, waiting.starts, waiting.pos) == (0, 0, 3)
+
+
+def test_a_job_that_never_ran_before_the_end_of_the_pool_has_not_been_started() -> None:
+    from mlxpool.broker.core import events as core
+
+    story = JobStory()
+    started(story)
+    story.do(core.Shutdown(False))
+    story.settle()
+    assert story.job("a").starts == 0
+
+
+def test_an_unloaded_model_puts_jobs_back_and_they_run_again() -> None:
+    from mlxpool.broker.core import events as core
+
+    story = JobStory()
+    _, job = started(story)
+    story.do(core.UnloadModel("m"))
+    story.settle()
+    waiting = story.assert_state("a", JobState.WAITING)
+    assert (waiting.attempts, waiting.starts) == (0, 0)
+    story.workers["m/0"].die("stopped")
+    story.pass_time(3.0)
+    worker = story.workers["m/0"].hello().credit(4)
+    story.pass_time(3.0)
+    assert job.id in worker.runs
+
+
+def test_failures_are_counted_and_the_eighth_is_the_last() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    for attempt in range(1, 8):
+        worker.fail(job.id, "out_of_memory")
+        story.settle()
+        waiting = story.assert_state("a", JobState.WAITING)
+        assert waiting.attempts == attempt
+        assert 2 <= waiting.due - story.store.now <= 60
+        worker.credit()
+        while job.id not in worker.runs:
+            worker.beat()
+            story.pass_time(1.0)
+    worker.fail(job.id, "out_of_memory", "no memory left")
+    story.settle()
+    dead = story.assert_state("a", JobState.DEAD)
+    assert dead.cause == "no memory left"
+    rows = story.list_jobs(state="dead")
+    assert [(row["key"], row["cause"]) for row in rows] == [("a", "no memory left")]
+
+
+def test_a_dead_job_waits_again_after_retry() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.fail(job.id, "bad_request", "no such thing")
+    story.settle()
+    story.assert_state("a", JobState.DEAD)
+    refused = story.about("release", "none")
+    ident = story.about("retry", "a")
+    story.settle()
+    assert story.answer(ident)["state"] == "waiting"
+    assert story.answer(refused)["code"] == "unknown_job"
+    worker.credit()
+    story.pass_time(0.3)
+    assert job.id in worker.runs
+    again = story.about("retry", "a")
+    story.settle()
+    assert story.answer(again)["state"] == "running"  # a question may come twice
+    worker.end(job.id, count=1)
+    story.settle()
+    refused = story.about("retry", "a")
+    story.settle()
+    assert story.answer(refused)["code"] == "bad_request"
+
+
+def test_a_poisoned_job_is_dead_and_its_like_refused_until_it_is_retried() -> None:
+    story = JobStory()
+    worker, job = started(story, sequences=1)
+    worker.die(own=True)
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    assert job.id in worker.runs
+    worker.die(own=True)
+    story.settle()
+    dead = story.assert_state("a", JobState.DEAD)
+    assert "ended two workers" in dead.cause
+    like = story.submit("b")
+    story.settle()
+    assert story.answer(like)["code"] == "poisoned"
+    story = story.restart()
+    like = story.submit("b")
+    story.settle()
+    assert story.answer(like)["code"] == "poisoned"
+    story.about("retry", "a")
+    story.settle()
+    like = story.submit("b")
+    story.settle()
+    assert story.answer(like)["state"] == "waiting"
+
+
+def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
+    story = JobStory()
+    story.submit("bad")
+    story.settle()
+    for start in range(1, 4):
+        story.ready_worker()
+        story.pass_time(0.3)
+        assert story.job("bad").starts == start
+        story = story.restart()
+    story.submit("good", prompt="other")
+    story.settle()
+    worker = story.ready_worker()
+    story.pass_time(0.3)
+    assert story.job("bad").id not in worker.runs  # it is the last
+    worker.end(story.job("good").id, count=1)
+    worker.credit()
+    story.pass_time(0.3)
+    assert story.job("bad").id in worker.runs and story.job("bad").starts == 4
+    other = story.submit("later", prompt="another")
+    story.settle()
+    worker.credit()
+    assert story.answer(other)["state"] == "waiting"
+    for _ in range(2):
+        story = story.restart()
+        worker = story.ready_worker()
+        story.pass_time(0.3)
+        later = story.job("later")
+        if later.id in worker.runs:
+            worker.end(later.id, count=1)
+            worker.credit()
+            story.pass_time(0.3)
+    story.pass_time(0.5)
+    dead = story.assert_state("bad", JobState.DEAD)
+    assert "5 times" in dead.cause
+    story.assert_state("good", JobState.DONE)
+    story.assert_state("later", JobState.DONE)
+
+
+def test_a_deadline_counts_while_the_job_waits_and_while_the_broker_is_down() -> None:
+    story = JobStory()
+    story.submit("a", deadline_ms=10_000)
+    story.submit("b")
+    story.settle()
+    story = story.restart()
+    story.offset += 11
+    story.pass_time(2.0)
+    story.assert_state("a", JobState.EXPIRED)
+    story.assert_state("b", JobState.WAITING)
+    reading = story.fetch("a")
+    story.settle()
+    assert reading.end is not None and reading.end["code"] == "deadline_exceeded"
+
+
+def test_a_running_job_expires_at_its_deadline() -> None:
+    story = JobStory()
+    worker, job = started(story, deadline_ms=3000)
+    worker.tokens(job.id, 2)
+    for _ in range(5):
+        worker.beat()
+        story.pass_time(1.0)
+    expired = story.assert_state("a", JobState.EXPIRED)
+    assert expired.pos == 2
+
+
+def test_a_job_of_later_is_not_run_before_its_time() -> None:
+    story = JobStory()
+    worker = story.ready_worker()
+    story.submit("a", not_before=story.store.now + 5)
+    story.settle()
+    story.pass_time(4.0)
+    assert not worker.runs
+    worker.beat()
+    story.pass_time(2.0)
+    assert story.job("a").id in worker.runs
+
+
+def test_a_refusing_store_loses_nothing() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    story.settle()
+    story.store.refusing = "store_full"
+    refused = story.submit("b")
+    worker.tokens(job.id, 3)
+    story.pass_time(2.0)
+    assert story.answer(refused)["code"] == "store_full"
+    assert reading.ids == [] and story.job("a").pos == 0
+    worker.end(job.id, count=2)
+    story.pass_time(2.0)
+    story.store.refusing = ""
+    story.pass_time(2.0)
+    story.assert_state("a", JobState.DONE)
+    assert reading.ids == list(range(5))
+
+
+def test_output_that_the_store_cannot_hold_ends_its_job_and_no_other() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 2)
+    story.pass_time(0.2)
+    story.store.refusing = "store_error"
+    worker.tokens(job.id, 3)
+    story.pass_time(0.2)
+    story.store.refusing = ""
+    story.pass_time(1.5)
+    dead = story.assert_state("a", JobState.DEAD)
+    assert dead.pos == 2 and "refused by the test" in dead.cause
+    assert worker.cancelled and not story.keeper.runs.active
+
+
+def test_an_end_that_the_store_cannot_hold_is_dead() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    story.store.refusing = "store_error"
+    worker.end(job.id, count=2)
+    story.pass_time(1.5)
+    story.store.refusing = ""
+    story.pass_time(1.5)
+    assert "refused by the test" in story.assert_state("a", JobState.DEAD).cause
+    assert not story.keeper.runs.active
+
+
+def test_a_store_that_refuses_the_first_look_is_looked_at_again() -> None:
+    story = JobStory()
+    story.submit("a")
+    story.settle()
+    following = story.restart()
+    following.store.refusing = "store_busy"
+    following.tell_keeper(ev.StoreLost())
+    following.tell_keeper(ev.StoreOpened())
+    following.settle()
+    following.store.refusing = ""
+    worker = following.ready_worker()
+    following.pass_time(2.0)
+    assert following.job("a").id in worker.runs
+
+
+def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    worker.tokens(job.id, 3)
+    story.pass_time(0.2)
+    story.store.refusing = "store_closed"
+    worker.tokens(job.id, 3)
+    story.pass_time(0.2)
+    story.tell_keeper(ev.StoreLost())
+    story.settle()
+    assert not story.core.state.requests and worker.cancelled
+    refused = story.submit("b")
+    story.settle()
+    assert story.answer(refused)["code"] == "store_unavailable"
+    worker.runs.pop(job.id, None)
+    worker.credit()
+    story.store.refusing = ""
+    story.tell_keeper(ev.StoreOpened())
+    story.pass_time(0.5)
+    assert worker.runs[job.id].pos == 3
+    worker.end(job.id, count=1)
+    story.settle()
+    assert reading.ids == [0, 1, 2, 3] and reading.end is not None
+
+
+def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
+    story = JobStory()
+    worker, job = started(story, sequences=1, priority=-1)
+    stream = story.generate(prompt="now")
+    worker.tokens(job.id, 1)
+    story.drain()
+    assert stream not in worker.runs
+    for _ in range(7):
+        worker.tokens(job.id, 10)
+        story.drain()
+    story.settle()
+    waiting = story.assert_state("a", JobState.WAITING)
+    assert waiting.pos == 71 and waiting.attempts == 0
+    worker.confirm(job.id)
+    worker.credit()
+    assert stream in worker.runs
+    story.pass_time(1.0)
+    worker.beat()
+    assert job.id not in worker.runs
+    worker.end(stream)
+    worker.credit()
+    story.pass_time(0.3)
+    assert worker.runs[job.id].pos == 71
+
+
+def test_owners_have_turns_and_the_window_bounds_what_runs() -> None:
+    story = JobStory()
+    for number in range(20):
+        story.submit(f"a{number}", prompt=f"a{number}")
+    for number in range(3):
+        story.submit(f"b{number}", prompt=f"b{number}", owner="uid:2")
+    story.settle()
+    story.ready_worker(sequences=4)
+    story.pass_time(0.3)
+    running = list(story.keeper.runs.active.values())
+    assert len(running) == 8  # twice the places
+    assert sum(one.job.scope.owner == "uid:2" for one in running) == 3
+
+
+def test_a_job_waits_for_its_model_and_has_it_loaded() -> None:
+    story = JobStory()
+    story.submit("a")
+    story.settle()
+    story.pass_time(0.2)
+    assert "m/0" in story.workers
+    worker = story.workers["m/0"].hello().credit(1)
+    story.pass_time(0.3)
+    assert story.job("a").id in worker.runs
+
+
+def test_the_feed_lists_ends_in_order_and_only_new_ones() -> None:
+    story = JobStory()
+    worker = story.ready_worker()
+    for key in "ab":
+        story.submit(key, prompt=key)
+    story.settle()
+    worker.end(story.job("b").id, count=1)
+    story.settle()
+    worker.end(story.job("a").id, count=1)
+    story.settle()
+    rows = story.list_jobs(after=0)
+    assert [row["key"] for row in rows] == ["b", "a"]
+    assert [row["key"] for row in story.list_jobs(after=rows[0]["end_seq"])] == ["a"]

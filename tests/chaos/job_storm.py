@@ -1,0 +1,123 @@
+"""Runs many jobs under random faults: of their clients, workers and brokers, and of all at once.
+
+Each job has to be done exactly once in result: whoever reads it, when and from where, gets the ids
+of an undisturbed run, and the feed of ends has it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from chaos.storm import Plan, Storm
+from mlxpool.client import Client
+from mlxpool.common.errors import PoolError
+from support.counting_checker import expected_ids
+from support.pool import PATIENCE
+from support.relay import Relay
+
+# Brokers die more often than in the storm of streams: that is what jobs are for.
+WEIGHTS = {
+    "kill": 40, "short freeze": 10, "long freeze": 2, "term": 8, "restart": 5, "cut": 10,
+    "broker": 20, "all at once": 5,
+}  # fmt: skip
+PAUSE = 0.2  # seconds until a refused submission is sent again
+
+
+class JobStorm(Storm):
+    """A storm of jobs; `run` may be called once. `streams` of the plan are jobs."""
+
+    weights = WEIGHTS
+
+    def _faults(self, relay: Relay) -> dict[str, Callable[[], None]]:
+        return {**super()._faults(relay), "all at once": self._kill_all}
+
+    def _kill_all(self) -> None:
+        """SIGKILL to the broker and all its workers, as when the power fails."""
+        assert self.pool.process is not None
+        broker = psutil.Process(self.pool.process.pid)
+        for process in [broker, *broker.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._kill_broker()
+
+    def __init__(self, plan: Plan, tmp_path: Path) -> None:
+        super().__init__(plan, tmp_path, ("--state-dir", str(tmp_path / "jobs")))
+        self.counts: dict[str, int] = {}  # ids of a job, by key
+        self.clients: dict[str, Client] = {}  # who submitted it: ipc and tcp are two owners
+        self.states: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def _stream(self, client: Client, number: int) -> None:
+        """Submit a job; some are read at once, some from the middle, most are left alone."""
+        key, count = f"storm {number}", 1 + (number * 7919) % self.plan.tokens
+        self._submit(client, key, number, count)
+        self.counts[key], self.clients[key] = count, client
+        if number % 4 == 0:
+            self._read(client, key)
+        elif number % 4 == 1:
+            self._glance(client, key)
+
+    def _submit(self, client: Client, key: str, number: int, count: int) -> None:
+        """Submit until it is accepted: the same key is the same job."""
+        while True:
+            try:
+                client.submit("m", key, key=key, max_tokens=count, seed=10_000 + number)
+                return
+            except PoolError as error:
+                if not error.retryable:
+                    self.errors[f"{error.code}: {error.message}"] += 1
+                time.sleep(PAUSE)
+
+    def _wanted(self, key: str) -> list[int]:
+        return expected_ids(key, 10_000 + int(key.split()[1]), self.counts[key])
+
+    def _glance(self, client: Client, key: str) -> None:
+        """Read the first ids of a job and leave."""
+        with client.fetch(key) as stream:
+            self.expected[stream.id.hex()] = self._wanted(key)
+            try:
+                next(iter(stream), None)
+            except PoolError as error:
+                self.errors[f"{error.code}: {error.message}"] += 1
+
+    def _read(self, client: Client, key: str) -> None:
+        stream = client.fetch(key)
+        self.expected[stream.id.hex()] = self._wanted(key)
+        try:
+            result = stream.read()
+            if list(result.ids) != self._wanted(key):
+                self.wrong.append(key)
+        except PoolError as error:
+            self.errors[f"{error.code}: {error.message}"] += 1
+
+    def _finish(self) -> None:
+        """Wait for all jobs; each has one end, and its ids."""
+        end = time.monotonic() + 5 * PATIENCE
+        while time.monotonic() < end:
+            rows = [row for one in set(self.clients.values()) for row in one.jobs(after=0)]
+            if len(rows) >= len(self.counts):
+                break
+            time.sleep(PAUSE)
+        self.states.update(str(row["state"]) for row in rows)
+        ended = Counter(str(row["key"]) for row in rows)
+        self.wrong += [key for key in self.counts if ended[key] != 1]
+        self.wrong += [row["key"] for row in rows if row["ids"] != self.counts[row["key"]]]
+        for key, client in self.clients.items():
+            self._read(client, key)
+
+    @property
+    def done_once(self) -> bool:
+        """Whether every job was done, once, with its ids, and every reader got them."""
+        all_done = self.states == {"done": len(self.counts)}
+        return all_done and not self.wrong and not self.errors
+
+    def report(self) -> dict[str, Any]:
+        """Figures beside those of the outcome."""
+        return {"jobs": len(self.counts), "states": dict(self.states), "wrong": self.wrong}

@@ -1,0 +1,192 @@
+"""A story about jobs: the core's story with a keeper and a store in memory beside it.
+
+The fake workers of the core's story send position i as the token at i, so what a reader or the
+store has can be checked id by id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.broker.core import actions as core_actions
+from mlxpool.broker.core.state import JOBS_LINK
+from mlxpool.broker.edge.job_ports import CoreView, job_event
+from mlxpool.broker.jobs import actions as act
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.keeper import Keeper
+from mlxpool.broker.jobs.questions import JobPolicy
+from mlxpool.broker.store.records import JobState, JobView
+from mlxpool.common.protocol import job_messages as messages
+from mlxpool.common.protocol.job_messages import AboutJob, Fetch, JobName, ListJobs, Submit
+from mlxpool.common.protocol.to_client import StreamDelta
+from mlxpool.common.protocol.token_ids import unpack_ids
+from support.core_harness import BOOT, ENTROPY, OWNER, Story, request_id
+from support.store_model import StoreModel
+
+WALL = 1_000_000.0  # wall time at the begin of a story
+
+
+@dataclass
+class Reading:
+    """What one sending of a fetch was answered with."""
+
+    start: int = 0
+    accepted: dict[str, Any] | None = None
+    pos: int | None = None
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    end: dict[str, Any] | None = None
+
+
+class JobStory(Story):
+    """`settle` lets core, keeper and store work until nothing is left to do at this time."""
+
+    def __init__(self, store: StoreModel | None = None, **settings: Any) -> None:
+        self.offset = WALL
+        self.told: list[act.Tell] = []
+        self.readings: dict[tuple[bytes, int], Reading] = {}
+        self.late = False  # commits wait for `settle`
+        self.forgotten: list[int] = []  # links
+        self.inbox: list[core_actions.ToClient] = []
+        self.checks: list[Callable[[Reading, int], None]] = []
+        super().__init__(**settings)
+        self.store = store or StoreModel(lambda: self.now + self.offset)
+        self.keeper = Keeper(BOOT, CoreView(self.core), lambda: JobPolicy(60.0, 1e9))
+        self.tell_keeper(ev.StoreOpened())
+        self.settle()
+
+    # ---- the plumbing ----------------------------------------------------------------------------
+
+    def _check(self, action: core_actions.Action) -> None:
+        super()._check(action)
+        if isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK:
+            self.inbox.append(action)
+
+    def tell_keeper(self, event: ev.Event) -> None:
+        self._act(self.keeper.handle(event, self.now))
+
+    def _act(self, actions: list[act.Action]) -> None:
+        for action in actions:
+            if isinstance(action, act.Store):
+                self.store.offer(action.operation)
+            elif isinstance(action, act.Tell):
+                self._told(action)
+            elif isinstance(action, act.Forget):
+                self.forgotten.append(action.link)
+            else:
+                self.do(action.event)
+
+    def drain(self) -> None:
+        """Give the keeper what the core and the store have for it."""
+        while self.inbox or self.store.results:
+            while self.inbox:
+                event = job_event(self.inbox.pop(0))
+                if event is not None:
+                    self.tell_keeper(event)
+            for operation, result in self.store.take():
+                self._act(self.keeper.stored(operation, result, self.now))
+
+    def settle(self) -> None:
+        self.drain()
+        while self.store.inbox:
+            self.store.commit()
+            self.drain()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass with everything that it brings; connections are heard all the while."""
+        end = self.now + seconds
+        while self.now < end:
+            for link in list(self.core.state.links):
+                self.hear(link)
+            self.later(min(0.1, end - self.now))
+            if self.keeper.next_wake() <= self.now:
+                self.tell_keeper(ev.Wake())
+            self.settle()
+
+    def restart(self) -> JobStory:
+        """The broker dies and another one opens the same store."""
+        self.store.crash()
+        following = type(self)(self.store)
+        following.now, following.offset, following._made = self.now, self.offset, self._made
+        self.store._clock = lambda: following.now + following.offset
+        return following
+
+    # ---- clients ---------------------------------------------------------------------------------
+
+    def ask(self, message: Any, link: int = 1, *, owner: str = OWNER, attempt: int = 1) -> bytes:  # type: ignore[override]
+        """A client's message about jobs; returns its id."""
+        self._made += 1
+        ident = request_id(10_000 + self._made)
+        self.hear(link)
+        event = ev.Asked(
+            link, owner, ident, attempt, message, request_id(20_000 + self._made), ENTROPY
+        )
+        self.tell_keeper(event)
+        return ident
+
+    def submit(self, key: str, *, owner: str = OWNER, link: int = 1, **body: Any) -> bytes:
+        body = {"model": "m", "prompt": "hello", "key": key, "options": {}, **body}
+        return self.ask(Submit.parse(body, ()), link, owner=owner)
+
+    def fetch(
+        self,
+        key: str,
+        start: int = 0,
+        gen: int | None = None,
+        *,
+        owner: str = OWNER,
+        window: int = 1024,
+    ) -> Reading:
+        ident = self.ask(Fetch(JobName(key), start, gen, window), owner=owner)
+        return self.readings.setdefault((ident, 1), Reading(start))
+
+    def about(self, kind: str, key: str, *, owner: str = OWNER) -> bytes:
+        return self.ask(AboutJob(kind, JobName(key)), owner=owner)
+
+    def acknowledge(self, reading: bytes, count: int, link: int = 1) -> None:
+        self.tell_keeper(ev.Acknowledged(link, [(reading, count)]))
+
+    def list_jobs(self, **what: Any) -> list[dict[str, Any]]:
+        ident = self.ask(ListJobs(**what))
+        self.settle()
+        return list(self.answer(ident)["jobs"])
+
+    def answer(self, ident: bytes) -> dict[str, Any]:
+        """The body of the only answer to a message."""
+        found = [tell for tell in self.told if tell.header.id == ident]
+        assert len(found) == 1, found
+        return found[0].message.body() or {}
+
+    def _told(self, tell: act.Tell) -> None:
+        self.told.append(tell)
+        header, message = tell.header, tell.message
+        reading = self.readings.setdefault((header.id or b"", header.attempt), Reading())
+        if isinstance(message, messages.JobAccepted):
+            assert reading.accepted is None
+            reading.accepted = message.body()
+        elif isinstance(message, StreamDelta):
+            assert reading.accepted is not None and reading.end is None
+            assert reading.pos in (None, header.pos), "a gap, or ids twice"
+            ids = unpack_ids(bytes(message.ids))
+            assert ids == list(range(header.pos, header.pos + len(ids)))
+            job = self.store.rows[reading.accepted["job"]].job
+            same = job.gen == reading.accepted["gen"]
+            assert not same or header.pos + len(ids) <= job.pos, "ids that are not on the disk"
+            reading.pos = header.pos + len(ids)
+            reading.ids += ids
+            reading.text += message.text
+        elif message.kind in ("done", "error") and reading.accepted is not None:
+            assert reading.end is None, "a second end"
+            reading.end = message.body()
+
+    # ---- what is there ---------------------------------------------------------------------------
+
+    def job(self, key: str, owner: str = OWNER) -> JobView:
+        return self.store.job(key, owner)
+
+    def assert_state(self, key: str, state: JobState) -> JobView:
+        job = self.job(key)
+        assert job.state is state, f"{key} is {job.state}, {job.cause}"
+        return job
