@@ -10,7 +10,11 @@ import pytest
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import ModelUnavailable, UnknownModel
+from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.models import ModelInfo, ModelList
+from mlxpool.gateway.ollama import requests
+from mlxpool.gateway.ollama.routes import OllamaRoutes
+from mlxpool.gateway.settings import Settings
 
 NEW = {"name": "m", "inspected": False, "type": None, "chat": None}
 DONE = {"name": "m", "inspected": True, "type": "llama", "chat": {"tools": "json"}}
@@ -60,3 +64,16 @@ def test_the_short_rows_of_many_models_say_whether_they_are_inspected() -> None:
     row = {"name": "m", "state": "cold", "chat": None}
     assert not ModelInfo.from_row({**row, "inspected": False}).inspected
     assert ModelInfo.from_row({**row, "inspected": True}).readable
+
+
+def test_a_prompt_of_unreadable_files_is_sent_only_as_it_is() -> None:
+    pool = ScriptedPool([{**NEW, "inspected": True}])
+    routes, model = OllamaRoutes(PoolAccess(Settings(), pool)), got(pool)
+
+    def prompt(**more: Any) -> dict[str, Any]:
+        request = requests.generate({"model": "m", "prompt": "hi", **more})
+        return dict(asyncio.run(routes._conversation(model, request)).prompt)
+
+    assert prompt(raw=True) == {"prompt": "hi"}
+    with pytest.raises(ModelUnavailable, match="could not be read"):
+        prompt()
