@@ -202,7 +202,7 @@ def test_another_content_type(http: httpx.Client) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias", "bad_request"),
         ({"stop": [""]}, "stop", "bad_request"),
         ({"store": True}, "store", "unsupported_parameter"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "bad_request"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "unknown_parameter"),
         ({"tools": [{"type": "web"}]}, "tools", "bad_request"),
         ({"prompt": "x"}, "prompt", "unsupported_parameter"),

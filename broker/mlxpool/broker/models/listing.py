@@ -75,7 +75,8 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "state": state,
         "queued": len(model.queue),
         "context": context or usual,
-        "inspected": bool(about),
+        # The files of a model that only workers elsewhere have are not inspected here.
+        "inspected": bool(about) or not model.local_slots,
         "type": about.get("type"),
         "size": about.get("size"),
         "memory": _memory_of(workers),
