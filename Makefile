@@ -27,10 +27,12 @@ all: check test
 $(SERVES): pyproject.toml $(CONSTRAINTS)  # what a pool needs
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"mlxpool needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	@echo 'installing what a pool needs into $(VENV): about a minute'
 	$(PIP) install --editable '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
 $(READY): $(SERVES)        # and what its tests need besides
+	@echo 'installing what the tests need into $(VENV): about a minute'
 	$(PIP) install --editable '.[agents,dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
 	@touch $@
 

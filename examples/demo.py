@@ -76,7 +76,9 @@ def main() -> int:
             done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS, *wait))
         say("ps")
         subprocess.run(mlxpool(Path(folder), "ps"), check=True)
-    print("\nthe broker and its worker have ended", flush=True)
+    print(
+        "\nthe broker and its worker have ended; docs/quickstart.md goes on from here", flush=True
+    )
     return done.returncode
 
 

@@ -55,13 +55,6 @@ def client(gateway: GatewayThread) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
-
-
 def client_of(url: str, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
 

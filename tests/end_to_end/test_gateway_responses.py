@@ -57,13 +57,6 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
-
-
 def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import ollama
@@ -26,13 +25,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 THINKER = {"tools": "hermes", "thinking": "tags"}
 UNREADABLE = "called 'weather' with arguments that are no JSON map: 5"
 CHANNELS = {"tools": "harmony", "thinking": "harmony"}
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 def openai_client(url: str) -> openai.OpenAI:

@@ -36,6 +36,7 @@ from mlxpool.client.request import (
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
+from mlxpool.common.closing import AsyncClosing
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
@@ -44,7 +45,7 @@ from mlxpool.common.transport.keys import Credentials
 Answer = TypeVar("Answer")
 
 
-class AsyncStream:
+class AsyncStream(AsyncClosing):
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
     Belongs to the event loop that started it. Leaving the loop, `close`, the end of an `async with`
@@ -127,17 +128,6 @@ class AsyncStream:
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # it was sent
             self._connection.abandon(self._open)
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class AsyncClient:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from types import TracebackType
 
 from mlxpool.client.choices import Choices, Item, OpenChoices
 from mlxpool.client.connection import Connection
 from mlxpool.client.loop_calls import put_in_loop
 from mlxpool.client.stream import Delta
+from mlxpool.common.closing import AsyncClosing
 from mlxpool.common.protocol.from_client import GenerateDraft
 
 
-class AsyncChoicesStream:
+class AsyncChoicesStream(AsyncClosing):
     """An asynchronous iterator over the deltas of several choices; see `ChoicesStream`.
 
     Belongs to the event loop that started it.
@@ -59,14 +59,3 @@ class AsyncChoicesStream:
     def __del__(self) -> None:
         if hasattr(self, "_choices"):  # they were sent
             self._choices.abandon()
-
-    async def __aenter__(self) -> AsyncChoicesStream:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""Base class of context managers that close themselves."""
+"""Base classes of context managers that close themselves."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ class Closing(ABC):
         return self
 
     def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClosing(ABC):
+    """`async with` calls `close`, which does not wait, at its end, also after an exception."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all resources, or begin to."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
