@@ -1,4 +1,4 @@
-"""A story about jobs: the core's story with a keeper and a store in memory beside it.
+"""A story about jobs: the core's story with a manager and a store in memory beside it.
 
 The fake workers of the core's story send position i as the token at i, so what a reader or the
 store has can be checked id by id.
@@ -15,7 +15,7 @@ from mlxpool.broker.core.state import JOBS_LINK
 from mlxpool.broker.edge.job_ports import CoreView, job_event
 from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs.keeper import Keeper
+from mlxpool.broker.jobs.manager import JobManager
 from mlxpool.broker.jobs.questions import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol import job_messages as messages
@@ -41,7 +41,7 @@ class Reading:
 
 
 class JobStory(Story):
-    """`settle` lets core, keeper and store work until nothing is left to do at this time."""
+    """`settle` lets core, manager and store work until nothing is left to do at this time."""
 
     def __init__(self, store: StoreModel | None = None, **settings: Any) -> None:
         self.offset = WALL
@@ -53,8 +53,8 @@ class JobStory(Story):
         self.checks: list[Callable[[Reading, int], None]] = []
         super().__init__(**settings)
         self.store = store or StoreModel(lambda: self.now + self.offset)
-        self.keeper = Keeper(BOOT, CoreView(self.core), lambda: JobPolicy(60.0, 1e9))
-        self.tell_keeper(ev.StoreOpened())
+        self.manager = JobManager(BOOT, CoreView(self.core), lambda: JobPolicy(60.0, 1e9))
+        self.tell_manager(ev.StoreOpened())
         self.settle()
 
     # ---- the plumbing ----------------------------------------------------------------------------
@@ -64,8 +64,8 @@ class JobStory(Story):
         if isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK:
             self.inbox.append(action)
 
-    def tell_keeper(self, event: ev.Event) -> None:
-        self._act(self.keeper.handle(event, self.now))
+    def tell_manager(self, event: ev.Event) -> None:
+        self._act(self.manager.handle(event, self.now))
 
     def _act(self, actions: list[act.Action]) -> None:
         for action in actions:
@@ -79,14 +79,14 @@ class JobStory(Story):
                 self.do(action.event)
 
     def drain(self) -> None:
-        """Give the keeper what the core and the store have for it."""
+        """Give the manager what the core and the store have for it."""
         while self.inbox or self.store.results:
             while self.inbox:
                 event = job_event(self.inbox.pop(0))
                 if event is not None:
-                    self.tell_keeper(event)
+                    self.tell_manager(event)
             for operation, result in self.store.take():
-                self._act(self.keeper.stored(operation, result, self.now))
+                self._act(self.manager.stored(operation, result, self.now))
 
     def settle(self) -> None:
         self.drain()
@@ -101,8 +101,8 @@ class JobStory(Story):
             for link in list(self.core.state.links):
                 self.hear(link)
             self.later(min(0.1, end - self.now))
-            if self.keeper.next_wake() <= self.now:
-                self.tell_keeper(ev.Wake())
+            if self.manager.next_wake() <= self.now:
+                self.tell_manager(ev.Wake())
             self.settle()
 
     def restart(self) -> JobStory:
@@ -123,7 +123,7 @@ class JobStory(Story):
         event = ev.Asked(
             link, owner, ident, attempt, message, request_id(20_000 + self._made), ENTROPY
         )
-        self.tell_keeper(event)
+        self.tell_manager(event)
         return ident
 
     def submit(self, key: str, *, owner: str = OWNER, link: int = 1, **body: Any) -> bytes:
@@ -146,7 +146,7 @@ class JobStory(Story):
         return self.ask(AboutJob(kind, JobName(key)), owner=owner)
 
     def acknowledge(self, reading: bytes, count: int, link: int = 1) -> None:
-        self.tell_keeper(ev.Acknowledged(link, [(reading, count)]))
+        self.tell_manager(ev.Acknowledged(link, [(reading, count)]))
 
     def list_jobs(self, **what: Any) -> list[dict[str, Any]]:
         ident = self.ask(ListJobs(**what))

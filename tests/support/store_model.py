@@ -1,4 +1,4 @@
-"""The store of jobs in memory: what operations mean, without a disk. For tests of the keeper.
+"""The store of jobs in memory: what operations mean, without a disk. For tests of the manager.
 
 Operations wait in an inbox until `commit`; `crash` loses what waits, and every result that was not
 taken. What was committed stays.

@@ -1,4 +1,4 @@
-"""The keeper of jobs between core, store and clients: what the health of the store does."""
+"""The job manager between core, store and clients: what the health of the store does."""
 
 from __future__ import annotations
 
@@ -159,14 +159,14 @@ def test_a_client_that_is_gone_is_reported(parts: Parts) -> None:
     assert core.LinkLost(1) in parts.performed
 
 
-def test_a_fault_of_the_keeper_costs_one_event(
+def test_a_fault_of_the_manager_costs_one_event(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(event: object, now: float) -> None:
         raise RuntimeError("a bug")
 
     counters = parts.service._counters
-    monkeypatch.setitem(parts.service._keeper._handlers, ev.Asked, fail)
+    monkeypatch.setitem(parts.service._manager._handlers, ev.Asked, fail)
     parts.ask(1)
     monkeypatch.undo()
     assert counters.internal_errors == 1 and parts.answers == ["internal"]

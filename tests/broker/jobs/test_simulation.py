@@ -45,8 +45,8 @@ class World:
         for link in list(story.core.state.links):
             story.hear(link)
         story.later(draw.choice((0.01, 0.05, 0.3)))
-        if story.keeper.next_wake() <= story.now:
-            story.tell_keeper(ev.Wake())
+        if story.manager.next_wake() <= story.now:
+            story.tell_manager(ev.Wake())
         self.work()
         story.drain()
         if draw.random() < 0.7:
@@ -155,10 +155,10 @@ class World:
         story = self.story
         story.store.refusing = "store_closed"
         story.settle()
-        story.tell_keeper(ev.StoreLost())
+        story.tell_manager(ev.StoreLost())
         story.settle()
         story.store.refusing = ""
-        story.tell_keeper(ev.StoreOpened())
+        story.tell_manager(ev.StoreOpened())
 
     # ---- what has to hold ------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class World:
             if reading.end.get("reason") == "stop":
                 assert len(have) == self.lengths[key]
         assert not self.story.core.state.requests
-        assert not self.story.keeper.runs.active and not self.story.keeper.readers.all
+        assert not self.story.manager.runs.active and not self.story.manager.readers.all
 
 
 def hash_of(key: str) -> int:

@@ -1,4 +1,4 @@
-"""What happens to jobs, told with a core, a keeper and a store in memory."""
+"""What happens to jobs, told with a core, a manager and a store in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
     done = story.assert_state("a", JobState.DONE)
     assert story.store.output(job.id) == (pack_ids(range(5)), text_of(0, 5))
     assert done.pos == 5 and done.facts is not None and done.starts == 0
-    assert not story.keeper.runs.active
+    assert not story.manager.runs.active
     story.assert_idle()
     story.assert_conserved()
 
@@ -119,9 +119,9 @@ def test_a_silent_reader_is_dropped_and_gets_a_new_link() -> None:
     for _ in range(13):  # nothing is heard of its link
         story.later(1.0)
         story.workers["m/0"].beat()
-        story.tell_keeper(ev.Wake())
+        story.tell_manager(ev.Wake())
         story.settle()
-    assert not story.keeper.readers.all and story.forgotten == [1]
+    assert not story.manager.readers.all and story.forgotten == [1]
 
 
 def test_the_owner_alone_knows_a_job() -> None:
@@ -506,7 +506,7 @@ def test_output_that_the_store_cannot_hold_ends_its_job_and_no_other() -> None:
     story.pass_time(1.5)
     dead = story.assert_state("a", JobState.DEAD)
     assert dead.pos == 2 and "refused by the test" in dead.cause
-    assert worker.cancelled and not story.keeper.runs.active
+    assert worker.cancelled and not story.manager.runs.active
 
 
 def test_an_end_that_the_store_cannot_hold_is_dead() -> None:
@@ -518,7 +518,7 @@ def test_an_end_that_the_store_cannot_hold_is_dead() -> None:
     story.store.refusing = ""
     story.pass_time(1.5)
     assert "refused by the test" in story.assert_state("a", JobState.DEAD).cause
-    assert not story.keeper.runs.active
+    assert not story.manager.runs.active
 
 
 def test_a_store_that_refuses_the_first_look_is_looked_at_again() -> None:
@@ -527,8 +527,8 @@ def test_a_store_that_refuses_the_first_look_is_looked_at_again() -> None:
     story.settle()
     following = story.restart()
     following.store.refusing = "store_busy"
-    following.tell_keeper(ev.StoreLost())
-    following.tell_keeper(ev.StoreOpened())
+    following.tell_manager(ev.StoreLost())
+    following.tell_manager(ev.StoreOpened())
     following.settle()
     following.store.refusing = ""
     worker = following.ready_worker()
@@ -545,7 +545,7 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
     story.store.refusing = "store_closed"
     worker.tokens(job.id, 3)
     story.pass_time(0.2)
-    story.tell_keeper(ev.StoreLost())
+    story.tell_manager(ev.StoreLost())
     story.settle()
     assert not story.core.state.requests and worker.cancelled
     refused = story.submit("b")
@@ -554,7 +554,7 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
     worker.runs.pop(job.id, None)
     worker.credit()
     story.store.refusing = ""
-    story.tell_keeper(ev.StoreOpened())
+    story.tell_manager(ev.StoreOpened())
     story.pass_time(0.5)
     assert worker.runs[job.id].pos == 3
     worker.end(job.id, count=1)
@@ -596,7 +596,7 @@ def test_owners_have_turns_and_the_window_bounds_what_runs() -> None:
     story.settle()
     story.ready_worker(sequences=4)
     story.pass_time(0.3)
-    running = list(story.keeper.runs.active.values())
+    running = list(story.manager.runs.active.values())
     assert len(running) == 8  # twice the places
     assert sum(one.job.scope.owner == "uid:2" for one in running) == 3
 

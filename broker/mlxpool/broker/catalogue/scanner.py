@@ -39,7 +39,7 @@ class Scanner(threading.Thread):
         max_seconds: float = MAX_SECONDS,
         fresh: float = FRESH,
     ) -> None:
-        super().__init__(name="librarian", daemon=True)
+        super().__init__(name="catalogue", daemon=True)
         self._models_dir = config.models_dir
         self._known = dict(config.models)
         self._on_found, self._on_described, self._on_scanned = on_found, on_described, on_scanned
@@ -111,7 +111,7 @@ class Scanner(threading.Thread):
                 while self._uninspected and not self._closing:
                     self._inspect()
             except Exception:  # a bug of ours costs one scan
-                log.exception("the librarian failed")
+                log.exception("the scan of the models failed")
             with self._changed:
                 self._done, self._done_at = self._begun, time.monotonic()
             self._on_scanned()

@@ -113,7 +113,7 @@ class Admission:
         self._ended.check_quarantine(digest)
 
     def on_start_job(self, event: ev.StartJob, now: float) -> None:
-        """Accept the run of a job, or answer its keeper with the error."""
+        """Accept the run of a job, or answer its manager with the error."""
         self._state.heard(JOBS_LINK, now)
         generate = ev.ClientGenerate(
             JOBS_LINK,

@@ -47,7 +47,7 @@ class ClientGenerate(Event):
 
 @dataclass(frozen=True, slots=True)
 class StartJob(Event):
-    """The keeper of jobs has a job run; what comes of it goes to JOBS_LINK.
+    """The job manager has a job run; what comes of it goes to JOBS_LINK.
 
     `message` has the ids that the store holds, the deadline and the window. `charge` is the job's
     share in the ends of workers, see blame; `alone`: no other run may share its worker.

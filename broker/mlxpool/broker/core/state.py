@@ -73,7 +73,7 @@ class Timers:
 
 # Seconds of silence, three pings, after which a client's places are for those who wait.
 STALL_GRACE = 3.0
-JOBS_LINK = 0  # number of the link of the broker's own reader: the keeper of jobs
+JOBS_LINK = 0  # number of the link of the broker's own reader: the job manager
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
 
 

@@ -100,7 +100,7 @@ class ClientIngress:
                 self._handle(event, now)
 
     def _ask(self, question: job_events.Asked, now: float) -> None:
-        """Give a question about jobs to their keeper."""
+        """Give a question about jobs to their manager."""
         link = question.link
         self._perform(ev.ClientHeard(link), now)
         if self._jobs is not None:
@@ -110,7 +110,7 @@ class ClientIngress:
             self._peers.send(link, encoded(error, question.id, self._boot, question.attempt))
 
     def _handle(self, event: ev.Event, now: float) -> None:
-        """Give an event to whom it is for: the core, the keeper of jobs, or both."""
+        """Give an event to whom it is for: the core, the job manager, or both."""
         jobs = self._jobs
         if isinstance(event, ev.ClientListModels):
             self._after_scan(partial(self._perform, event), now)

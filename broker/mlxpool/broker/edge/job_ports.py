@@ -1,4 +1,4 @@
-"""Between the core and the keeper of jobs: what each of them sees of the other."""
+"""Between the core and the job manager: what each of them sees of the other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CoreView:
 
 
 def job_event(action: core_actions.ToClient) -> ev.Output | ev.RunEnded | None:
-    """What a message of the core to JOBS_LINK tells the keeper; None: nothing."""
+    """What a message of the core to JOBS_LINK tells the manager; None: nothing."""
     message, header = action.message, action.header
     if isinstance(message, Deltas):
         return ev.Output(message.rows)

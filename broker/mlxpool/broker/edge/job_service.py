@@ -1,4 +1,4 @@
-"""Connects the keeper of jobs with the core, the clients and the store.
+"""Connects the job manager with the core, the clients and the store.
 
 The core's output for jobs waits in an inbox until the loop's turn ends: the core is never entered
 again while its actions are performed, and what a turn brings is handled together.
@@ -20,7 +20,7 @@ from mlxpool.broker.edge.job_ports import CoreView, job_event
 from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.figures import JobFigures
-from mlxpool.broker.jobs.keeper import Keeper
+from mlxpool.broker.jobs.manager import JobManager
 from mlxpool.broker.jobs.questions import JobPolicy
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Operation
@@ -67,7 +67,7 @@ class JobService(Closing):
             boot,
             self.waker.wake,
         )
-        self._keeper = Keeper(boot, CoreView(core), lambda: _policy(settings()))
+        self._manager = JobManager(boot, CoreView(core), lambda: _policy(settings()))
         self._counters = core.state.counters
         self._peers = peers
         self._perform = perform
@@ -77,7 +77,7 @@ class JobService(Closing):
         self._health = HealthState.CLOSED
 
     def start(self) -> None:
-        """Have the store work; the keeper knows it before the first client is heard."""
+        """Have the store work; the manager knows it before the first client is heard."""
         self._writer.start()
         self.serve(time.monotonic())
 
@@ -90,24 +90,24 @@ class JobService(Closing):
             self._inbox.append(event)
 
     def handle(self, event: ev.Event, now: float) -> None:
-        """Let the keeper handle an event, and perform what it decides."""
+        """Let the manager handle an event, and perform what it decides."""
         try:
-            actions = self._keeper.handle(event, now)
+            actions = self._manager.handle(event, now)
         except Exception:  # a bug of ours costs one event, never the pool
             self._failed(type(event).__name__)
-            actions = self._keeper.decided()
+            actions = self._manager.decided()
             if isinstance(event, ev.Asked):
                 actions.append(self._answer_of_fault(event))
         self._act(actions, now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
         """A client has acknowledged ids, perhaps of readings."""
-        if isinstance(event.message, Ack) and self._keeper.readers.all:
+        if isinstance(event.message, Ack) and self._manager.readers.all:
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 
     def reads(self, id: bytes) -> bool:
         """Whether a reading of a job has this id."""
-        return self._keeper.readers.has(id)
+        return self._manager.readers.has(id)
 
     def serve(self, now: float) -> None:
         """Handle what the core and the store have brought, and what is due."""
@@ -121,26 +121,26 @@ class JobService(Closing):
                 self._stored(*self._results.popleft(), now)
             else:
                 self._take_results()
-        if self._keeper.next_wake() <= now:
+        if self._manager.next_wake() <= now:
             self.handle(ev.Wake(), now)
 
     def next_wake(self) -> float:
         """When `serve` is due at the latest."""
-        return 0.0 if self._inbox or self._results else self._keeper.next_wake()
+        return 0.0 if self._inbox or self._results else self._manager.next_wake()
 
     def _take_results(self) -> None:
         self._results.extend(self._writer.take())
 
     def _stored(self, operation: Operation, result: Result, now: float) -> None:
         try:
-            actions = self._keeper.stored(operation, result, now)
+            actions = self._manager.stored(operation, result, now)
         except Exception:
             self._failed(type(operation).__name__)
-            actions = self._keeper.decided()
+            actions = self._manager.decided()
         self._act(actions, now)
 
     def _answer_of_fault(self, event: ev.Asked) -> act.Tell:
-        """The answer to a question that the keeper failed on: its client must not wait for ever."""
+        """The answer to a question that the manager failed on: its client has to get one."""
         failed = Failed.of(Internal("the broker failed on this question; its log says why"))
         return act.Tell(
             event.link, Header(failed.kind, event.id, self._boot, event.attempt), failed
@@ -148,7 +148,7 @@ class JobService(Closing):
 
     def _failed(self, what: str) -> None:
         self._counters.internal_errors += 1
-        log.exception("the keeper of jobs failed", extra={"on": what})
+        log.exception("the job manager failed", extra={"on": what})
 
     def _check_health(self, now: float) -> None:
         health = self._writer.health
@@ -193,12 +193,12 @@ class JobService(Closing):
 
     def figures(self) -> JobFigures:
         """How many jobs there are, and how the store is."""
-        return replace(self._keeper.figures(), store=self._writer.health.state.value)
+        return replace(self._manager.figures(), store=self._writer.health.state.value)
 
     def close(self) -> None:
         """Write what jobs have left, then close the store."""
         end = time.monotonic() + CLOSE_TIMEOUT
-        while self._keeper.busy and self._health in OPEN and time.monotonic() < end:
+        while self._manager.busy and self._health in OPEN and time.monotonic() < end:
             self.serve(time.monotonic())
             time.sleep(CLOSE_POLL)
         if not self._writer.close(CLOSE_TIMEOUT):

@@ -1,4 +1,4 @@
-"""Actions: what the keeper of jobs can decide, and the outbox that collects them."""
+"""Actions: what the job manager can decide, and the outbox that collects them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpool.common.protocol.to_client import Failed
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Give an operation to the store; its result comes back to `Keeper.stored`."""
+    """Give an operation to the store; its result comes back to `JobManager.stored`."""
 
     operation: Operation
 

@@ -79,7 +79,7 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """The time that `Keeper.next_wake` named has come, or the pool may have room."""
+    """The time that `JobManager.next_wake` named has come, or the pool may have room."""
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""What the keeper of jobs sees of the pool. It changes nothing there."""
+"""What the job manager sees of the pool. It changes nothing there."""
 
 from __future__ import annotations
 

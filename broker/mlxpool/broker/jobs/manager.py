@@ -1,4 +1,4 @@
-"""The keeper of jobs: a durable client that lives inside the broker.
+"""The job manager: a durable client that lives inside the broker.
 
 `handle(event, now)` and `stored(operation, result, now)` return actions. Pure: no I/O, no clock, no
 random number. The core sees a job that runs as a request with one reader, whose acknowledgements
@@ -36,7 +36,7 @@ BACKLOG_RETRY = 1.0  # seconds until the store is asked again which jobs wait, i
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
 
 
-class Keeper:
+class JobManager:
     """Builds the components and routes each event to its handler."""
 
     def __init__(self, boot: int, view: PoolView, policy: Callable[[], JobPolicy]) -> None:
