@@ -86,6 +86,9 @@ class ModelConfig:
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
     # Workers of this model.
     replicas: Annotated[int, Within(1, 64)] = 1
+    # Devices that hold one copy of it together, each a part; each worker is a group of so many
+    # processes.
+    devices: Annotated[int, Within(1, 64)] = 1
     # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
     # its prefix cache saves included. least_loaded: the one with most free sequences.
     routing: Annotated[str, OneOf(ROUTINGS)] = CACHE_AWARE
@@ -260,6 +263,11 @@ class WorkerConfig:
     orphan_grace: float = 60.0  # seconds without a broker until the worker ends
     prepare_limit: float = 5.0  # processor seconds, see PoolConfig
     log_level: str = "info"
+    rank_block_fds: Sequence[int] = ()  # of a group: as block_fd, of the ranks behind the first
+    rank: int = 0  # in a group; that of a process which rank 0 started is above 0, as what follows
+    plan_fd: int = -1  # the pipe on which passes come
+    hosts_fd: int = -1  # the file with the addresses of all ranks
+    group_port: int = 0
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""

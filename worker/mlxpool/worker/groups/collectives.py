@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.kernels import device
 
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of a group find each other, on this machine.
-
-    `hosts` is the path of a file with an address for each rank, and `port` the one on which rank 0
-    gives the others the identity of their group; which of them is used depends on the back end.
-    """
-
-    rank: int
-    ranks: int
-    hosts: str
-    port: int
 
 
 class Collectives:
@@ -52,6 +38,11 @@ class Collectives:
     def all_sum(self, x: mx.array) -> mx.array:
         """The sum of the ranks' arrays, the same bits on every rank."""
         return mx.distributed.all_sum(x, group=self._group)
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers, at once."""
+        own = mx.array([number], dtype=mx.int64)
+        return int(mx.distributed.all_min(own, group=self._group).item())
 
     def joined(self, x: mx.array) -> mx.array:
         """x [T, n] of each rank -> [T, ranks * n]: the columns of rank 0, of rank 1, and so on."""
