@@ -77,8 +77,8 @@ def build(config: WorkerConfig) -> Edge:
     faults = faults_of(config, history)
     if not faults.site:
         start_group = partial(start_ranks, config)
-        open_source = partial(model_source.open_source, start_group=start_group)
-        compute = Compute(config, progress, mailbox.post, open_source)
+        opener = partial(model_source.open_source, start_group=start_group)
+        compute = Compute(config, progress, mailbox.post, opener)
     else:
         compute = Compute(
             config, progress, mailbox.post, partial(open_source, faults=faults), begin_with(faults)

@@ -328,9 +328,7 @@ def _sample_of_rank(worker: int, block: Block) -> Sample:
     if not pid:
         return Sample(look)
     waited = os_process.run_queue_wait_ns(pid, look.compute_tid or pid)
-    return Sample(
-        look, os_process.is_stopped(pid), waited, 0, os_process.resident_bytes(pid)
-    )
+    return Sample(look, os_process.is_stopped(pid), waited, 0, os_process.resident_bytes(pid))
 
 
 def _signal_rank(pid: int) -> None:

@@ -268,6 +268,7 @@ class WorkerConfig:
     plan_fd: int = -1  # the pipe on which passes come
     hosts_fd: int = -1  # the file with the addresses of all ranks
     group_port: int = 0
+    ready_fd: int = -1  # the pipe on which it says that it is about to join
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -184,5 +185,5 @@ def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
     for at, (number, offset, count, lines) in enumerate(zip(*lists, strict=True)):
         row = pool.rows[number]
         row.advance(offset - row.offset)
-        spans.append(RowSpan(row, count, lines, at in hidden))
+        spans.append(RowSpan(cast(Any, row), count, lines, at in hidden))
     return spans

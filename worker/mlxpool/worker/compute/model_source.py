@@ -242,6 +242,7 @@ def _load_group(
     from mlxpool.worker.groups.group_engine import GroupEngine
     from mlxpool.worker.groups.loading import default_prefix_bytes, load_part
 
+    links.wait_until_ready(lambda: on_progress(0, 0))
     found = load_part(part, config, links.meeting, on_progress)
     prefix = default_prefix_bytes(part, settings["context"], config.sequences)
     settings = {

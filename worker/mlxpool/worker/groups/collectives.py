@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import mlx.core as mx
 
@@ -42,7 +43,8 @@ class Collectives:
     def least(self, number: int) -> int:
         """The least of the ranks' numbers, at once."""
         own = mx.array([number], dtype=mx.int64)
-        return int(mx.distributed.all_min(own, group=self._group).item())
+        found: Any = mx.distributed.all_min(own, group=self._group).item()
+        return int(found)
 
     def joined(self, x: mx.array) -> mx.array:
         """x [T, n] of each rank -> [T, ranks * n]: the columns of rank 0, of rank 1, and so on."""

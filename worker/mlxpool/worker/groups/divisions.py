@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
@@ -255,9 +254,7 @@ def _axis(share: Share, name: str) -> int | None:
     return None
 
 
-def _cut_of(
-    division: Division, name: str, spec: TensorSpec, rank: int, ranks: int
-) -> Cut | None:
+def _cut_of(division: Division, name: str, spec: TensorSpec, rank: int, ranks: int) -> Cut | None:
     share = share_of(division, name)
     axis = _axis(share, name)
     if axis is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -30,10 +31,25 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
-    """Where the ranks meet, and the pipes to the others."""
+    """Where the ranks meet, and the pipes to the others.
+
+    `ready` is the descriptor of a pipe into which each of them writes a byte before it joins.
+    """
 
     meeting: Meeting
     orders: Orders
+    ready: int
+
+    def wait_until_ready(self, on_progress: Callable[[], None]) -> None:
+        """Waits until all ranks are about to join; a rank that ends before ends this process.
+
+        MLX holds the interpreter's lock while a rank joins, so that the main thread of rank 0
+        could say nothing to the broker until the last rank has come.
+        """
+        waiting = self.meeting.ranks - 1
+        while waiting:
+            waiting -= len(os.read(self.ready, waiting))
+            on_progress()
 
 
 StartGroup: TypeAlias = Callable[[], GroupLinks]  # raises ModelLoadFailed

@@ -110,4 +110,5 @@ def _fields(message: Message) -> Sequence[Any]:
 def decoded(data: bytes) -> Message:
     """Undo `encoded`."""
     number, *fields = msgpack.unpackb(data)
-    return _KINDS[number](*fields)
+    message: Message = _KINDS[number](*fields)
+    return message

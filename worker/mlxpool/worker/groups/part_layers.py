@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ class PartLayerBuilder(WeightLayerBuilder):
             return SummedLinear(layer, self._collectives)
         return layer
 
-    def embedding(self, name: str) -> Embedding:
+    def embedding(self, name: str) -> PartEmbedding:  # type: ignore[override]
         """See LayerBuilder."""
         part = self._part
         return PartEmbedding(
@@ -101,6 +101,3 @@ class PartEmbedding:
     def as_linear(self, x: LinearInput) -> mx.array:
         """x [T, d] -> logits [T, vocabulary]."""
         return self.collectives.joined(self.table.as_linear(x))
-
-
-MakeBuilder = Callable[..., WeightLayerBuilder]

@@ -54,7 +54,13 @@ class RankProcess(threading.Thread):
 
     def run(self) -> None:
         config = self._config
-        descriptors = (config.block_fd, config.dump_fd, config.plan_fd, config.hosts_fd)
+        descriptors = (
+            config.block_fd,
+            config.dump_fd,
+            config.plan_fd,
+            config.hosts_fd,
+            config.ready_fd,
+        )
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mlxpool.worker"],
@@ -87,13 +93,25 @@ def start_ranks(config: WorkerConfig) -> GroupLinks:
     try:
         *addresses, meeting_port = _free_ports(ranks + 1)
         hosts = _hosts_file(addresses)
+        ready, tells_ready = os.pipe()
+        common = replace(
+            config,
+            token="",
+            key="",
+            rank_block_fds=(),
+            hosts_fd=hosts,
+            group_port=meeting_port,
+            ready_fd=tells_ready,
+        )
+        blocks = [*config.rank_block_fds, *[-1] * ranks]
         writers = [
-            _start_rank(config, rank, environment, hosts, meeting_port)
+            _start_rank(replace(common, rank=rank, block_fd=blocks[rank - 1]), environment)
             for rank, environment in enumerate(others, start=1)
         ]
+        os.close(tells_ready)
     except OSError as error:
         raise ModelLoadFailed(f"a rank of {config.name!r} cannot be started: {error}") from error
-    return GroupLinks(Meeting.of(0, ranks, hosts, meeting_port), Orders(writers))
+    return GroupLinks(Meeting.of(0, ranks, hosts, meeting_port), Orders(writers), ready)
 
 
 def _environments(config: WorkerConfig) -> list[dict[str, str]]:
@@ -133,25 +151,11 @@ def _hosts_file(ports: Sequence[int]) -> int:
         return os.dup(file.fileno())
 
 
-def _start_rank(
-    config: WorkerConfig, rank: int, environment: Mapping[str, str], hosts: int, port: int
-) -> int:
-    """Starts a rank; returns the descriptor of its pipe."""
+def _start_rank(config: WorkerConfig, environment: Mapping[str, str]) -> int:
+    """Starts the process of a rank; returns the descriptor of our end of its pipe."""
     reader, writer = os.pipe()
-    blocks = config.rank_block_fds
-    settings = replace(
-        config,
-        token="",
-        key="",
-        rank=rank,
-        rank_block_fds=(),
-        block_fd=blocks[rank - 1] if rank <= len(blocks) else -1,
-        plan_fd=reader,
-        hosts_fd=hosts,
-        group_port=port,
-    )
     try:
-        RankProcess(settings, environment).begin()
+        RankProcess(replace(config, plan_fd=reader), environment).begin()
     finally:
         os.close(reader)
     return writer
