@@ -42,15 +42,15 @@ class RankProcess(threading.Thread):
     def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
         super().__init__(name=f"rank-{config.rank}", daemon=True)
         self._config, self._environment = config, environment
-        self._started = threading.Event()
-        self._error: OSError | None = None
+        self._was_started = threading.Event()  # the process; a Thread has a `_started` of its own
+        self._start_error: OSError | None = None
 
     def begin(self) -> None:
         """Start the thread, and wait until it has started the process. Raises OSError."""
         self.start()
-        self._started.wait()
-        if self._error is not None:
-            raise self._error
+        self._was_started.wait()
+        if self._start_error is not None:
+            raise self._start_error
 
     def run(self) -> None:
         config = self._config
@@ -69,10 +69,10 @@ class RankProcess(threading.Thread):
                 pass_fds=[one for one in descriptors if one >= 0],
             )
         except OSError as error:
-            self._error = error
+            self._start_error = error
             return
         finally:
-            self._started.set()
+            self._was_started.set()
         _end_as(config.rank, process.wait())
 
 
