@@ -50,11 +50,11 @@ restart_delay = 0.05
 stop_grace = 1.0
 [models.one]
 path = "{folder}"
-context = 256
+context = 1024
 sequences = 2
 [models.two]
 path = "{folder}"
-context = 256
+context = 1024
 sequences = 2
 devices = 2
 memory_limit = 2147483648
@@ -62,13 +62,14 @@ prefix_cache = "off"
 pin = true
 """
 PROMPTS = ("one", "a longer prompt, of more tokens")
-TOKENS = 120
+TOKENS = 600  # so many that a stream is at work when a fault comes
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     folder = tmp_path_factory.mktemp("group")
-    model = write_checkpoint(folder / "model", model_type="qwen3", head_dim=16)
+    sizes = {"head_dim": 16, "max_position_embeddings": 1024}
+    model = write_checkpoint(folder / "model", model_type="qwen3", **sizes)
     environment = install_fault(folder, HANG, FOLLOWER)
     settings = SETTINGS.format(folder=model)
     with Pool(
@@ -148,6 +149,7 @@ def test_every_stream_goes_on(
         for delta in deltas:
             ids += delta.ids
     assert found == expected
+    until(lambda: pool.worker("two/0")["restarts"] > before, "the group is replaced")
     worker = pool.worker("two/0")
     assert worker["restarts"] == before + 1
     assert cause in worker["last_exit"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import mlx.core as mx
+
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.divisions import Part
@@ -37,8 +39,10 @@ def load_part(
         cuts=part.cuts,
         make_builder=partial(PartLayerBuilder, part, collectives),
     )
-    room = collectives.least(limit - loaded.weight_bytes)
-    return LoadedPart(loaded, collectives, room + loaded.weight_bytes)
+    limit = collectives.least(limit - loaded.weight_bytes) + loaded.weight_bytes
+    if device.on_gpu():  # above this limit MLX waits for passes in flight
+        mx.set_memory_limit(limit)
+    return LoadedPart(loaded, collectives, limit)
 
 
 def rank_limit(configured: int, ranks: int) -> int:
