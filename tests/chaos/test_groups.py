@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,8 +69,9 @@ TOKENS = 600  # so many that a stream is at work when a fault comes
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     folder = tmp_path_factory.mktemp("group")
-    sizes = {"head_dim": 16, "max_position_embeddings": 1024}
-    model = write_checkpoint(folder / "model", model_type="qwen3", **sizes)
+    model = write_checkpoint(
+        folder / "model", model_type="qwen3", head_dim=16, max_position_embeddings=1024
+    )
     environment = install_fault(folder, HANG, FOLLOWER)
     settings = SETTINGS.format(folder=model)
     with Pool(
@@ -90,7 +92,7 @@ def expected(client: Client) -> list[list[int]]:
     return [_ids(client, "one", number) for number in range(len(PROMPTS))]
 
 
-def _options(number: int) -> dict[str, object]:
+def _options(number: int) -> dict[str, Any]:
     return {"max_tokens": TOKENS, "seed": number, "ignore_eos": True}
 
 

@@ -88,7 +88,7 @@ def test_what_is_not_divided_between_devices_is_refused_by_name(tmp_path: Path) 
     folder = write_checkpoint(tmp_path / "model")
     with pytest.raises(ModelLoadFailed, match="deterministic = true is not built for devices = 2"):
         open_source(ModelConfig(path=str(folder), devices=2, deterministic=True))
-    with pytest.raises(ModelLoadFailed, match="devices is 4, but .* num_key_value_heads 2"):
+    with pytest.raises(ModelLoadFailed, match=r"devices is 4, but .* num_key_value_heads 2"):
         open_source(ModelConfig(path=str(folder), devices=4))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-from support.worker_checkpoints import write_checkpoint  # noqa: E402
+from support.worker_checkpoints import write_checkpoint
 
 # Prints the memory that the load of a part takes at most, in KiB: of `sys.argv[2]` ranks.
 PEAK = """

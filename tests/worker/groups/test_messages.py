@@ -77,7 +77,7 @@ def test_messages_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
 
 def test_a_pass_that_is_only_built_is_not_awaited(pipe: tuple[int, int]) -> None:
     orders = Orders([pipe[1]])
-    orders.send(Pass(*([],) * 9, 0, True, True))  # type: ignore[arg-type]
+    orders.send(Pass(*([],) * 9, 0, True, True))
     assert orders.passes == 0
 
 

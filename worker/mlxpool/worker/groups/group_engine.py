@@ -35,7 +35,7 @@ class GroupEngine(ModelEngine):
     def __init__(
         self,
         loaded: LoadedModel,
-        text: TokenTable,
+        text: TokenTable | None,
         *,
         orders: Orders,
         collectives: Collectives,
