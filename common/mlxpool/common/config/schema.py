@@ -278,6 +278,7 @@ class WorkerConfig:
     def from_environment(cls, text: str) -> WorkerConfig:
         """Undo `to_environment`."""
         table = json.loads(text)
+        table["rank_block_fds"] = tuple(table["rank_block_fds"])
         return cls(model=ModelConfig.from_table(table.pop("model")), **table)
 
 
