@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 MAX_INT = 2**31 - 1
 
