@@ -99,7 +99,7 @@ LEAST = {  # share of right answers; docs/demo-model.md has those of more conver
 
 def test_it_calls_tools_that_it_has_not_seen() -> None:
     shape, (tokenizer, weights) = Shape(), load(FOLDER)
-    results, misses = judge(partial(expected, weights, shape), tokenizer, 6, 512)
+    results, misses = judge(partial(expected, weights, shape), tokenizer, 12, 512)
     for name, least in LEAST.items():
         right, tried = np.sum(list(results[name].values()), axis=0)
         assert right / tried >= least, (name, results[name], misses)
