@@ -205,6 +205,25 @@ def _top_k(options: Options, size: int) -> int:
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that rows may draw.
+
+    `words` [K, ceil(vocabulary / 32)] uint32 have a bit for each token, and `lines` [R] int32 the
+    line of each row in them, -1: it may draw any token.
+    """
+
+    words: mx.array
+    lines: mx.array
+
+    def bits(self, size: int) -> mx.array:
+        """Returns [R, size] whether a token may be drawn."""
+        words = mx.take(self.words, mx.maximum(self.lines, 0), axis=0)
+        bits = words.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
+        allowed = bits.reshape(words.shape[0], -1)[:, :size].view(mx.bool_)
+        return allowed | (self.lines < 0)[:, None]
+
+
 # ---- outputs -----------------------------------------------------------------------------------
 
 

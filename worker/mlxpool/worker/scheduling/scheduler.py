@@ -35,7 +35,8 @@ class StepLimits:
     `lines` are its inputs, `prompts` its chunks (0: no bound), `pairs` their query-key pairs,
     `seconds` what its chunks may add to the time of the sequences that decode (0: no bound).
     `ahead` passes may be in flight while it is submitted. `sizes` are the numbers of lines for
-    which passes are compiled; none: any.
+    which passes are compiled; none: any. `run_lines` are the inputs of decode steps up to which
+    several of one sequence are read together (0: no bound).
     """
 
     lines: int
@@ -45,6 +46,7 @@ class StepLimits:
     prompts: int = 0
     ahead: int = 0
     sizes: tuple[int, ...] = ()
+    run_lines: int = 0
 
 
 def schedule(
@@ -62,7 +64,7 @@ def schedule(
     decode.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
-    rows += _run_spans(runs, limits.lines - len(rows), clip)
+    rows += _run_spans(runs, _run_lines(limits) - len(rows), clip)
     if not prompts:
         return Step(tuple(rows), len(rows))
     if prompts[0].read_alone and (alone or not rows):
@@ -117,6 +119,11 @@ def _rows_and_prompts(
         elif length - submitted == 1 and (not one.media or clip(one, 1)):
             rows.append(Span(one, submitted, 1, 1))
     return rows, prompts, runs
+
+
+def _run_lines(limits: StepLimits) -> int:
+    """Returns the inputs that all decode steps of a pass may have, where there are runs."""
+    return min(limits.lines, limits.run_lines or limits.lines)
 
 
 def _run_spans(runs: Many[Sequence], lines: int, clip: Clip) -> list[Span]:
