@@ -276,7 +276,13 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
     words = np.packbits(np.resize(bits, 32) & (np.arange(32) < len(bits)), bitorder="little")
     mask = TokenMasks(mx.array(words.view(np.uint32)[None]), mx.array([0], dtype=mx.int32))
     found = sample_batch(
-        mx.array(logits)[None], batch, [row.position], [row.history], None, (), None if allowed is None else mask
+        mx.array(logits)[None],
+        batch,
+        [row.position],
+        [row.history],
+        None,
+        (),
+        None if allowed is None else mask,
     ).tokens.tolist()
     assert found == [token] or margin < 1e-5
 

@@ -22,6 +22,7 @@ QUICK = 0.001  # seconds of processor time; most masks take a hundredth of that
 QUICK_MASKS = 4  # one after the other, after which a constraint is taken to be quick
 MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are of that size
 IDLE_WAIT = 0.02  # seconds that are waited for a mask when there is nothing else to do
+BEGIN_WAIT = 0.001  # seconds that are waited for another thread to begin
 THREADS = 4
 FEW = 2  # quick constraints whose masks are made in the calling thread, or as many as cores
 
@@ -83,7 +84,10 @@ class Masks:
             self._begin_batch([*constraints])
 
     def _begin_batch(self, constraints: list[Constraint]) -> None:
-        """Has another thread make masks together; returns when the library has begun with them."""
+        """Has another thread make masks together, and lets it have Python's lock until it has begun.
+
+        Otherwise it would begin when this thread waits for something.
+        """
         table, begun = self._table(constraints), allocate_lock()
         begun.acquire()
 
@@ -97,7 +101,7 @@ class Masks:
         batch = self._submit(constraints, make)
         batch.table = table
         self._newest = batch
-        begun.acquire()
+        begun.acquire(timeout=BEGIN_WAIT)  # the threads may all make masks that take long
 
     def _table(self, constraints: Sequence[Constraint]) -> Table:
         """Returns memory for masks: that of the newest batch, if all of its masks were used."""

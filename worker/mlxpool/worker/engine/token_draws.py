@@ -20,7 +20,7 @@ from mlxpool.worker.sampling.batch import (
 )
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.transfers.uploads import Upload
+from mlxpool.worker.transfers.uploads import Upload, upload_lines
 
 
 class TokenDraws:
@@ -119,7 +119,7 @@ class TokenDraws:
                 known += len(mask)
         if not table:
             return None
-        words = self._upload(table[0] if len(table) == 1 else np.concatenate(table))
+        words = upload_lines(self._upload, table)
         return TokenMasks(words, self._upload(np.array(lines, dtype=np.int32)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -58,3 +59,17 @@ class Uploads:
         into, found = self.take(numbers.size)
         into[:] = numbers.reshape(-1).view(np.int32)
         return (found + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
+
+    def lines(self, arrays: Sequence[Numbers]) -> mx.array:
+        """As one call for arrays [_, n] of the same numbers below each other; copies them once."""
+        width, kind = arrays[0].shape[1], arrays[0].dtype
+        into, found = self.take(width * sum(map(len, arrays)))
+        np.concatenate(arrays, out=into.view(kind).reshape(-1, width))
+        return (found + 0).view(_DTYPES[kind.kind]).reshape(-1, width)
+
+
+def upload_lines(upload: Upload, arrays: Sequence[Numbers]) -> mx.array:
+    """Returns an array of the device with arrays [_, n] of the same numbers below each other."""
+    if isinstance(upload, Uploads):
+        return upload.lines(arrays)
+    return upload(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
