@@ -68,7 +68,7 @@ class Constraint:
         self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
         self._sought = False  # whether forced tokens were looked for behind the newest token
         self._accepts: bool | None = None  # at the newest token; None: the matcher was not asked
-        self._stopped: bool | None = None  # the same
+        self._finished: bool | None = None  # the same
         self._ahead: int | None = None  # a token that the matcher has, and `take` was not told
         self._thoughts: bytes | None = None  # the end of their text; None: they have ended
         self._piece: Callable[[int], bytes] = lambda token: b""
@@ -144,8 +144,9 @@ class Constraint:
         """
         self._ahead = token
         self._behind_token()
-        self._stopped = self._matcher.is_stopped()
-        if not self.accepts and find:
+        accepts = self._accepts = self._matcher.is_accepting()
+        self._finished = accepts and self._matcher.is_stopped()
+        if find and not accepts:
             self._find_forced()
 
     def forced(self, *, find: bool) -> list[int]:
@@ -185,7 +186,7 @@ class Constraint:
             self._forced.popleft()  # it is the token: no other one may follow
 
     def _forget(self) -> None:
-        self._accepts, self._stopped, self._sought = None, None, False
+        self._accepts, self._finished, self._sought = None, None, False
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Appends the ids of a resumed answer. Raises BadRequest naming the first that is wrong."""
@@ -223,9 +224,9 @@ class Constraint:
 
         As `accepts`, it may be asked while a mask is made.
         """
-        if self._stopped is None:
-            self._stopped = self._thoughts is None and self._matcher.is_stopped()
-        return self.accepts and self._stopped
+        if self._finished is None:
+            self._finished = self.accepts and self._matcher.is_stopped()
+        return self._finished
 
     def _find_forced(self) -> bool:
         """Finds the tokens that are forced, unless some are known. Returns whether there are any.

@@ -1,6 +1,6 @@
-"""Takes tokens and makes masks of many constraints at once, on several cores, without Python's lock.
+"""Takes tokens and makes masks of many constraints at once, on several cores.
 
-Masks are lines of one table, which the next tables take the memory of.
+Python's lock is free meanwhile. The masks are lines of one table.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def masks_of(
     begins()
     fill_next_token_bitmask_par(executor(), matchers, table)
     masks = _with_ends(constraints[asking[0]], table.view(np.uint32)[: len(asking)], accepts)
-    empty = ~masks[:, :FIRST_WORDS].any(axis=1)
+    bits = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).tolist()
     for line, at in enumerate(asking):
-        if empty[line] or matchers[line][0].is_error():
+        if not bits[line] or matchers[line][0].is_error():
             try:
                 found[at] = constraints[at].checked(masks[line])
             except PoolError as error:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import monotonic, thread_time
-from weakref import WeakSet
 
 from mlxpool.worker.constraints import mask_batch
 from mlxpool.worker.constraints.constraint import Constraint, Words
@@ -31,23 +30,39 @@ Found = Words | Exception
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Masks that are made together, and the seconds that the slowest one may have taken.
+    """Masks that are made together in another thread.
 
     It holds no constraint, so that those of answers that have ended can go. `unread`: masks that
-    were not handed out; with 0 the memory of the table may be used again.
+    were not handed out; with 0 the memory of the table may be used again. When it is made, `found`
+    has the masks, and `quick` says whether none of them can have taken long.
     """
 
     made: Future[tuple[list[Found], float]]
     unread: int
     table: Table | None = None
+    found: list[Found] | None = None
+    quick: bool = False
+
+    def is_made(self) -> bool:
+        """Whether all masks are made."""
+        if self.found is not None:
+            return True
+        if not self.made.done():
+            return False
+        try:
+            self.found, seconds = self.made.result()
+        except Exception as error:
+            self.found, self.quick = [error] * self.unread, False
+        else:
+            self.quick = seconds <= QUICK
+        return True
 
 
 class Masks:
     """Used by one thread. Each constraint has at most one mask that is being made."""
 
     def __init__(self) -> None:
-        # Whose masks are being made. Those of answers that have ended go by themselves.
-        self._making: WeakSet[Constraint] = WeakSet()
+        self._running: list[Batch] = []  # some may be made by now
         self._newest: Batch | None = None  # with a table
         self._threads: ThreadPoolExecutor | None = None
 
@@ -62,7 +77,7 @@ class Masks:
     def is_made(self, constraint: Constraint) -> bool:
         """Whether no mask of the constraint is being made."""
         making = constraint.record.making
-        return making is None or making[0].made.done()
+        return making is None or making[0].is_made()
 
     def begin(self, constraint: Constraint) -> None:
         """Begins to make a mask in another thread; until it is made, nobody uses the constraint."""
@@ -84,9 +99,9 @@ class Masks:
             self._begin_batch([*constraints])
 
     def _begin_batch(self, constraints: list[Constraint]) -> None:
-        """Has another thread make masks together, and lets it have Python's lock until it has begun.
+        """Has another thread make masks together.
 
-        Otherwise it would begin when this thread waits for something.
+        It is given Python's lock until it has begun, or it would begin when this thread waits.
         """
         table, begun = self._table(constraints), allocate_lock()
         begun.acquire()
@@ -108,7 +123,7 @@ class Masks:
         newest, tokens = self._newest, constraints[0].tokens
         if newest is not None and not newest.unread and newest.table is not None:
             table = newest.table
-            if len(table) >= len(constraints) and newest.made.done():
+            if len(table) >= len(constraints) and newest.is_made():
                 return table
         return mask_batch.new_table(len(constraints), tokens)
 
@@ -121,7 +136,8 @@ class Masks:
         batch = Batch(self._threads.submit(make), len(constraints))
         for place, one in enumerate(constraints):
             one.record.making = batch, place
-            self._making.add(one)
+        self._running = [one for one in self._running if not one.made.done()]
+        self._running.append(batch)
         return batch
 
     def make(self, constraints: Collection[Constraint]) -> dict[Constraint, Found]:
@@ -143,28 +159,26 @@ class Masks:
             self._begin_batch(here)
             others += here
             here = []
-        began = monotonic()
+        end = monotonic() + MAX_WAIT
         found = self._make_here(here)
         if others:
-            self._wait_for(others, began + MAX_WAIT)
+            _wait_for(others, end)
         for one in others:
-            if self.is_made(one):
-                found[one] = self._made(one)
+            record = one.record
+            assert record.making is not None
+            batch, place = record.making
+            if batch.is_made():
+                found[one] = batch.found[place]
+                record.making = None
+                batch.unread -= 1
+                self._judge(one, quick=batch.quick)
             else:
-                one.record.late = True
+                record.late = True
         return found
-
-    def _wait_for(self, constraints: Sequence[Constraint], end: float) -> None:
-        """Waits until the masks of constraints are made, at most until a time."""
-        batches = {one.record.making[0].made for one in constraints if one.record.making}
-        waited = [batch for batch in batches if not batch.done()]
-        if waited:
-            wait(waited, timeout=max(0.0, end - monotonic()))
 
     def wait(self) -> None:
         """Waits until one more mask is made, for a bounded time; not if none is being made."""
-        batches = {one.record.making[0].made for one in self._making if one.record.making}
-        waited = {batch for batch in batches if not batch.done()}
+        waited = {batch.made for batch in self._running if not batch.made.done()}
         wait(waited, timeout=IDLE_WAIT, return_when=FIRST_COMPLETED)
 
     def _make_here(self, constraints: list[Constraint]) -> dict[Constraint, Found]:
@@ -176,30 +190,22 @@ class Masks:
         else:
             found, seconds = _together(constraints)
         for one in constraints:
-            self._judge(one, seconds)
+            self._judge(one, quick=seconds <= QUICK)
         return dict(zip(constraints, found, strict=True))
 
-    def _made(self, constraint: Constraint) -> Found:
-        """Returns a mask that another thread has made, or what it raised."""
+    def _judge(self, constraint: Constraint, *, quick: bool) -> None:
         record = constraint.record
-        assert record.making is not None
-        batch, place = record.making
-        record.making = None
-        self._making.discard(constraint)
-        batch.unread -= 1
-        try:
-            found, seconds = batch.made.result()
-        except Exception as error:
-            return error
-        self._judge(constraint, seconds)
-        mask: Found = found[place]
-        return mask
-
-    def _judge(self, constraint: Constraint, seconds: float) -> None:
-        record, quick = constraint.record, seconds <= QUICK
         record.quick = record.quick + 1 if quick else 0
         if quick:
             record.late = False
+
+
+def _wait_for(constraints: Sequence[Constraint], end: float) -> None:
+    """Waits until the masks of constraints are made, at most until a time."""
+    batches = {one.record.making[0] for one in constraints if one.record.making is not None}
+    waited = [batch.made for batch in batches if not batch.made.done()]
+    if waited:
+        wait(waited, timeout=max(0.0, end - monotonic()))
 
 
 def few() -> int:
