@@ -601,10 +601,11 @@ def test_the_sampling_kernel_samples_the_same_tokens(
     allowed[:, 1] = True
     wide = np.zeros((len(allowed), -(-size // 32) * 32), dtype=bool)
     wide[:, :size] = allowed
-    words = np.packbits(wide, axis=1, bitorder="little").view(np.uint32)
+    words = np.packbits(wide, axis=1, bitorder="little").view(np.int32)
     lines = np.arange(len(rows), dtype=np.int32) // 2  # of every second row
     lines[1::2] = -1
-    masks = TokenMasks(mx.array(words), mx.array(lines)) if masked else None
+    numbers = mx.array(np.concatenate([lines, words.reshape(-1)]))
+    masks = TokenMasks(numbers, len(rows)) if masked else None
     others = (positions, histories, None, (), masks)
     fast: Any = sampler.sample_batch(logits, company, *others).tokens.tolist()
     with pytest.MonkeyPatch.context() as patch:

@@ -274,7 +274,7 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
     token, margin = oracle(logits, row, bits)
     batch = SamplingBatch([row.options], [row.seed], len(logits))
     words = np.packbits(np.resize(bits, 32) & (np.arange(32) < len(bits)), bitorder="little")
-    mask = TokenMasks(mx.array(words.view(np.uint32)[None]), mx.array([0], dtype=mx.int32))
+    mask = TokenMasks(mx.array(np.concatenate([[0], words.view(np.int32)]).astype(np.int32)), 1)
     found = sample_batch(
         mx.array(logits)[None],
         batch,

@@ -142,12 +142,15 @@ class Constraint:
         Afterwards nothing asks the matcher until `take`, so that a mask can be made meanwhile.
         `find`: forced tokens are found at once.
         """
+        matcher, forced = self._matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
-        self._behind_token()
-        accepts = self._accepts = self._matcher.is_accepting()
-        self._finished = accepts and self._matcher.is_stopped()
-        if find and not accepts:
-            self._find_forced()
+        if forced:
+            forced.popleft()
+        accepts = self._accepts = matcher.is_accepting()
+        self._finished = accepts and matcher.is_stopped()
+        self._sought = find
+        if find and not forced and not accepts and self._canonical:
+            forced.extend(matcher.compute_ff_tokens())
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.

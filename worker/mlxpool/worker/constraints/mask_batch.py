@@ -17,9 +17,9 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from mlxpool.common.errors import PoolError
 from mlxpool.worker.constraints.constraint import WORD_BITS, Constraint, Words
 
-SPARE_CORES = 2  # for the thread that runs the steps, and the process's others
-MAX_THREADS = 16
-MANY = 24  # tokens that several threads take sooner than one
+SHARE = 2  # of the cores, one in so many: others run the steps, and wait less for each other
+MAX_THREADS = 8  # more make no mask sooner
+MANY = 96  # tokens that several threads take sooner than one
 FULL_WORD = 2**WORD_BITS - 1
 FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
 
@@ -104,7 +104,7 @@ def _with_ends(one: Constraint, table: Words, accepts: Sequence[bool]) -> Words:
 def threads() -> int:
     """Returns how many threads the library makes masks in."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MAX_THREADS, (cores or 1) - SPARE_CORES))
+    return max(1, min(MAX_THREADS, (cores or 1) // SHARE))
 
 
 @cache

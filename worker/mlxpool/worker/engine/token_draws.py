@@ -20,7 +20,7 @@ from mlxpool.worker.sampling.batch import (
 )
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.transfers.uploads import Upload, upload_lines
+from mlxpool.worker.transfers.uploads import Upload, upload_table
 
 
 class TokenDraws:
@@ -119,8 +119,8 @@ class TokenDraws:
                 known += len(mask)
         if not table:
             return None
-        words = upload_lines(self._upload, table)
-        return TokenMasks(words, self._upload(np.array(lines, dtype=np.int32)))
+        numbers = upload_table(self._upload, np.array(lines, dtype=np.int32), table)
+        return TokenMasks(numbers, len(lines))
 
 
 def _position(span: Span) -> int:

@@ -10,7 +10,6 @@ import mlx.core as mx
 from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, Constant, build_kernel, kernel_works
 
 INPUTS = ("logits", "heats", "top_ks", "top_ps", "min_ps", "seeds", "positions")
-MASKS = ("words", "lines")
 THREADS = 1024
 KNOWN_THREADS = 256
 
@@ -29,18 +28,20 @@ def sample_tokens(
     min_ps: mx.array,
     seeds: mx.array,
     positions: mx.array,
-    masks: tuple[mx.array, mx.array] | None = None,
+    masks: mx.array | None = None,
 ) -> mx.array:
     """Returns tokens [R] int32 of logits [R, V], -1 where logits are not numbers.
 
     `heats` [R] are temperatures, 0: the likeliest token; `top_ks` [R] int32, 0: off; `top_ps` [R],
     1 or more: off; `min_ps` [R]; `seeds` [R, 2] uint32, the upper half first; `positions` [R] int32
-    of the tokens in their completions. `masks`: words [K, ceil(V / 32)] uint32, whose bits are the
-    tokens that may be drawn, and the line [R] int32 of each row in them, -1: it has none.
+    of the tokens in their completions. `masks`: see TokenMasks.numbers.
     """
     rows, size = logits.shape
     found: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(
-        inputs=[logits, heats, top_ks, top_ps, min_ps, seeds, positions, *(masks or ())],
+        inputs=[
+            *(logits, heats, top_ks, top_ps, min_ps, seeds, positions),
+            *(() if masks is None else (masks,)),
+        ],
         grid=(rows * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(rows,)],
@@ -70,7 +71,7 @@ def _known_kernel() -> Any:
 @cache
 def _kernel(size: int, dtype: mx.Dtype, masked: bool) -> Any:
     constants: dict[str, Constant] = {"SIZE": size, "THREADS": THREADS, "N": dtype}
-    inputs, header = (INPUTS + MASKS, "#define MASKED\n") if masked else (INPUTS, "")
+    inputs, header = ((*INPUTS, "masks"), "#define MASKED\n") if masked else (INPUTS, "")
     return build_kernel("sampling", inputs, ["token"], constants, contiguous=True, header=header)
 
 

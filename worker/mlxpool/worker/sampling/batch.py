@@ -207,21 +207,22 @@ def _top_k(options: Options, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The tokens that rows may draw.
+    """The tokens that R rows may draw.
 
-    `words` [K, ceil(vocabulary / 32)] uint32 have a bit for each token, and `lines` [R] int32 the
-    line of each row in them, -1: it may draw any token.
+    `numbers` int32 are the line of each row, -1: it may draw any token; and behind these the lines
+    [K, ceil(vocabulary / 32)], words with a bit for each token.
     """
 
-    words: mx.array
-    lines: mx.array
+    numbers: mx.array
+    rows: int
 
     def bits(self, size: int) -> mx.array:
         """Returns [R, size] whether a token may be drawn."""
-        words = mx.take(self.words, mx.maximum(self.lines, 0), axis=0)
-        bits = words.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
-        allowed = bits.reshape(words.shape[0], -1)[:, :size].view(mx.bool_)
-        return allowed | (self.lines < 0)[:, None]
+        lines, words = self.numbers[: self.rows], self.numbers[self.rows :]
+        bytes_of = mx.take(words.reshape(-1, -(-size // 32)), mx.maximum(lines, 0), axis=0)
+        bits = bytes_of.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
+        allowed = bits.reshape(self.rows, -1)[:, :size].view(mx.bool_)
+        return allowed | (lines < 0)[:, None]
 
 
 # ---- outputs -----------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ def _by_kernel(
     places = batch.zero_positions
     if batch.any_random:
         places = batch.upload(np.array(positions, dtype=np.int32))
-    lines = None if masks is None else (masks.words, masks.lines)
-    tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places, lines)
+    allowed = None if masks is None else masks.numbers
+    tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places, allowed)
     return _with_logprobs(logits.astype(mx.float32), tokens, batch)
 
 

@@ -60,16 +60,21 @@ class Uploads:
         into[:] = numbers.reshape(-1).view(np.int32)
         return (found + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
 
-    def lines(self, arrays: Sequence[Numbers]) -> mx.array:
-        """As one call for arrays [_, n] of the same numbers below each other; copies them once."""
+    def table(self, head: Numbers, arrays: Sequence[Numbers]) -> mx.array:
+        """See upload_table."""
         width, kind = arrays[0].shape[1], arrays[0].dtype
-        into, found = self.take(width * sum(map(len, arrays)))
-        np.concatenate(arrays, out=into.view(kind).reshape(-1, width))
-        return (found + 0).view(_DTYPES[kind.kind]).reshape(-1, width)
+        into, found = self.take(head.size + width * sum(map(len, arrays)))
+        into[: head.size] = head
+        np.concatenate(arrays, out=into[head.size :].view(kind).reshape(-1, width))
+        return found + 0
 
 
-def upload_lines(upload: Upload, arrays: Sequence[Numbers]) -> mx.array:
-    """Returns an array of the device with arrays [_, n] of the same numbers below each other."""
+def upload_table(upload: Upload, head: Numbers, arrays: Sequence[Numbers]) -> mx.array:
+    """Returns int32 numbers: `head` [n] int32, and behind it those of `arrays` [_, width].
+
+    They are copied once, where the device addresses the host's memory.
+    """
     if isinstance(upload, Uploads):
-        return upload.lines(arrays)
-    return upload(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        return upload.table(head, arrays)
+    flat = [one.reshape(-1).view(np.int32) for one in arrays]
+    return upload(np.concatenate([head, *flat]))

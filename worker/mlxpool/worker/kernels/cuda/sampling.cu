@@ -1,7 +1,8 @@
 // Samples a token of each row's SIZE logits as sampler.py does, in one or a few passes of a thread
 // block over its row. Masses are integers, so that the order of their sums does not matter. Candidates
 // that are read often are collected in a list first; when they do not fit, the whole row is read.
-// With MASKED a row may have a line of words, whose bits say which tokens it may draw.
+// With MASKED `masks` has a number for each row, and lines of words: the number is the row's line, whose
+// bits say which tokens it may draw, or -1.
 constexpr int CAPACITY = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
 constexpr float MASS = 1099511627776.f;  // of the most likely token
 using Big = unsigned long long;
@@ -49,7 +50,7 @@ constexpr int EACH = SIZE % 8 ? 1 : 8;
 #ifdef MASKED
 constexpr int LINE = (SIZE + 31) / 32 * 4;  // bytes of the bits of a row
 const unsigned char* const bits =
-    lines[row] < 0 ? nullptr : (const unsigned char*)words + (long)lines[row] * LINE;
+    masks[row] < 0 ? nullptr : (const unsigned char*)(masks + gridDim.x) + (long)masks[row] * LINE;
 #endif
 auto sweep = [&](auto work) {
   #pragma unroll 2
