@@ -58,6 +58,18 @@ class ConstrainedRows:
             [one for one in taken if len(one.forced(find=False)) < least and not one.finished]
         )
 
+    def begin_behind_runs(self, drawn: Sequence[SampledToken]) -> None:
+        """Begins the masks of rows that got forced tokens: a pass reads these before it draws."""
+        if not self._generations.constrained_count or not self._engine.limits.ahead:
+            return
+        of, running = self._generations.of, Phase.RUNNING
+        rows = [
+            of(one.sequence).constraint
+            for one in drawn
+            if one.sequence.phase is running and one.sequence.unread
+        ]
+        self._masks.begin_early([one for one in rows if one is not None])
+
     def masks(self, rows: Iterable[Generation]) -> dict[Generation, Found]:
         """Returns the masks with which rows of the newest pass draw, or why there is none.
 

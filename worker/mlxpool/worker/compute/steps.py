@@ -294,6 +294,7 @@ class Steps:
                     generations.release(sequence)
                     sequence.shift_context()
             deltas.append(delta)
+        self._constrained.begin_behind_runs(drawn)
         return deltas
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:

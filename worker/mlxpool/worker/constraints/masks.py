@@ -98,10 +98,19 @@ class Masks:
         if len(constraints) > few():
             self._begin_batch([*constraints])
 
-    def _begin_batch(self, constraints: list[Constraint]) -> None:
+    def begin_early(self, constraints: Sequence[Constraint]) -> None:
+        """Begins the masks of quick constraints, which are wanted after the next pass was begun.
+
+        The other thread begins when this one waits for something.
+        """
+        wanted = [one for one in constraints if one.record.making is None and self.is_quick(one)]
+        if wanted:
+            self._begin_batch(wanted, waits=False)
+
+    def _begin_batch(self, constraints: list[Constraint], *, waits: bool = True) -> None:
         """Has another thread make masks together.
 
-        It is given Python's lock until it has begun, or it would begin when this thread waits.
+        `waits`: it is given Python's lock until it has begun.
         """
         table, begun = self._table(constraints), allocate_lock()
         begun.acquire()
@@ -116,7 +125,8 @@ class Masks:
         batch = self._submit(constraints, make)
         batch.table = table
         self._newest = batch
-        begun.acquire(timeout=BEGIN_WAIT)  # the threads may all make masks that take long
+        if waits:
+            begun.acquire(timeout=BEGIN_WAIT)  # the threads may all make masks that take long
 
     def _table(self, constraints: Sequence[Constraint]) -> Table:
         """Returns memory for masks: that of the newest batch, if all of its masks were used."""
