@@ -49,11 +49,13 @@ class JobStory(Story):
         self.readings: dict[tuple[bytes, int], Reading] = {}
         self.late = False  # commits wait for `settle`
         self.forgotten: list[int] = []  # links
-        self.inbox: list[core_actions.ToClient] = []
+        self.posts: list[act.Post] = []  # notices
+        self.inbox: list[core_actions.ToClient | core_actions.JobSetBack] = []
         self.checks: list[Callable[[Reading, int], None]] = []
         super().__init__(**settings)
+        self.policy = JobPolicy(60.0, 1e9)
         self.store = store or StoreModel(lambda: self.now + self.offset)
-        self.manager = JobManager(BOOT, CoreView(self.core), lambda: JobPolicy(60.0, 1e9))
+        self.manager = JobManager(BOOT, CoreView(self.core), lambda: self.policy)
         self.tell_manager(ev.StoreOpened())
         self.settle()
 
@@ -61,7 +63,9 @@ class JobStory(Story):
 
     def _check(self, action: core_actions.Action) -> None:
         super()._check(action)
-        if isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK:
+        if isinstance(action, core_actions.JobSetBack) or (
+            isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK
+        ):
             self.inbox.append(action)
 
     def tell_manager(self, event: ev.Event) -> None:
@@ -75,6 +79,8 @@ class JobStory(Story):
                 self._told(action)
             elif isinstance(action, act.Forget):
                 self.forgotten.append(action.link)
+            elif isinstance(action, act.Post):
+                self.posts.append(action)
             else:
                 self.do(action.event)
 
@@ -82,7 +88,7 @@ class JobStory(Story):
         """Give the manager what the core and the store have for it."""
         while self.inbox or self.store.results:
             while self.inbox:
-                event = job_event(self.inbox.pop(0))
+                event = job_event(self.inbox.pop(0), lambda slot: f"stacks of {slot}")
                 if event is not None:
                     self.tell_manager(event)
             for operation, result in self.store.take():

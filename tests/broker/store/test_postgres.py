@@ -146,8 +146,9 @@ def test_a_server_that_does_not_answer_is_told() -> None:
 
 
 def changed(database: PostgresDatabase, steps: schema.Steps) -> None:
-    """Bring the tables to version 2."""
-    schema.bring_up_to_date(database, schema.POSTGRES, lambda version: None, 2, steps)
+    """Bring the tables to the version behind ours."""
+    later = schema.VERSION + 1
+    schema.bring_up_to_date(database, schema.POSTGRES, lambda version: None, later, steps)
 
 
 def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
@@ -155,13 +156,14 @@ def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
     with PostgresOpener(url, MAX_BYTES).open() as store:
         store.begin(7, 1.0)
         store.transaction([submit(1)], 1.0)
-    steps = {1: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
+    now = schema.VERSION
+    steps = {now: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
     with PostgresDatabase(url) as database:
         with pytest.raises(psycopg.Error, match="missing"):
-            changed(database, {1: (*steps[1], "UPDATE missing SET a = 1")})
+            changed(database, {now: (*steps[now], "UPDATE missing SET a = 1")})
         assert database.read_version() == schema.VERSION
         changed(database, steps)
-        assert database.read_version() == 2
+        assert database.read_version() == now + 1
         assert database.execute("SELECT note FROM job") == [("none",)]
-    with pytest.raises(StoreUnusable, match=r"schema 2.*newer"):
+    with pytest.raises(StoreUnusable, match=rf"schema {now + 1}.*newer"):
         PostgresOpener(url, MAX_BYTES).open()

@@ -26,6 +26,7 @@ from mlxpool.broker.store.operations import (
 )
 from mlxpool.broker.store.records import (
     Chunk,
+    Cursor,
     Export,
     ExportedJob,
     JobList,
@@ -219,17 +220,16 @@ def test_everything_of_every_job_is_exported(store: OpenedStore) -> None:
         store.do(progress(number, 0), progress(number, 4))
     store.do(finish(2), finish(3), Release(job_id(3)))
     found: list[ExportedJob] = []
-    after = 0
-    while True:
-        page = store.one(ExportJobs(after=after, max_bytes=1))
-        assert isinstance(page, Export)
+    cursor: Cursor | None = Cursor()
+    while cursor is not None:
+        page = store.one(ExportJobs(cursor, max_bytes=1))
+        assert isinstance(page, Export) and len(page.jobs) <= 1
         found += page.jobs
-        after = page.next
-        if not after:
-            break
-    assert [each.job.id for each in found] == [job_id(1), job_id(2)]
+        cursor = page.next
+    assert [each.job.id for each in found] == [job_id(1), job_id(1), job_id(2), job_id(2)]
     assert found[0].blobs == (b"blob", b"\1") and found[0].request == b"request 1"
-    assert found[1].chunks == (chunk(2, 0), chunk(2, 4)) and found[1].job.end == b"end"
+    assert found[1].request is None and found[2].job.end == b"end"
+    assert [each.chunks for each in found[2:]] == [(chunk(2, 0),), (chunk(2, 4),)]
     assert len(store.one(ExportJobs()).jobs) == 2
 
 

@@ -37,6 +37,7 @@ from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
+from mlxpool.broker.store.records import MAX_STACKS
 from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
@@ -176,6 +177,7 @@ class Broker:
             self.endpoints.front,
             self.perform,
             on_fenced=lambda now: self.lifecycle.end_at_once(now),
+            stacks=lambda slot: self.supervisor.stacks(slot, MAX_STACKS),
         )
 
     def _build_operations(self, reread: Callable[[], PoolConfig] | None) -> None:

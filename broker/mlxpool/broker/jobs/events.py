@@ -61,6 +61,31 @@ class RunEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class SetBack:
+    """A worker that ran a job was lost; its run goes on, or `RunEnded` follows.
+
+    `stacks` are those of its threads if it hung or crashed on this machine, "" else.
+    """
+
+    id: bytes
+    attempt: int
+    charge: float
+    cause: str
+    stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A try to post a notice is over. `why` it failed; `final`: no other try can help."""
+
+    end_seq: int
+    delivered: bool
+    why: str = ""
+    final: bool = False
+    retry_after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOpened:
     """The store takes operations: for the first time, or again after a failure of the disk."""
 
@@ -83,5 +108,15 @@ class Wake:
 
 
 Event = (
-    Asked | Acknowledged | ReaderLeft | Output | RunEnded | StoreOpened | StoreLost | Closing | Wake
+    Asked
+    | Acknowledged
+    | ReaderLeft
+    | Output
+    | RunEnded
+    | SetBack
+    | Posted
+    | StoreOpened
+    | StoreLost
+    | Closing
+    | Wake
 )

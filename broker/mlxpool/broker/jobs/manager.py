@@ -16,6 +16,7 @@ from mlxpool.broker.jobs.actions import Action, Outbox
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.figures import JobFigures
+from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.questions import JobPolicy, Questions
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
@@ -46,14 +47,19 @@ class JobManager:
         self._outbox = outbox = Outbox(boot)
         self._feeder = Feeder()
         self.readers = Readers(outbox, active)
-        self.runs = Runs(outbox, view, self._feeder, self.readers, active)
-        self.questions = Questions(outbox, view, self._feeder, self.runs, self.readers, policy)
+        self.notices = notices = NoticeQueue(outbox, lambda: policy().notify_for)
+        self.runs = Runs(outbox, view, self._feeder, self.readers, notices, active)
+        self.questions = Questions(
+            outbox, view, self._feeder, self.runs, self.readers, notices, policy
+        )
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Asked: self._on_asked,
             ev.Acknowledged: self._on_acknowledged,
             ev.ReaderLeft: self._on_reader_left,
             ev.Output: self.runs.on_output,
             ev.RunEnded: self.runs.on_ended,
+            ev.SetBack: self.runs.on_set_back,
+            ev.Posted: self.notices.on_posted,
             ev.StoreOpened: self._on_store_opened,
             ev.StoreLost: self._on_store_lost,
             ev.Closing: self._on_closing,
@@ -86,6 +92,7 @@ class JobManager:
         self._outbox.resolve(operation, result, now)
         if self._open:
             self._feed(now)
+            self.notices.read_due(now)
         return self._outbox.take()
 
     def next_wake(self) -> float:
@@ -96,6 +103,7 @@ class JobManager:
             self._figures_at,
             self._readers_at,
             self._backlog_at,
+            self.notices.due,
             self.runs.next_write(),
         )
 
@@ -138,6 +146,7 @@ class JobManager:
             self._sweep(now)
         if now >= self._figures_at:
             self._count(now)
+        self.notices.read_due(now)
         self._feed(now)
 
     def _feed(self, now: float) -> None:
@@ -153,6 +162,8 @@ class JobManager:
         self._read_backlog()
         self._sweep(now)
         self._count(now)
+        self.notices.opened(now)
+        self.notices.read_due(now)
         self.readers.read_again(now)
 
     def _poisons_read(self, result: Result, now: float) -> None:
@@ -175,6 +186,7 @@ class JobManager:
     def _on_store_lost(self, event: ev.StoreLost, now: float) -> None:
         self._open = False
         self.runs.drop_all()
+        self.notices.lost()
         self._feeder.groups.clear()
         self._sweeping = self._counting = False
         self._poll_at = self._sweep_at = self._figures_at = self._backlog_at = math.inf
@@ -199,6 +211,7 @@ class JobManager:
         if isinstance(result, Swept):
             for job in result.expired:
                 self.readers.job_changed(job, now)
+                self.notices.came(job, now)
             if result.more:
                 self._sweep(now)
 

@@ -13,6 +13,7 @@ from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
+from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
@@ -38,6 +39,7 @@ from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.job_messages import AboutJob, JobAccepted, JobRow, ListJobs, Submit
 from mlxpool.common.protocol.packing import pack
+from mlxpool.common.web_targets import Allowed
 
 # What the state of a job does not allow, and what to do instead.
 REFUSALS = {
@@ -55,6 +57,9 @@ class JobPolicy:
     keep: float
     keep_max: float
     quota_jobs: int = 0
+    notify_url: str = ""  # of jobs that name none
+    notify_for: float = 86400.0  # after the end, until a notice is given up
+    notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen
 
 
 class Questions:
@@ -67,6 +72,7 @@ class Questions:
         feeder: Feeder,
         runs: Runs,
         readers: Readers,
+        notices: NoticeQueue,
         policy: Callable[[], JobPolicy],
     ) -> None:
         """`policy` returns the settings in force."""
@@ -76,6 +82,7 @@ class Questions:
         self._feeder = feeder
         self._runs = runs
         self._readers = readers
+        self._notices = notices
 
     def on_asked(self, event: ev.Asked, now: float) -> None:
         message = event.message
@@ -124,6 +131,7 @@ class Questions:
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
             keep=min(keep, policy.keep_max),
+            notify=_notify_url(message, policy),
             max_jobs=policy.quota_jobs,
         )
 
@@ -244,6 +252,7 @@ class Questions:
                 if isinstance(result, Changed):
                     state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
                     self._readers.job_changed(job, now)
+                    self._notices.came(job, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:
                 self._fail(event, self._error_of_change(message, result))
@@ -297,6 +306,16 @@ CHANGES = {
     messages.RETRY: Questions._retry,
     messages.RELEASE: Questions._release,
 }
+
+
+def _notify_url(message: Submit, policy: JobPolicy) -> str:
+    """To which URL the end of a job is told, "" to none. Raises BadRequest."""
+    if message.notify is None:
+        return policy.notify_url
+    refused = policy.notify_allowed.refusal(message.notify.target)
+    if refused:
+        raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends of jobs")
+    return message.notify.url
 
 
 def _stored(state: str) -> JobState:

@@ -346,15 +346,7 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
     job = outcome.job
     if job is None:
         return outcome
-    chunks = [
-        rows.chunk_of(row)
-        for row in database.execute(
-            "SELECT pos, ids, text, borders, logprobs FROM chunk WHERE job = ? AND gen = ?"
-            " ORDER BY pos",
-            job.seq,
-            job.gen,
-        )
-    ]
+    chunks = list(rows.chunks_of(database, job))
     text = "".join(chunk.text for chunk in chunks)
     ids = b"".join(chunk.ids for chunk in chunks)
     return LineOutcome(outcome.line, outcome.label, outcome.cause, job, text, ids)

@@ -37,7 +37,7 @@ def retry(database: Database, asked: Retry, now: float) -> Result:
     database.change(
         "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
         " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
-        " cause = '', size = size - ? WHERE seq = ?",
+        " ending_crc = NULL, cause = '', size = size - ? WHERE seq = ?",
         int(asked.new_generation),
         now,
         None if asked.deadline is None else now + asked.deadline,
