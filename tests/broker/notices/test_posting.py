@@ -171,7 +171,11 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 def test_a_server_that_does_not_answer_is_left() -> None:
     done = threading.Event()
-    with receiver(lambda connection, request: bool(done.wait()) and None) as (port, _):
+
+    def serve(connection: socket.socket, request: bytes) -> None:
+        done.wait()
+
+    with receiver(serve) as (port, _):
         assert post(port, timeout=0.3) == Outcome(False, "no answer in 0.3 s")
         done.set()
 

@@ -224,6 +224,7 @@ class Broker:
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.reloader.after_reload,
+            None if self.jobs is None else self.jobs.ask,
             self.counters,
         )
         self.signals = Signals(self.lifecycle, self.supervisor.kill_all, self.reloader.begin)

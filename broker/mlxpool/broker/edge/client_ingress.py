@@ -20,16 +20,12 @@ from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError
 from mlxpool.common.protocol import frames, from_client, job_messages
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
-from mlxpool.common.protocol.job_messages import names_a_job, parse_question
+from mlxpool.common.protocol.job_messages import JOBS_OFF, names_a_job, parse_question
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
-JOBS_OFF = (
-    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
-    " state_dir in [pool]"
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,10 +7,12 @@ again while its actions are performed, and what a turn brings is handled togethe
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from mlxpool.broker.core import actions as core_actions
 from mlxpool.broker.core import events as core_events
@@ -33,8 +35,8 @@ from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Header, encoded
+from mlxpool.common.protocol import frames, job_operations
+from mlxpool.common.protocol.frames import Content, Header, encoded
 from mlxpool.common.protocol.from_client import Ack
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.transport.waker import Waker
@@ -44,6 +46,8 @@ log = logging.getLogger("mlxpool.broker")
 
 CLOSE_TIMEOUT = 5.0  # seconds for what jobs have left to write when the broker ends
 CLOSE_POLL = 0.005  # seconds between two looks for results meanwhile
+OPERATORS = -1  # the link of questions that `JobService.ask` brought
+Answer = Callable[[Content], None]
 OPEN = (HealthState.OK, HealthState.FULL)
 
 
@@ -86,6 +90,7 @@ class JobService(Closing):
         self._on_fenced = on_fenced
         self._stacks = stacks
         self._inbox: deque[ev.Event] = deque()
+        self._asking: dict[bytes, Answer] = {}  # questions of operators that are not answered yet
         self._results: deque[tuple[Operation, Result]] = deque()  # refused at once
         self._health = HealthState.CLOSED
 
@@ -112,6 +117,16 @@ class JobService(Closing):
             if isinstance(event, ev.Asked):
                 actions.append(self._answer_of_fault(event))
         self._act(actions, now)
+
+    def ask(self, kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
+        """Have an operator's question answered: `answer` gets its content, now or later.
+
+        Raises BadRequest for a question that cannot be asked.
+        """
+        owner, question = job_operations.parse_question(kind, body)
+        id = secrets.token_bytes(frames.ID_BYTES)
+        self._asking[id] = answer
+        self.handle(ev.Asked(OPERATORS, owner, id, 0, question, operator=True), now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
         """A client has acknowledged ids, perhaps of readings."""
@@ -199,6 +214,9 @@ class JobService(Closing):
 
     def _tell(self, action: act.Tell, now: float) -> None:
         header, message = action.header, action.message
+        if action.link == OPERATORS:
+            self._asking.pop(header.id or b"")(message)
+            return
         try:
             parts = frames.encode(header, message.body(), message.blobs())
         except PoolError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
 from mlxpool.broker.jobs.notices import NoticeQueue
+from mlxpool.broker.jobs.operator_questions import OperatorQuestions, with_owner
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
@@ -83,6 +84,7 @@ class Questions:
         self._runs = runs
         self._readers = readers
         self._notices = notices
+        self._of_operators = OperatorQuestions(outbox, self._row_for_operators)
 
     def on_asked(self, event: ev.Asked, now: float) -> None:
         message = event.message
@@ -91,6 +93,8 @@ class Questions:
                 raise message
             if isinstance(message, Submit):
                 self._submit(event, message, now)
+            elif event.operator and self._of_operators.on_asked(event, message):
+                return
             elif isinstance(message, ListJobs):
                 self._list(event, message)
             elif isinstance(message, AboutJob):
@@ -186,19 +190,29 @@ class Questions:
     def _list(self, event: ev.Asked, message: ListJobs) -> None:
         running = message.state == RUNNING
         states = () if not message.state else (_stored(message.state),)
+        owner = message.owner if event.operator else event.owner
+        tenant = None if event.operator else message.tenant
         operation: store.Operation
         if message.after is None:
             operation = store.ListJobs(
-                event.owner, message.tenant, states, message.before, message.limit, reverse=True
+                owner,
+                tenant,
+                states,
+                message.before,
+                message.limit,
+                message.batch,
+                reverse=True,
+                model=message.model,
             )
         else:
-            operation = store.ListEnded(event.owner, message.tenant, message.after, message.limit)
+            operation = store.ListEnded(owner, tenant, message.after, message.limit)
 
         def then(result: Result, now: float) -> None:
             if not isinstance(result, JobList):
                 self._fail(event, _other_error(result))
                 return
-            rows = self._rows(result.jobs)
+            row = self._row_for_operators if event.operator else self._row
+            rows = list(map(row, result.jobs))
             shown = answers.fitting(rows)
             following = result.next
             if len(shown) < len(rows):
@@ -209,9 +223,11 @@ class Questions:
 
         self._outbox.store(operation, then)
 
-    def _rows(self, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
-        active = self._runs.active
-        return [answers.row_of(job, runs=job.id in active) for job in jobs]
+    def _row(self, job: JobView) -> dict[str, Any]:
+        return answers.row_of(job, runs=job.id in self._runs.active)
+
+    def _row_for_operators(self, job: JobView) -> dict[str, Any]:
+        return with_owner(self._row(job), job)
 
     # ---- one job -------------------------------------------------------------------------------
 
@@ -227,10 +243,12 @@ class Questions:
             mine = (event.owner, message.name.tenant)
             if isinstance(result, Refused):
                 self._fail(event, answers.store_error(result))
-            elif job is None or (job.scope.owner, job.scope.tenant) != mine:
+            elif job is None or (
+                not event.operator and (job.scope.owner, job.scope.tenant) != mine
+            ):
                 self._fail(event, answers.unknown(message.name))
             elif message.kind == messages.READ:
-                self._send(event, JobRow(self._rows([job])[0]))
+                self._send(event, JobRow(self._row(job)))
             else:
                 self._change(event, message, job.id)
 
@@ -285,7 +303,7 @@ class Questions:
         """Answer with the job, also one that is as it was asked for: questions may come twice."""
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
-            self._send(event, JobRow(self._rows([result.job])[0]))
+            self._send(event, JobRow(self._row(result.job)))
         else:
             self._fail(event, self._error_of_change(message, result))
 

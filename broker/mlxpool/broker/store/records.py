@@ -358,24 +358,26 @@ class StoreFigures(Result):
 class Cursor:
     """Where an export goes on: at the job `seq` or the first behind it.
 
-    `pos` 0: with the job itself; else with the output of generation `gen` from there on.
+    `part` 0: with the job itself; else with the blob `part` - 1 of its request, those behind it and
+    the output, of generation `gen`, from `pos` on.
     """
 
     seq: int = 0
     gen: int = 0
+    part: int = 0
     pos: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedJob:
-    """A job, or only a further part of its output if `request` is None.
+    """A job, or only further blobs and output of it if `request` is None.
 
-    `damaged` says what of it the disk has changed; that is left out.
+    `blobs` are (place, data). `damaged` says what of it the disk has changed; that is left out.
     """
 
     job: JobView
     request: bytes | None
-    blobs: tuple[bytes, ...]
+    blobs: tuple[tuple[int, bytes], ...]
     chunks: tuple[Chunk, ...]
     damaged: tuple[str, ...] = ()
 

@@ -32,6 +32,10 @@ JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "notify"})
 # Keys of a `generate` that are about its stream, which a job does not have.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
+JOBS_OFF = (
+    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
+    " state_dir in [pool]"
+)
 MAX_NUMBER = 2**62  # of an end_seq
 
 
@@ -55,6 +59,13 @@ def job_id(value: object) -> bytes:
     if not isinstance(value, bytes) or len(value) != ID_BYTES:
         raise BadRequest(f"job must be an id of {ID_BYTES} bytes, got {shown(value)}")
     return value
+
+
+def job_state(value: object) -> str:
+    """A state of jobs as clients see it. Raises BadRequest."""
+    if value not in JOB_STATES:
+        raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {shown(value)}")
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +214,19 @@ class ListJobs(Content):
     """Ask for jobs: with `after` for those that ended after the end with this number.
 
     Without it for all, the newest first, or for those in one state; with `before` for those that
-    were submitted before the one with this number.
+    were submitted before the one with this number. `owner`, `model` and `batch` are of operators,
+    see job_operations.
     """
 
     kind: ClassVar[str] = "jobs"
     after: int | None = None
     before: int = 0
     state: str = ""
-    tenant: str = ""
+    tenant: str | None = ""
     limit: int = DEFAULT_LISTED
+    owner: str | None = None
+    model: str = ""
+    batch: bytes | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
@@ -223,9 +238,7 @@ class ListJobs(Content):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListJobs:
         """Raises BadRequest naming the key, its value and its bound."""
-        state = text(body, "state")
-        if state and state not in JOB_STATES:
-            raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {state!r:.60}")
+        state = "" if not body.get("state") else job_state(body["state"])
         after = integer(body, "after", 0, MAX_NUMBER)
         if state and after is not None:
             raise BadRequest("give one of after and state")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.operations import ExportJobs, VerifyJobs
 from mlxpool.broker.store.records import (
@@ -30,8 +28,9 @@ def export_jobs(database: Database, asked: ExportJobs, now: float) -> Export:
         job = _first_from(database, cursor.seq, asked.states or NOT_GONE)
         if job is None:
             return Export(tuple(jobs), None)
-        goes_on = (cursor.seq, cursor.gen) == (job.seq, job.gen) and cursor.pos > 0
-        exported, cursor = _exported(database, job, cursor.pos if goes_on else 0, room)
+        began = (cursor.seq, cursor.gen) == (job.seq, job.gen)
+        at = cursor if began else Cursor(job.seq, job.gen)
+        exported, cursor = _exported(database, job, at, room)
         jobs.append(exported)
         room -= _size(exported)
     return Export(tuple(jobs), cursor)
@@ -47,39 +46,62 @@ def _first_from(database: Database, seq: int, states: tuple[JobState, ...]) -> J
     return None if row is None else rows.view(row)
 
 
-def _exported(database: Database, job: JobView, pos: int, room: int) -> tuple[ExportedJob, Cursor]:
-    """A job, or its output from `pos` on, and where to go on."""
-    damaged = [job.damaged] if job.damaged and not pos else []
+def _exported(
+    database: Database, job: JobView, at: Cursor, room: int
+) -> tuple[ExportedJob, Cursor]:
+    """A job, or what of it comes from a place on, and where to go on."""
+    damaged: list[str] = []
     request: bytes | None = None
-    blobs: tuple[bytes, ...] = ()
-    if not pos:
+    if not at.part:
         request = b""
+        damaged += [str(rows.damage(job, job.damaged))] if job.damaged else []
         try:
             request = rows.read_request(database, job)
-            blobs = rows.read_blobs(database, job)
         except Damaged as error:
             damaged.append(str(error))
-    room -= len(request or b"") + sum(map(len, blobs))
+        room -= len(request) + len(job.end or b"")
+    blobs: list[tuple[int, bytes]] = []
+    count = rows.count_blobs(database, job)
+    for place in range(max(0, at.part - 1), count):
+        try:
+            data = rows.read_blob(database, job, place)
+        except Damaged as error:
+            damaged.append(str(error))
+            continue
+        if len(data) > room and (blobs or request is not None):
+            part = ExportedJob(job, request, tuple(blobs), (), tuple(damaged))
+            return part, Cursor(job.seq, job.gen, place + 1)
+        blobs.append((place, data))
+        room -= len(data)
+    first = not blobs and request is None
+    chunks, pos = _output(database, job, at.pos, room, damaged, first)
+    following = Cursor(job.seq + 1) if pos is None else Cursor(job.seq, job.gen, count + 1, pos)
+    return ExportedJob(job, request, tuple(blobs), chunks, tuple(damaged)), following
+
+
+def _output(
+    database: Database, job: JobView, pos: int, room: int, damaged: list[str], first: bool
+) -> tuple[tuple[Chunk, ...], int | None]:
+    """Output from `pos` on, and where to go on, None: it is all. `first`: at least one chunk."""
     chunks: list[Chunk] = []
-    following = Cursor(job.seq + 1)
     try:
         for chunk in rows.chunks_of(database, job, pos):
             if chunk.pos < pos:
                 continue
-            if chunks and chunk.size > room:
-                following = Cursor(job.seq, job.gen, chunk.pos)
-                break
+            if chunk.size > room and (chunks or not first):
+                return tuple(chunks), chunk.pos
             chunks.append(chunk)
             room -= chunk.size
     except Damaged as error:
         damaged.append(str(error))
-    return ExportedJob(job, request, blobs, tuple(chunks), tuple(damaged)), following
+    return tuple(chunks), None
 
 
 def _size(exported: ExportedJob) -> int:
-    parts: Iterable[bytes] = (exported.request or b"", *exported.blobs, exported.job.end or b"")
+    blobs = sum(len(data) for _, data in exported.blobs)
     chunks = sum(chunk.size for chunk in exported.chunks)
-    return rows.ROW_BYTES + sum(map(len, parts)) + chunks
+    head = len(exported.request or b"") + len(exported.job.end or b"")
+    return rows.ROW_BYTES + head + blobs + chunks
 
 
 def verify_jobs(database: Database, asked: VerifyJobs, now: float) -> Verified:

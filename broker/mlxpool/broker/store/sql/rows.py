@@ -291,17 +291,29 @@ def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[bytes, bytes]]
         database.change("INSERT INTO job_blob (job, place, sha) VALUES (?, ?, ?)", seq, place, sha)
 
 
+def count_blobs(database: Database, job: JobView) -> int:
+    """How many blobs a job has."""
+    return database.number("SELECT COUNT(*) FROM job_blob WHERE job = ?", job.seq)
+
+
+def read_blob(database: Database, job: JobView, place: int) -> bytes:
+    """One blob of a job. Raises Damaged."""
+    row = database.one(
+        "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
+        " WHERE job = ? AND place = ?",
+        job.seq,
+        place,
+    )
+    if row is None or hashlib.sha256(row[1]).digest() != row[0]:
+        raise damage(job, f"blob {place} of its request")
+    data: bytes = row[1]
+    return data
+
+
 def read_blobs(database: Database, job: JobView) -> tuple[bytes, ...]:
     """The blobs of a job in their order. Raises Damaged."""
-    found = database.execute(
-        "SELECT place, blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
-        " WHERE job = ? ORDER BY place",
-        job.seq,
-    )
-    for place, sha, data in found:
-        if hashlib.sha256(data).digest() != sha:
-            raise damage(job, f"blob {place} of its request")
-    return tuple(row[2] for row in found)
+    count = count_blobs(database, job)
+    return tuple(read_blob(database, job, place) for place in range(count))
 
 
 def read_request(database: Database, job: JobView) -> bytes:
