@@ -25,6 +25,7 @@ from mlxpool.broker.store.records import (
     DuplicateKey,
     Fate,
     Found,
+    History,
     JobList,
     JobState,
     JobView,
@@ -239,7 +240,7 @@ class Questions:
             return
 
         def then(result: Result, now: float) -> None:
-            job = result.job if isinstance(result, Found) else None
+            job = result.job if isinstance(result, Found | History) else None
             mine = (event.owner, message.name.tenant)
             if isinstance(result, Refused):
                 self._fail(event, answers.store_error(result))
@@ -248,11 +249,14 @@ class Questions:
             ):
                 self._fail(event, answers.unknown(message.name))
             elif message.kind == messages.READ:
-                self._send(event, JobRow(self._row(job)))
+                failures = result.failures if isinstance(result, History) else ()
+                told = [{"at": one.at, "cause": one.cause} for one in failures]
+                self._send(event, JobRow({**self._row(job), "failures": told}))
             else:
                 self._change(event, message, job.id)
 
-        self._outbox.store(store.ReadJob(name), then)
+        reads = message.kind == messages.READ
+        self._outbox.store(store.ReadHistory(name) if reads else store.ReadJob(name), then)
 
     def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.cli import job_operations
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import count, duration, size
 from mlxpool.cli.json_text import json_text
@@ -32,6 +33,7 @@ from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
 if TYPE_CHECKING:
     from mlxpool.client import Delta
 
+FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
 
 
@@ -94,6 +96,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--limit", metavar="N", type=count, default=100, help="at most so many (default 100)"
     )
+    sub.add_argument(
+        "--follow",
+        action="store_true",
+        help="print each job when it ends, in the order of the ends, until it is stopped; with"
+        " --after from there on, else those that end from now on",
+    )
+    _add_operations(sub)
     sub.set_defaults(run=jobs)
     for name, text, action in (
         ("retry", "try a dead or expired job again", retry),
@@ -104,6 +113,27 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         sub.set_defaults(run=action)
     for name in ("fetch", "jobs", "retry", "release"):
         add_connect_timeout(commands.choices[name])
+
+
+def _add_operations(parser: argparse.ArgumentParser) -> None:
+    """Add what operators ask about the jobs of all owners."""
+    of_all = parser.add_argument_group("for operators, over the admin socket")
+    of_all.add_argument("--all-owners", action="store_true", help="list the jobs of all owners")
+    of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
+    of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
+    of_all.add_argument("--batch", metavar="ID", help="only the lines of this batch")
+    of_all.add_argument(
+        "--show", metavar="ID", help="all that is known of one job, with the stacks of workers"
+    )
+    of_all.add_argument(
+        "--notices", action="store_true", help="the notices that were not delivered"
+    )
+    of_all.add_argument(
+        "--export", metavar="FILE", help="write all that is stored as JSON lines; -: to the output"
+    )
+    of_all.add_argument(
+        "--verify", action="store_true", help="compare all that is stored with its checksums"
+    )
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +150,9 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--delay", type=_seconds, metavar="TIME", help="do not begin before this time has passed"
+    )
+    parser.add_argument(
+        "--notify", metavar="URL", help="post a notice there when the job has ended"
     )
     parser.add_argument(
         "--priority",
@@ -175,6 +208,7 @@ def submit(options: argparse.Namespace) -> int:
             key=options.job_key,
             keep=options.keep,
             not_before=None if options.delay is None else time.time() + options.delay,
+            notify=options.notify,
             **given,
         )
     if options.json:
@@ -226,7 +260,12 @@ JOBS = (
 
 
 def jobs(options: argparse.Namespace) -> int:
-    """Print a row for each job, the newest first."""
+    """Print a row for each job, the newest first; or do what operators ask."""
+    of_operators = _of_operators(options)
+    if of_operators is not None:
+        return of_operators
+    if options.follow:
+        return follow(options)
     with client_of(options) as client:
         found = client.jobs(after=options.after, state=options.state or "", limit=options.limit)
     if options.json:
@@ -248,6 +287,47 @@ def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
         size(job["bytes"]),
         job["cause"] or "-",
     )
+
+
+def _of_operators(options: argparse.Namespace) -> int | None:
+    """The exit code of what operators ask; None: the user asks for his own jobs."""
+    target = options.admin_target
+    if options.export is not None:
+        return job_operations.export(target, options.export, options.state or "")
+    if options.verify:
+        return job_operations.verify(target, as_json=options.json)
+    if options.notices:
+        return job_operations.list_notices(target, options.owner or "", as_json=options.json)
+    if options.show is not None:
+        id = job_operations.id_of(options.show)
+        return job_operations.look(target, id, as_json=options.json)
+    filters: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("owner", "model", "state")
+        if getattr(options, name)
+    }
+    if options.batch:
+        filters["batch"] = job_operations.id_of(options.batch)
+    if options.all_owners or filters.keys() - {"state"}:
+        return job_operations.list_all(target, filters, options.limit, as_json=options.json)
+    return None
+
+
+def follow(options: argparse.Namespace) -> int:
+    """Print each job when it ends, until it is stopped."""
+    with client_of(options) as client:
+        after = options.after
+        if after is None:
+            ended = client.jobs(after=0)
+            after = ended[-1]["end_seq"] if ended else 0
+        for row in client.follow_jobs(after, interval=FOLLOW_INTERVAL):
+            if options.json:
+                print(json_text(job_operations.shown_row(row)), flush=True)
+            else:
+                cause = f": {row['cause']}" if row["cause"] else ""
+                line = f"{row['end_seq']} {row['key']} {row['state']} {row['ids']} tokens{cause}"
+                print(escape_line(line), flush=True)
+    return 0
 
 
 def retry(options: argparse.Namespace) -> int:
