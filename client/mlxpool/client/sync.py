@@ -431,8 +431,9 @@ class Client(Closing):
         may do it again. `keep` is for how many seconds the result stays after the end (default: as
         the pool's settings say), `not_before` a time as of `time.time()`, `notify` the URL to which
         its end is posted (docs/jobs.md). The other arguments are those of `stream`, without those
-        of the reading: `queue_ms`, `first_token_ms`, `window`, `batch`, `durable`. A job has no deadline unless `deadline_ms` gives one; `priority=-1` is
-        for what may wait until nothing else does. Raises JobsOff for a pool without `state_dir`,
+        of the reading: `queue_ms`, `first_token_ms`, `window`, `batch`, `durable`. A job has no
+        deadline unless `deadline_ms` gives one; `priority=-1` is for what may wait until nothing
+        else does. Raises JobsOff for a pool without `state_dir`,
         DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
         and what `stream` raises.
         """
