@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,10 @@ def keys(browser: Chromium) -> list[str]:
     return browser.texts("#jobs tbody td.name")
 
 
+def has_keys(browser: Chromium, wanted: list[str]) -> bool:
+    return keys(browser) == wanted
+
+
 def show(browser: Chromium, key: str) -> None:
     """Open the page of a job."""
     place = keys(browser).index(key) + 1
@@ -80,10 +85,15 @@ def test_operators_list_and_filter_jobs(browser: Chromium, pool: Pool) -> None:
     assert keys(browser) == ["later", "long", "poison", HOSTILE, "report-7"]
     browser.wait_for_text("#jobs-note", "1 running · 2 done")
     assert browser.run("return document.querySelector('#jobs-token-label').hidden")
-    for state, wanted in (("dead", ["poison"]), ("running", ["long"]), ("expired", [])):
+    filters: tuple[tuple[str, list[str]], ...] = (
+        ("dead", ["poison"]),
+        ("running", ["long"]),
+        ("expired", []),
+    )
+    for state, wanted in filters:
         browser.run(f"document.querySelector('#jobs-state').value = {state!r}")
         browser.click("#jobs-form button")
-        until(lambda wanted=wanted: keys(browser) == wanted, f"only {wanted}")
+        until(partial(has_keys, browser, wanted), f"only {wanted}")
     browser.wait_for_text("#jobs-none", "No job is like that")
     browser.run("document.querySelector('#jobs-state').value = ''")
     browser.write("#jobs-model", "bad")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from mlxpool.broker.http.jobs_route import JobsRoute
+from mlxpool.broker.http.jobs_route import JobsRoute, Question
 from mlxpool.broker.http.loop_queue import LoopQueue
 from mlxpool.common.errors import BadRequest
 
@@ -15,8 +16,9 @@ ID = "0a" * 16
 
 
 @pytest.fixture
-def route() -> JobsRoute:
-    return JobsRoute(LoopQueue(), b"digest")
+def route() -> Iterator[JobsRoute]:
+    with LoopQueue[Question]() as queue:
+        yield JobsRoute(queue, b"digest")
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,10 @@ class Done(Result):
 
 @dataclass(frozen=True, slots=True)
 class StoreFigures(Result):
-    """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`."""
+    """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`.
+
+    `notices` were not delivered yet; `given_up` will not be tried again.
+    """
 
     states: tuple[tuple[JobState, int], ...]
     batches: int
@@ -352,6 +355,7 @@ class StoreFigures(Result):
     used: int
     admit: int
     bound: int
+    given_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)

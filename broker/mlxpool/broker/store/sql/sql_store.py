@@ -124,10 +124,11 @@ class SqlStore(Closing):
         return StoreFigures(
             tuple((JobState(state), count) for state, count in states),
             database.number("SELECT COUNT(*) FROM batch WHERE state <> 'gone'"),
-            database.number("SELECT COUNT(*) FROM outbox"),
+            database.number("SELECT COUNT(*) FROM outbox WHERE given_up IS NULL"),
             database.used_bytes(),
             self.admit_bound(),
             self._max_bytes,
+            database.number("SELECT COUNT(*) FROM outbox WHERE given_up IS NOT NULL"),
         )
 
     def tend(self) -> None:
