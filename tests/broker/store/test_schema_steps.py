@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from mlxpool.broker.store.batch_operations import ListBatches, ReadBatch
+from mlxpool.broker.store.batch_records import BatchList, BatchView
 from mlxpool.broker.store.operations import ReadJob
 from mlxpool.broker.store.records import Found, JobState
 from mlxpool.broker.store.sql import schema
@@ -34,8 +35,8 @@ def back_to_version_1(path: Path) -> None:
         for statement in schema.STEPS[1]:
             if added := re.match(r"ALTER TABLE (\w+) ADD COLUMN (\w+)", statement):
                 database.change(f"ALTER TABLE {added[1]} DROP COLUMN {added[2]}")
-            elif made := re.match(r"CREATE INDEX (\w+)", statement):
-                database.change(f"DROP INDEX {made[1]}")
+            elif made := re.match(r"CREATE (INDEX|TABLE) (\w+)", statement):
+                database.change(f"DROP {made[1]} {made[2]}")
         database.write_version(1)
 
 
@@ -69,5 +70,6 @@ def test_a_store_of_schema_1_goes_on(tmp_path: Path) -> None:
                 [ReadJob(job_id(1)), ReadBatch(b"b" * 16), ListBatches(live=True)], BEGIN
             )
     assert isinstance(found, Found)
+    assert isinstance(batch, BatchView) and isinstance(listed, BatchList)
     assert listed.batches == (batch,)
     assert dict(batch.counts) == {JobState.WAITING: 1, JobState.DEAD: 1} and batch.failed == 1
