@@ -10,11 +10,12 @@ from mlxpool.broker.store.batch_records import BatchList, BatchView
 from mlxpool.broker.store.operations import ReadJob
 from mlxpool.broker.store.records import Found, JobState
 from mlxpool.broker.store.sql import schema
+from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener
 from support.job_store import BEGIN, BOOT, MAX_BYTES, job_id, submit
 
 
-def columns(database: SqliteDatabase) -> dict[str, set[str]]:
+def columns(database: Database) -> dict[str, set[str]]:
     """The columns of each table."""
     tables = database.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
     return {
@@ -24,7 +25,7 @@ def columns(database: SqliteDatabase) -> dict[str, set[str]]:
     }
 
 
-def indices(database: SqliteDatabase) -> set[str]:
+def indices(database: Database) -> set[str]:
     found = database.execute("SELECT name FROM sqlite_schema WHERE type = 'index'")
     return {name for (name,) in found if not name.startswith("sqlite_")}
 
