@@ -78,7 +78,7 @@ def test_operators_list_the_jobs_of_all_owners(pool: Pool) -> None:
         (("--owner", owner, "--model", "m", "--state", "done"), True),
         (("--owner", "uid:nobody"), False),
         (("--model", "bad"), False),
-        (("--batch", "00" * 16), False),
+        (("--of-batch", "00" * 16), False),
     ):
         shown = pool.cli("jobs", *flags)
         assert shown.returncode == 0 and ("listed" in shown.stdout) is found, flags

@@ -309,10 +309,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
             folder.open()
 
 
-NOW = schema.VERSION
+NEXT, LAST = schema.VERSION + 1, schema.VERSION + 2
 STEPS = {
-    NOW: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
-    NOW + 1: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one INTEGER) STRICT"),
+    schema.VERSION: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
+    NEXT: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one {integer}) {strict}"),
 }
 
 
@@ -321,26 +321,26 @@ def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> N
         with_job(folder)
         with folder.open() as store:
             done = schema.bring_up_to_date(
-                store.database, schema.SQLITE, store.copy_before, NOW + 2, STEPS
+                store.database, schema.SQLITE, store.copy_before, LAST, STEPS
             )
-            assert done and store.database.read_version() == NOW + 2
+            assert done and store.database.read_version() == LAST
             assert store.database.execute("SELECT note FROM job") == [("two",)]
-    (copy,) = tmp_path.glob(f"before-schema-{NOW + 2}-*.db")
+    (copy,) = tmp_path.glob(f"before-schema-{LAST}-*.db")
     with SqliteDatabase(copy, MAX_BYTES) as database:
-        assert database.read_version() == NOW
+        assert database.read_version() == schema.VERSION
         assert database.number("SELECT COUNT(*) FROM job") == 1
 
 
 def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
-        steps = {NOW: STEPS[NOW], NOW + 1: ("UPDATE missing SET a = 1",)}
+        steps = {schema.VERSION: STEPS[schema.VERSION], NEXT: ("UPDATE missing SET a = 1",)}
         with folder.open() as store:
             with pytest.raises(sqlite3.OperationalError, match="no such table: missing"):
                 schema.bring_up_to_date(
-                    store.database, schema.SQLITE, store.copy_before, NOW + 2, steps
+                    store.database, schema.SQLITE, store.copy_before, LAST, steps
                 )
-            assert store.database.read_version() == NOW
+            assert store.database.read_version() == schema.VERSION
             store.begin(BOOT, BEGIN)
             (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
             assert isinstance(found, Found)

@@ -23,7 +23,7 @@ from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.manager import JobManager
-from mlxpool.broker.jobs.questions import JobPolicy
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
 from mlxpool.broker.notices.posting import Outcome
 from mlxpool.broker.notices.signing import read_secrets

@@ -22,6 +22,7 @@ _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
     "store_closed": (errors.StoreUnavailable, BUSY_RETRY_MS),
     "store_error": (errors.Internal, None),
     "damaged": (errors.Damaged, None),
+    "in_use": (errors.BadRequest, None),
 }
 
 
@@ -69,6 +70,7 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
         "cause": job.cause,
         "bytes": job.size,
         **({"damaged": job.damaged} if job.damaged else {}),
+        **({} if job.batch is None else {"batch": job.batch, "line": job.line, "id": job.label}),
     }
 
 

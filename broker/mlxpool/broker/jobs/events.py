@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol import job_operations
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.job_messages import AboutJob, Fetch, ListJobs, Submit
+from mlxpool.common.protocol.kept_questions import Question
 from mlxpool.common.protocol.to_client import Done, Failed
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client asks about jobs. `message` is the error that parsing raised if the body is bad.
+    """A client asks about jobs, files or batches.
 
-    `new_id` and `seed` are drawn; a job that is new gets them. `operator`: an operator asks, who
-    may look at and change the jobs of all; then `owner` is the one that the question names.
+    `message` is the error that parsing raised if the body is bad. `new_id` and `seed` are drawn; a
+    job that is new gets them. `operator`: an operator asks, who may look at and change the jobs of
+    all; then `owner` is the one that the question names.
     """
 
     link: int
     owner: str
     id: bytes
     attempt: int
-    message: Submit | Fetch | ListJobs | AboutJob | job_operations.Question | PoolError
+    message: Question | job_operations.Question | PoolError
     new_id: bytes = b""
     seed: int = 0
     operator: bool = False

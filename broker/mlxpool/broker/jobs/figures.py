@@ -9,7 +9,10 @@ from mlxpool.broker.store.records import JobState, StoreFigures
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """Counts of jobs by state, and bytes. The fields are the keys of `jobs` in `ps` and `stats`."""
+    """Counts of jobs by state, and bytes; lines of batches are jobs.
+
+    The fields are the keys of `jobs` in `ps` and `stats`.
+    """
 
     waiting: int
     running: int
@@ -23,9 +26,10 @@ class JobFigures:
     notices: int = 0  # that were not delivered yet
     notices_given_up: int = 0
     store: str = "ok"  # opening | ok | full | failed | fenced | closed
+    batches: int = 0  # that have not ended
 
     @classmethod
-    def of(cls, stored: StoreFigures, running: int, readers: int) -> JobFigures:
+    def of(cls, stored: StoreFigures, running: int, readers: int, batches: int) -> JobFigures:
         counts = dict(stored.states)
         waiting = counts.get(JobState.WAITING, 0)
         ended = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
@@ -42,4 +46,5 @@ class JobFigures:
             stored.bound,
             stored.notices,
             stored.given_up,
+            batches=batches,
         )

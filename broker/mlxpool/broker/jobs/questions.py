@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
@@ -15,11 +14,14 @@ from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.operator_questions import OperatorQuestions, with_owner
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
 from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store import operations as store
+from mlxpool.broker.store.batch_operations import ReadBatch
+from mlxpool.broker.store.batch_records import BatchView
 from mlxpool.broker.store.records import (
     Changed,
     DuplicateKey,
@@ -35,13 +37,20 @@ from mlxpool.broker.store.records import (
     Result,
     Scope,
     Submitted,
+    UnknownName,
 )
-from mlxpool.common.errors import BadRequest, DuplicateId, Gone, Internal, PoolError
+from mlxpool.common.errors import (
+    BadRequest,
+    DuplicateId,
+    Gone,
+    Internal,
+    PoolError,
+    UnknownJob,
+)
 from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.job_messages import AboutJob, JobAccepted, JobRow, ListJobs, Submit
 from mlxpool.common.protocol.packing import pack
-from mlxpool.common.web_targets import Allowed
 
 # What the state of a job does not allow, and what to do instead.
 REFUSALS = {
@@ -50,18 +59,6 @@ REFUSALS = {
 }
 RUNNING = JobPhase.RUNNING.value
 ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
-
-
-@dataclass(frozen=True, slots=True)
-class JobPolicy:
-    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
-
-    keep: float
-    keep_max: float
-    quota_jobs: int = 0
-    notify_url: str = ""  # of jobs that name none
-    notify_for: float = 86400.0  # after the end, until a notice is given up
-    notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen
 
 
 class Questions:
@@ -89,19 +86,14 @@ class Questions:
 
     def on_asked(self, event: ev.Asked, now: float) -> None:
         message = event.message
-        try:
-            if isinstance(message, PoolError):
-                raise message
-            if isinstance(message, Submit):
-                self._submit(event, message, now)
-            elif event.operator and self._of_operators.on_asked(event, message):
-                return
-            elif isinstance(message, ListJobs):
-                self._list(event, message)
-            elif isinstance(message, AboutJob):
-                self._about(event, message)
-        except PoolError as error:
-            self._fail(event, error)
+        if isinstance(message, Submit):
+            self._submit(event, message, now)
+        elif event.operator and self._of_operators.on_asked(event, message):
+            return
+        elif isinstance(message, ListJobs):
+            self._list(event, message)
+        elif isinstance(message, AboutJob):
+            self._about(event, message)
 
     def _fail(self, event: ev.Asked, error: PoolError) -> None:
         self._outbox.fail(event.link, error, event.id, event.attempt)
@@ -121,7 +113,6 @@ class Questions:
             self._refuse_unless_known(event, message, digest, error)
             return
         drawn = generate.options.seed < 0
-        keep = policy.keep if message.keep_ms is None else message.keep_ms / 1000
         deadline_ms = generate.deadline_ms
         operation = store.Submit(
             event.new_id,
@@ -135,7 +126,7 @@ class Questions:
             message.priority,
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
-            keep=min(keep, policy.keep_max),
+            keep=policy.kept(message.keep_ms),
             notify=_notify_url(message, policy),
             max_jobs=policy.quota_jobs,
         )
@@ -189,6 +180,22 @@ class Questions:
     # ---- lists ---------------------------------------------------------------------------------
 
     def _list(self, event: ev.Asked, message: ListJobs) -> None:
+        if not message.batch:
+            self._list_of(event, message, message.batch_id)
+            return
+
+        def found(result: Result, now: float) -> None:
+            if isinstance(result, BatchView):
+                self._list_of(event, message, result.id)
+            elif isinstance(result, UnknownName):
+                why = f"there is no batch {message.batch!r} of this owner"
+                self._fail(event, UnknownJob(why))
+            else:
+                self._fail(event, _other_error(result))
+
+        self._outbox.store(ReadBatch(Scope(event.owner, message.tenant, message.batch)), found)
+
+    def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
         states = () if not message.state else (_stored(message.state),)
         owner = message.owner if event.operator else event.owner
@@ -201,7 +208,7 @@ class Questions:
                 states,
                 message.before,
                 message.limit,
-                message.batch,
+                batch,
                 reverse=True,
                 model=message.model,
             )

@@ -277,7 +277,8 @@ class ListJobs(Operation):
     """Jobs in order of arrival behind the number `after`. Result: JobList of seqs.
 
     `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `model` "": of all.
-    `reverse`: the newest first, those before `after` (0: from the newest).
+    `reverse`: the newest first, those before `after` (0: from the newest). `batch`: the lines of
+    that batch; without it they are left out.
     """
 
     writes: ClassVar[bool] = False

@@ -214,8 +214,9 @@ class ListJobs(Content):
     """Ask for jobs: with `after` for those that ended after the end with this number.
 
     Without it for all, the newest first, or for those in one state; with `before` for those that
-    were submitted before the one with this number. `owner`, `model` and `batch` are of operators,
-    see job_operations.
+    were submitted before the one with this number. `batch`: the lines of the batch with this key;
+    without it, and without `after`, lines of batches are left out. `owner`, `model` and `batch_id`
+    are of operators, see job_operations.
     """
 
     kind: ClassVar[str] = "jobs"
@@ -224,12 +225,14 @@ class ListJobs(Content):
     state: str = ""
     tenant: str | None = ""
     limit: int = DEFAULT_LISTED
+    batch: str = ""
     owner: str | None = None
     model: str = ""
-    batch: bytes | None = None
+    batch_id: bytes | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
+        body |= {"batch": self.batch} if self.batch else {}
         body |= {} if self.after is None else {"after": self.after}
         body |= {"before": self.before} if self.before else {}
         body |= {"state": self.state} if self.state else {}
@@ -244,7 +247,11 @@ class ListJobs(Content):
             raise BadRequest("give one of after and state")
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         before = integer(body, "before", 0, MAX_NUMBER) or 0
-        return cls(after, before, state, tenant_of(body), limit)
+        batch = body.get("batch")
+        key = "" if batch is None else job_key(batch)
+        if key and after is not None:
+            raise BadRequest("give one of after and batch")
+        return cls(after, before, state, tenant_of(body), limit, key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
     if kind == ListJobs.kind:
         model = text(body, "model")
         batch = None if body.get("batch") is None else job_id(body["batch"])
-        return owner, replace(ListJobs.parse(body), owner=owner or None, model=model, batch=batch)
+        listed = ListJobs.parse({name: value for name, value in body.items() if name != "batch"})
+        return owner, replace(listed, owner=owner or None, model=model, batch_id=batch)
     if kind == NOTICES:
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         return owner, ListNotices(owner or None, _number(body, "after"), limit)

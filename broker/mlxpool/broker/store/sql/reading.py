@@ -79,7 +79,9 @@ def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
 def list_jobs(database: Database, asked: ListJobs, now: float) -> JobList:
     """Jobs in order of arrival, or in the reverse order."""
     where, values = _filters(asked.owner, asked.tenant, asked.states or NOT_GONE)
-    if asked.batch is not None:
+    if asked.batch is None:
+        where.append("batch IS NULL")
+    else:
         where.append("batch = ?")
         values.append(asked.batch)
     if asked.model:

@@ -75,6 +75,8 @@ TABLES = (
     "CREATE INDEX job_forget ON job (forget) WHERE forget IS NOT NULL",
     "CREATE INDEX job_state ON job (batch, state) WHERE batch IS NOT NULL",
     "CREATE INDEX job_line ON job (batch, line) WHERE batch IS NOT NULL",
+    "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
+    "CREATE INDEX job_counted ON job (state)",
     """CREATE TABLE chunk (
         job {integer} NOT NULL, gen {integer} NOT NULL, pos {integer} NOT NULL, ids {blob} NOT NULL,
         borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL, crc {integer},
@@ -102,7 +104,7 @@ TABLES = (
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
-        created {real} NOT NULL, forget {real}
+        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT ''
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE file_part (
@@ -114,6 +116,9 @@ TABLES = (
         file {blob} NOT NULL, digest {blob} NOT NULL, defaults {blob} NOT NULL, state TEXT NOT NULL,
         next_line {integer} NOT NULL, next_start {integer} NOT NULL, created {real} NOT NULL,
         ended {real}, deadline {real}, keep {real}, forget {real}, notify TEXT NOT NULL,
+        jobs {integer} NOT NULL DEFAULT 0, done {integer} NOT NULL DEFAULT 0,
+        cancelled {integer} NOT NULL DEFAULT 0, dead {integer} NOT NULL DEFAULT 0,
+        expired {integer} NOT NULL DEFAULT 0, failed {integer} NOT NULL DEFAULT 0,
         UNIQUE (owner, tenant, key)
     ) {strict}""",
     "CREATE INDEX batch_forget ON batch (forget) WHERE forget IS NOT NULL",
@@ -125,8 +130,23 @@ TABLES = (
 
 # For each older version the statements that make the next one of it.
 Steps = Mapping[int, Sequence[str]]
+COUNTED = ("done", "cancelled", "dead", "expired")  # states of jobs that a batch counts
 STEPS: Steps = {
     1: (
+        "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
+        "CREATE INDEX job_counted ON job (state)",
+        "ALTER TABLE file ADD COLUMN key TEXT NOT NULL DEFAULT ''",
+        *(
+            f"ALTER TABLE batch ADD COLUMN {name} {{integer}} NOT NULL DEFAULT 0"
+            for name in ("jobs", *COUNTED, "failed")
+        ),
+        "UPDATE batch SET jobs = (SELECT COUNT(*) FROM job WHERE job.batch = batch.id),"
+        " failed = (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id)",
+        *(
+            f"UPDATE batch SET {state} ="
+            f" (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state = '{state}')"
+            for state in COUNTED
+        ),
         "ALTER TABLE chunk ADD COLUMN crc {integer}",
         "ALTER TABLE job ADD COLUMN facts_crc {integer}",
         "ALTER TABLE job ADD COLUMN ending_crc {integer}",

@@ -185,6 +185,8 @@ class SqlStore(Closing):
             of_batches.ReadBatch: batches.read_batch,
             of_batches.ListBatches: batches.list_batches,
             of_batches.CancelBatch: batches.cancel_batch,
+            of_batches.RetryBatch: batches.retry_batch,
+            of_batches.ReleaseBatch: batches.release_batch,
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: batches.read_outcomes,
         }
