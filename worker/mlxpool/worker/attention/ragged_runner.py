@@ -14,7 +14,13 @@ import numpy.typing as npt
 from mlxpool.worker.attention.block_tables import BlockTables
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
-from mlxpool.worker.attention.row_batch import PassOutput, RowSpan, logit_spans, wanted_lines
+from mlxpool.worker.attention.row_batch import (
+    Ids,
+    PassOutput,
+    RowSpan,
+    logit_spans,
+    wanted_lines,
+)
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.sampling import known_tokens
@@ -88,6 +94,49 @@ class PlanShape:
         return ids, RaggedArrays(positions, slots, named, plans, self.decodes)
 
 
+@dataclass(slots=True)
+class DecodingRows:
+    """What passes over the same `spans` have in common, which are single lines with logits.
+
+    `lines`: those of the rows in the block tables. `seen`: what the spans see; each pass writes its
+    ends. `room` [R]: the tokens for which the rows have blocks, true while `changes` is that of the
+    store; before the first pass it is -1.
+    """
+
+    spans: Sequence[RowSpan]
+    rows: list[PagedRow]
+    shape: PlanShape
+    lines: Int32s
+    seen: Spans
+    room: Int32s
+    changes: int = -1
+
+    @classmethod
+    def of(
+        cls, spans: Sequence[RowSpan], shape: PlanShape, lines: Int32s, seen: Spans
+    ) -> DecodingRows:
+        """Those of a pass that was just built."""
+        rows = [cast(PagedRow, span.row) for span in spans]
+        return cls(spans, rows, shape, lines, seen, np.zeros_like(lines))
+
+    def grow(self, ends: Int32s, store: PagedStore) -> list[int]:
+        """Gives the rows blocks up to these ends. Returns the numbers of rows that may be new to
+        the block tables.
+        """
+        rows = self.rows
+        if self.changes == store.changes:
+            grown = np.flatnonzero(ends > self.room).tolist()
+            changed = grown
+        else:
+            grown, changed = store.short(rows, ends.tolist()), list(range(len(rows)))
+        for number in grown:
+            rows[number].reserve(int(ends[number]))
+        for number in changed:
+            self.room[number] = len(rows[number].table) * KV_BLOCK_TOKENS
+        self.changes = store.changes
+        return changed
+
+
 class RaggedRunner:
     """Runs passes of a model over rows of a pool, compiled once for each of `sizes`.
 
@@ -122,9 +171,16 @@ class RaggedRunner:
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
         self._computed: set[PlanShape] = set()
+        self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
+
+    def decodes(self, spans: Sequence[RowSpan]) -> bool:
+        """Returns whether the newest pass was of these very spans, all of them single lines."""
+        return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether a pass over these spans, which follows, is the first of its kind."""
+        if self.decodes(spans):
+            return False
         shape = self._shape(spans, wanted)
         new = shape not in self._computed
         self._computed.add(shape)
@@ -133,11 +189,13 @@ class RaggedRunner:
     def step(
         self,
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """See Layout.step."""
+        """See Layout.step. The same object `spans` again means the same spans."""
+        if self._decoding is not None and self._decoding.spans is spans:
+            return self._decode_again(self._decoding, ids, drawn)
         shape = self._shape(spans, wanted)
         rows = [cast(PagedRow, span.row) for span in spans]
         ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
@@ -154,6 +212,22 @@ class RaggedRunner:
         count = wanted_lines(spans, logit_spans(spans, wanted))
         states = found[0][count : wanted_lines(spans, wanted)]
         return PassOutput(found[1][:count] if count else states, states)
+
+    def _decode_again(self, decoding: DecodingRows, ids: Ids, drawn: mx.array | None) -> PassOutput:
+        """Builds one more pass over the spans of the pass before."""
+        rows, shape, lines = decoding.rows, decoding.shape, decoding.lines
+        offsets = np.array([row.offset for row in rows], dtype=np.int32)
+        ends = np.add(offsets, 1, out=decoding.seen.ends)
+        changed = decoding.grow(ends, self._store)
+        numbers, plan = self._uploads.take(shape.size)
+        written = self._tables.update([rows[number] for number in changed], lines[changed])
+        self._write_lines(numbers, shape, ids, offsets, lines)
+        self._write_items(numbers, shape, decoding.seen)
+        plan += 0 if written is None else written
+        found = self._compiled(shape)(plan, self._padded(drawn))
+        for row in rows:
+            row.advance(1)
+        return PassOutput(found[0][: len(rows)])
 
     def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], list[mx.array]]:
         if shape not in self._passes:
@@ -193,45 +267,60 @@ class RaggedRunner:
         shape: PlanShape,
         rows: Sequence[PagedRow],
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         wanted: Sequence[int],
     ) -> mx.array | int:
         """Writes the numbers of a pass in the order of PlanShape.arrays.
 
         Returns a 0 on which the pass must depend.
         """
-        owners = self._tables.lines_of(rows)
-        written = self._tables.update(rows, owners)
+        lines = self._tables.lines_of(rows)
+        written = self._tables.update(rows, lines)
         offsets = np.array([row.offset for row in rows], dtype=np.int32)
         counts = np.array([span.count for span in spans], dtype=np.int32)
         behind = np.cumsum(counts, dtype=np.int32)
         used, first = len(ids), behind - counts
-        tables, ends = owners * self._tables.entries, offsets + counts
+        tables, ends = lines * self._tables.entries, offsets + counts
         seen = Spans(first, counts, tables, ends, np.zeros_like(counts))
+        single = not shape.wanted and shape.drawn is None
+        self._decoding = DecodingRows.of(spans, shape, lines, seen) if single else None
         if used > len(rows):
-            owners = np.repeat(owners, counts)
+            lines = np.repeat(lines, counts)
             offsets = np.repeat(offsets - first, counts) + np.arange(used, dtype=np.int32)
-        numbers.fill(0)
-        given, positions, slots, _, stops = numbers[: 5 * shape.lines].reshape(5, -1)
-        given[:used] = ids
-        positions[:used] = offsets
-        np.add(offsets, 1, out=stops[:used])
-        blocks = self._tables.numbers[owners, offsets // KV_BLOCK_TOKENS]
-        slots[:used] = blocks * KV_BLOCK_TOKENS + offsets % KV_BLOCK_TOKENS
-        slots[used:] = NOT_WRITTEN
-        at = 5 * shape.lines
+        self._write_lines(numbers, shape, ids, offsets, lines)
         if shape.wanted:
             named = behind[list(wanted)] - 1
             if wanted and spans[wanted[-1]].wide:
                 several = [np.arange(behind[n] - spans[n].lines, behind[n]) for n in wanted]
                 named = np.concatenate(several)
+            at = 5 * shape.lines
             numbers[at : at + len(named)] = named
-        at += shape.wanted
+        self._write_items(numbers, shape, seen)
+        return 0 if written is None else written
+
+    def _write_lines(
+        self, numbers: Int32s, shape: PlanShape, ids: Ids, positions: Int32s, lines: Int32s
+    ) -> None:
+        """Writes what a pass has of each input: its id, its position, where it is written.
+
+        `lines` [T] are those of the rows in the block tables. All other numbers become 0.
+        """
+        numbers.fill(0)
+        used = len(ids)
+        given, rotated, slots, _, stops = numbers[: 5 * shape.lines].reshape(5, -1)
+        given[:used], rotated[:used] = ids, positions
+        np.add(positions, 1, out=stops[:used])
+        blocks = self._tables.numbers[lines, positions // KV_BLOCK_TOKENS]
+        slots[:used] = blocks * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+        slots[used:] = NOT_WRITTEN
+
+    def _write_items(self, numbers: Int32s, shape: PlanShape, seen: Spans) -> None:
+        """Writes the work list of each shape of tiles."""
+        at = 5 * shape.lines + shape.wanted
         for tiles in shape.tiles:
             items = self._work[tiles].items(seen, shape.lines).reshape(-1)
             numbers[at : at + items.size] = items
             at += items.size
-        return 0 if written is None else written
 
     def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> list[mx.array]:
         """Returns logits [wanted, vocabulary], or hidden states [wanted, d] and any logits."""

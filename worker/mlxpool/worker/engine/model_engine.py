@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.row_batch import CacheRow, ImageLines, ImageView, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, Ids, ImageLines, ImageView, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
@@ -132,6 +132,8 @@ class ModelEngine(WarmedEngine):
         if folder.vision is not None and self._crossed:
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
+        self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
+        self._rows_before: list[RowSpan] = []  # of that pass
         self._steps = 0
 
     def _set_row_sizes(self, shape: RowShape) -> None:
@@ -221,23 +223,17 @@ class ModelEngine(WarmedEngine):
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
-        wants = PassSpans.of(spans, rewinds=not self._layout.store.stateful)
+        wants = PassSpans.of(
+            spans, rewinds=not self._layout.store.stateful, before=self._spans_before
+        )
         with self._discard_on_failure(spans):
             if self._uploads is not None:
                 self._uploads.begin()
-            rows = self._row_spans(spans)
-            wants.widen(rows)
-            for row, span in zip(rows, spans, strict=True):
-                if span.sequence.media:
-                    if self._crossed:
-                        row.views = self._views_of(span)
-                    else:
-                        row.images = self._images_of(span)
-                    row.positions = self._positions_of(span)
+            rows = self._row_spans(wants)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
-            found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
+            found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
             asking, sampled = wants.asking, None
             embedded = wants.embedded() if wants.hidden else ()
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
@@ -249,10 +245,11 @@ class ModelEngine(WarmedEngine):
             )
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
+        self._spans_before, self._rows_before = wants, rows
         self._flights.append(
             Flight(
                 tuple(spans),
-                wants.first_rows(),
+                wants.first_rows,
                 sampled,
                 done,
                 began,
@@ -264,17 +261,33 @@ class ModelEngine(WarmedEngine):
                 embedded=embedded,
                 undrawn=None if at_once else (asking, found.logits),
                 states=states,
+                load=wants.load,
             )
         )
         return fresh
 
-    def _row_spans(self, spans: Many[Span]) -> list[RowSpan]:
-        """Returns the spans of rows, which are as long as the spans expect."""
-        held = self._rows
-        rows = [RowSpan(held[span.sequence], span.count) for span in spans]
-        for row, span in zip(rows, spans, strict=True):
-            offset = row.row.offset
-            assert offset == span.start, f"a row of {offset} tokens, a span at {span.start}"
+    def _row_spans(self, wants: PassSpans) -> list[RowSpan]:
+        """Returns the spans of rows, which are as long as the spans of the pass expect.
+
+        They are the same list while the same sequences decode in the same rows.
+        """
+        if wants.again and self._rows_before:
+            rows = self._rows_before
+        else:
+            held = self._rows
+            rows = [RowSpan(held[span.sequence], span.count) for span in wants.every]
+        offsets, starts = [row.row.offset for row in rows], [span.start for span in wants.every]
+        assert offsets == starts, f"rows of {offsets} tokens, spans at {starts}"
+        if wants.sequences:
+            return rows
+        wants.widen(rows)
+        for row, span in zip(rows, wants.every, strict=True):
+            if span.sequence.media:
+                if self._crossed:
+                    row.views = self._views_of(span)
+                else:
+                    row.images = self._images_of(span)
+                row.positions = self._positions_of(span)
         return rows
 
     def _results(
@@ -331,14 +344,17 @@ class ModelEngine(WarmedEngine):
             seq.submitted = span.start + max(1, kept[seq])
             self._rows[seq].trim(seq.submitted)
 
-    def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
         """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
 
         -1 - r is the token of row r of the newest pass in flight.
         """
-        ids: list[int] = []
         newest = self._flights[-1] if self._flights else None
-        for span in spans:
+        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
+        if wants.again and newest is not None and newest.rows is wants.first_rows:
+            return np.arange(-1, -1 - len(wants.every), -1, dtype=np.int32), drawn
+        ids: list[int] = []
+        for span in wants.every:
             seq = span.sequence
             if span.start >= seq.length:
                 assert newest is not None
@@ -349,12 +365,12 @@ class ModelEngine(WarmedEngine):
                 inputs, slot = seq.token_range(span.start, span.end), self._slot_token
                 ids += [slot if is_slot(one) else one for one in inputs] if seq.media else inputs
                 ids += span.drafts
-        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
         return ids, drawn
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
         self._draws.forget()
+        self._spans_before = None
         row = self._rows.get(seq)
         if row is not None:
             # The row may hold a token in flight. A preempted sequence starts again with its last
@@ -447,6 +463,7 @@ class ModelEngine(WarmedEngine):
             hit = {span.sequence for span in every} & self._rows.keys()
             self._flights.clear()
             self._draws.forget()
+            self._spans_before = None
             for seq in list(self._rows) if self._layout.shares_arrays else hit:
                 self._rows[seq].release()
             if self._layout.shares_arrays and self._layout.holds_prefixes:
