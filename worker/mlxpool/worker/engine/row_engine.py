@@ -59,10 +59,10 @@ class Flight:
 
     `fresh`: it compiles something. `done`: arrays whose evaluation ends it. `download` has the
     sampled arrays and hidden states on the host then; None: they are read where they are.
-    `load`: see StepCost; None: that of the spans. `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
+    `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
     `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
     yet, and their logits. `states` [H, d]: as `hidden`, but they stay on the device, for the
-    log-probabilities of prompts.
+    log-probabilities of prompts. `load`: what it computes; None: see its spans.
     """
 
     spans: tuple[Span, ...]
