@@ -19,9 +19,10 @@ from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.work_list import TileShape  # noqa: E402
 from mlxpool.worker.prefix.shared_blocks import BlockRun  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 
-ROWS, BLOCKS, CAPACITY = 5, 400, 640
+ROWS, BLOCKS, CAPACITY = 5, 60, 6 * KV_BLOCK_TOKENS
 TILES = TileShape(group=2, kv_heads=2)
 SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 
@@ -77,7 +78,7 @@ def test_passes_over_the_same_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(150):
         event = draw.choice(["decode"] * 12 + ["enter", "leave", "rewind", "keep", "free"])
         if event == "enter" and len(again.rows) < ROWS:
-            tokens = draw.randrange(1, 60)
+            tokens = draw.randrange(1, 4) * KV_BLOCK_TOKENS - draw.randrange(12)
             for side in (again, anew):
                 side.enter(tokens)
         elif event == "leave" and len(again.rows) > 1:
