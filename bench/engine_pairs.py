@@ -1,7 +1,8 @@
 """Measures the engine of this checkout and of another one in alternating bursts, also of 0.1.
 
-    python bench/engine_pairs.py --beside CHECKOUT [--model FOLDER ...] [--shape NAME[:LAYERS[:MODE]]]
-        [--streams 1 8] [--prefill 512] [--sampled] [--rounds 8] [--seconds N] [--json FILE]
+    python bench/engine_pairs.py --beside CHECKOUT [--model FOLDER ...]
+        [--shape NAME[:LAYERS[:MODE]] ...] [--streams 1 8] [--prefill 512] [--sampled]
+        [--rounds 8] [--seconds N] [--json FILE]
 
 A process of each checkout loads each model. First all of them do everything once, at the same time,
 so that kernels are compiled. Then they take turns: a burst of the one, a burst of the other. A pair
@@ -115,7 +116,7 @@ class Side:
         command = [sys.executable, "-S", "-P", program, "--serve", str(folder)]
         self._process = subprocess.Popen(
             command,
-            env={**ONE_THREAD, **os.environ, **_preload(), "PYTHONPATH": path},
+            env={**ONE_THREAD, **os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -158,12 +159,6 @@ def sides(checkouts: list[Path], folder: Path) -> Iterator[list[Side]]:
             log.seek(0)
             sys.stderr.write(log.read().decode(errors="replace")[-4000:])
             raise
-
-
-def _preload() -> dict[str, str]:
-    from mlxpool.broker.processes.blas import preload
-
-    return preload()
 
 
 def steps_of(case: Case, seconds: float, burst: float) -> int:
@@ -278,6 +273,9 @@ def main() -> int:
         return 0
     if options.beside is None or not (options.model or options.shape):
         parser().error("--beside, and --model or --shape")
+    from mlxpool.broker.processes.blas import preload
+
+    os.environ |= preload()  # as workers have it
     import mlx.core as mx
 
     from mlxpool.bench import report
