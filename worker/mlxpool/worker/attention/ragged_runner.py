@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -24,7 +24,7 @@ from mlxpool.worker.attention.row_batch import (
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.sampling import known_tokens
-from mlxpool.worker.kernels.work_list import Spans, TileShape, WorkLists, capacity_of
+from mlxpool.worker.kernels.work_list import HIGH, Spans, TileShape, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads
@@ -78,6 +78,10 @@ class PlanShape:
         """The numbers of the array."""
         return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
 
+    def of_lines(self, numbers: Int32s) -> Int32s:
+        """Returns the part that has the numbers [5, lines] of lines, as a view."""
+        return numbers[: 5 * self.lines].reshape(5, -1)
+
     def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
         """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
         sizes = [self.lines] * 5 + [self.wanted]
@@ -98,9 +102,12 @@ class PlanShape:
 class DecodingRows:
     """What passes over the same `spans` have in common, which are single lines with logits.
 
-    `lines`: those of the rows in the block tables. `seen`: what the spans see; each pass writes its
-    ends. `room` [R]: the tokens for which the rows have blocks, true while `changes` is that of the
-    store; before the first pass it is -1.
+    `lines`: those of the rows in the block tables. `seen`: what the spans see; its ends are those
+    of the newest pass whose numbers were written one by one. `numbers` are those of the newest
+    pass, and `counting` the parts of it that count tokens, one more in each pass. `bounds` [R]: the
+    tokens of each row at the end of the block that it writes, which no row reaches in the next
+    `left` passes. They are true while `changes` is that of the store; before the second pass it
+    is -1.
     """
 
     spans: Sequence[RowSpan]
@@ -108,7 +115,10 @@ class DecodingRows:
     shape: PlanShape
     lines: Int32s
     seen: Spans
-    room: Int32s
+    numbers: Int32s
+    bounds: Int32s
+    counting: list[Int32s] = field(default_factory=list)
+    left: int = 0
     changes: int = -1
 
     @classmethod
@@ -117,24 +127,18 @@ class DecodingRows:
     ) -> DecodingRows:
         """Those of a pass that was just built."""
         rows = [cast(PagedRow, span.row) for span in spans]
-        return cls(spans, rows, shape, lines, seen, np.zeros_like(lines))
+        numbers = np.zeros((shape.size,), dtype=np.int32)
+        return cls(spans, rows, shape, lines, seen, numbers, np.zeros_like(lines))
 
-    def grow(self, ends: Int32s, store: PagedStore) -> list[int]:
-        """Gives the rows blocks up to these ends. Returns the numbers of rows that may be new to
-        the block tables.
-        """
-        rows = self.rows
-        if self.changes == store.changes:
-            grown = np.flatnonzero(ends > self.room).tolist()
-            changed = grown
-        else:
-            grown, changed = store.short(rows, ends.tolist()), list(range(len(rows)))
-        for number in grown:
-            rows[number].reserve(int(ends[number]))
-        for number in changed:
-            self.room[number] = len(rows[number].table) * KV_BLOCK_TOKENS
-        self.changes = store.changes
-        return changed
+    @property
+    def slots(self) -> Int32s:
+        """The part of the numbers that says where the tokens are written."""
+        return self.shape.of_lines(self.numbers)[2, : len(self.rows)]
+
+    @property
+    def stops(self) -> Int32s:
+        """The part of the numbers that says where the rows end."""
+        return self.shape.of_lines(self.numbers)[4, : len(self.rows)]
 
 
 class RaggedRunner:
@@ -215,19 +219,71 @@ class RaggedRunner:
 
     def _decode_again(self, decoding: DecodingRows, ids: Ids, drawn: mx.array | None) -> PassOutput:
         """Builds one more pass over the spans of the pass before."""
-        rows, shape, lines = decoding.rows, decoding.shape, decoding.lines
-        offsets = np.array([row.offset for row in rows], dtype=np.int32)
-        ends = np.add(offsets, 1, out=decoding.seen.ends)
-        changed = decoding.grow(ends, self._store)
+        rows, shape = decoding.rows, decoding.shape
+        same = decoding.changes == self._store.changes
+        if same and all(self._work[tiles].repeats() for tiles in shape.tiles):
+            written = self._count_on(decoding)
+        else:
+            written = self._number_again(decoding, ids)
         numbers, plan = self._uploads.take(shape.size)
-        written = self._tables.update([rows[number] for number in changed], lines[changed])
-        self._write_lines(numbers, shape, ids, offsets, lines)
-        self._write_items(numbers, shape, decoding.seen)
+        numbers[:] = decoding.numbers
+        numbers[: len(rows)] = ids
         plan += 0 if written is None else written
         found = self._compiled(shape)(plan, self._padded(drawn))
         for row in rows:
-            row.advance(1)
+            row.offset += 1
         return PassOutput(found[0][: len(rows)])
+
+    def _count_on(self, decoding: DecodingRows) -> mx.array | None:
+        """Makes the numbers of a pass of those of the pass before, which had a token less.
+
+        Returns None, or a 0 on which the pass must depend.
+        """
+        for part in decoding.counting:
+            part += 1
+        if decoding.left:
+            decoding.left -= 1
+            return None
+        rows, stops, slots, bounds = (
+            decoding.rows,
+            decoding.stops,
+            decoding.slots,
+            decoding.bounds,
+        )
+        crossing = np.flatnonzero(stops > bounds).tolist()  # they begin a block
+        for number in crossing:
+            row, end = rows[number], int(stops[number])
+            row.reserve(end)
+            slots[number] = row.slot(end - 1)
+            bounds[number] += KV_BLOCK_TOKENS
+        decoding.left = int((bounds - stops).min())
+        return self._tables.update([rows[number] for number in crossing], decoding.lines[crossing])
+
+    def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
+        """Writes all numbers of a pass. Returns None, or a 0 on which the pass must depend."""
+        rows, shape, lines, numbers = (
+            decoding.rows,
+            decoding.shape,
+            decoding.lines,
+            decoding.numbers,
+        )
+        offsets = np.array([row.offset for row in rows], dtype=np.int32)
+        ends = np.add(offsets, 1, out=decoding.seen.ends)
+        for number in self._store.short(rows, ends.tolist()):
+            rows[number].reserve(int(ends[number]))
+        written = self._tables.update(rows, lines)
+        self._write_lines(numbers, shape, ids, offsets, lines)
+        self._write_items(numbers, shape, decoding.seen)
+        decoding.bounds = (offsets // KV_BLOCK_TOKENS + 1) * KV_BLOCK_TOKENS
+        decoding.left = int((decoding.bounds - ends).min())
+        decoding.counting = [shape.of_lines(numbers)[1:3, : len(rows)], decoding.stops]
+        at = 5 * shape.lines + shape.wanted
+        for tiles in shape.tiles:
+            items = numbers[at : at + capacity_of(shape.lines) * ITEM].reshape(-1, ITEM)
+            decoding.counting.append(items[: self._work[tiles].ends, HIGH])
+            at += items.size
+        decoding.changes = self._store.changes
+        return written
 
     def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], list[mx.array]]:
         if shape not in self._passes:
@@ -307,7 +363,7 @@ class RaggedRunner:
         """
         numbers.fill(0)
         used = len(ids)
-        given, rotated, slots, _, stops = numbers[: 5 * shape.lines].reshape(5, -1)
+        given, rotated, slots, _, stops = shape.of_lines(numbers)
         given[:used], rotated[:used] = ids, positions
         np.add(positions, 1, out=stops[:used])
         blocks = self._tables.numbers[lines, positions // KV_BLOCK_TOKENS]
