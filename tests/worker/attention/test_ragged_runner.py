@@ -61,17 +61,36 @@ class Passes:
         ids = list(range(-1, -1 - len(spans), -1))
         self.runner.step(spans, ids, None, list(range(len(spans))))
 
+    def change(self, event: str, number: int, amount: int) -> None:
+        """What happens to row `number` between two passes."""
+        if event == "leave":
+            self.rows.pop(number).release()
+            return
+        row = self.rows[number]
+        if event == "rewind":  # as `withdraw` does; the spans stay the same
+            row.trim(max(1, row.offset - amount))
+        elif event == "keep":  # so that the row has to copy its last block
+            self.kept.append(self.store.keep(row, 0, row.offset))
+        elif self.kept:
+            self.store.free(self.kept.pop(0))
 
-@pytest.mark.parametrize("seed", range(6))
-def test_passes_over_the_same_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One runner is given the same object of spans again while the same rows decode."""
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables on the device are not written."""
 
     def written(*_: Any) -> Any:
         return mx.zeros((1,), dtype=mx.int32)
 
     monkeypatch.setattr(block_tables, "write_in_place", written)
     monkeypatch.setattr(block_tables, "_update_kernel", lambda: None)
-    again, anew = Passes(), Passes()
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("seed", range(6))
+def test_passes_over_the_same_rows(seed: int) -> None:
+    """One runner is given the same object of spans again while the same rows decode."""
+    again, anew = both = Passes(), Passes()
     spans: list[RowSpan] = []
     repeated = 0
     draw = random.Random(seed)
@@ -79,25 +98,12 @@ def test_passes_over_the_same_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -
         event = draw.choice(["decode"] * 12 + ["enter", "leave", "rewind", "keep", "free"])
         if event == "enter" and len(again.rows) < ROWS:
             tokens = draw.randrange(1, 4) * KV_BLOCK_TOKENS - draw.randrange(12)
-            for side in (again, anew):
+            for side in both:
                 side.enter(tokens)
-        elif event == "leave" and len(again.rows) > 1:
-            number = draw.randrange(len(again.rows))
-            for side in (again, anew):
-                side.rows.pop(number).release()
-        elif event == "rewind" and again.rows:  # as `withdraw` does; the spans stay the same
-            number = draw.randrange(len(again.rows))
-            to = max(1, again.rows[number].offset - draw.randrange(1, 20))
-            for side in (again, anew):
-                side.rows[number].trim(to)
-        elif event == "keep" and again.rows:  # so that the row has to copy its last block
-            number = draw.randrange(len(again.rows))
-            for side in (again, anew):
-                row = side.rows[number]
-                side.kept.append(side.store.keep(row, 0, row.offset))
-        elif event == "free" and again.kept:
-            for side in (again, anew):
-                side.store.free(side.kept.pop(0))
+        elif event not in ("enter", "decode") and len(again.rows) > 1:
+            number, amount = draw.randrange(len(again.rows)), draw.randrange(1, 20)
+            for side in both:
+                side.change(event, number, amount)
         elif again.rows and max(row.offset for row in again.rows) < CAPACITY:
             if [span.row for span in spans] == again.rows:
                 repeated += again.runner.decodes(spans)
@@ -107,7 +113,8 @@ def test_passes_over_the_same_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -
             anew.decode([RowSpan(row, 1) for row in anew.rows])
         assert again.numbers == anew.numbers
         assert [row.table for row in again.rows] == [row.table for row in anew.rows]
-        again.numbers, anew.numbers = [], []
+        for side in both:
+            side.numbers.clear()
     assert repeated > 40
     tables = again.runner._tables.numbers, anew.runner._tables.numbers
     assert (tables[0] == tables[1]).all()
