@@ -132,7 +132,7 @@ class StubEngine:
         self.cost = StepCost()
         self.blocks = BlockManager(self, capacity=1 << 30)
         self.spent = 0.0  # processor seconds of `submit` and `collect`
-        self.encoded: EncodedImages[object] = EncodedImages(0)
+        self.encoded: EncodedImages[Any] = EncodedImages(0)
         self._on_step = on_step
         self._flights: deque[list[Sequence]] = deque()
         self._collected = 0

@@ -11,7 +11,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention import block_tables  # noqa: E402
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore  # noqa: E402
+from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
 from mlxpool.worker.attention.ragged_batch import AttentionProbe  # noqa: E402
 from mlxpool.worker.attention.ragged_runner import PlanShape, RaggedRunner  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
@@ -39,8 +39,8 @@ class Passes:
         model: Any = None
         self.runner = RaggedRunner(model, self.store, pool, ROWS, probe, self.uploads)
         self.numbers: list[list[int]] = []
-        self.runner._compiled = self._compiled  # type: ignore[method-assign,assignment]
-        self.rows: list[PagedRow] = []
+        self.runner._compiled = self._compiled  # type: ignore[method-assign]
+        self.rows: list[Any] = []  # of the store
         self.kept: list[BlockRun] = []
 
     def _compiled(self, shape: PlanShape) -> Any:
@@ -51,7 +51,7 @@ class Passes:
         return note
 
     def enter(self, tokens: int) -> None:
-        row = self.store.new_row()
+        row: Any = self.store.new_row()
         self.rows.append(row)
         self.uploads.begin()
         self.runner.step([RowSpan(row, tokens)], [7] * tokens, None, [0])

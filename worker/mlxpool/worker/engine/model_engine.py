@@ -18,15 +18,15 @@ from time import monotonic
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.row_batch import CacheRow, Ids, ImageLines, ImageView, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.image_spans import add_images
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
@@ -34,8 +34,7 @@ from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.positions import positions
-from mlxpool.worker.media.spans import ImageKey, image_views, is_slot, overlapping
+from mlxpool.worker.media.spans import ImageKey, is_slot
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -128,8 +127,7 @@ class ModelEngine(WarmedEngine):
         self._step_seconds = self._target.most
         self._image_encoder = None if folder.vision is None else ImageEncoder(loaded)
         self._slot_token = NO_TOKEN
-        self._crossed = folder.vision is not None and folder.vision.plan.crossed
-        if folder.vision is not None and self._crossed:
+        if folder.vision is not None and folder.vision.plan.crossed:
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
         self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
@@ -281,13 +279,11 @@ class ModelEngine(WarmedEngine):
         if wants.sequences:
             return rows
         wants.widen(rows)
+        vision = self._loaded.folder.vision
         for row, span in zip(rows, wants.every, strict=True):
             if span.sequence.media:
-                if self._crossed:
-                    row.views = self._views_of(span)
-                else:
-                    row.images = self._images_of(span)
-                row.positions = self._positions_of(span)
+                assert vision is not None, "only models that read images get some"
+                add_images(row, span, vision, self.encoded)
         return rows
 
     def _results(
@@ -410,34 +406,6 @@ class ModelEngine(WarmedEngine):
         features = self._image_encoder(image)
         mx.eval(features)
         self.encoded.put(image.key, features, pinned)
-
-    def _images_of(self, span: Span) -> tuple[ImageLines, ...]:
-        """Returns the images that have inputs in a span, with their features."""
-        found = []
-        for one in overlapping(span.sequence.media, span.start, span.end):
-            begin, end = max(one.start, span.start), min(one.end, span.end)
-            features = self.encoded.get(one.image)[:, begin - one.start : end - one.start]
-            lines = begin - span.start, end - span.start
-            found.append(ImageLines(*lines, features, one.group))
-        return tuple(found)
-
-    def _views_of(self, span: Span) -> tuple[ImageView, ...]:
-        """Returns what the inputs of a span see of images in layers of cross-attention."""
-        return tuple(
-            ImageView(
-                begin - span.start,
-                end - span.start,
-                tuple(self.encoded.get(one.image) for one in seen),
-            )
-            for begin, end, seen in image_views(span.sequence.media, span.start, span.end)
-        )
-
-    def _positions_of(self, span: Span) -> npt.NDArray[np.int32] | None:
-        """Returns the positions of a span, where they are not its numbers in the row."""
-        media, vision = span.sequence.media, self._loaded.folder.vision
-        if vision is None or not vision.plan.grid_positions or media[0].start >= span.end:
-            return None
-        return positions(span.start, span.end, media, vision.settings.merge)
 
     def _capacity(self) -> int:
         if self._fixed_blocks is not None:
