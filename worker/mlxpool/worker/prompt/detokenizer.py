@@ -66,20 +66,24 @@ class _StopMatcher:
 class WholeTexts(dict[int, str | None]):
     """The text of each token by its id; None where it begins or ends inside a character.
 
-    A text is made when it is asked for first.
+    Those of `pieces`, the bytes of the first tokens, are made at once; others when they are asked
+    for first, by `piece`.
     """
 
-    def __init__(self, piece: Callable[[int], bytes]) -> None:
-        super().__init__()
+    def __init__(self, piece: Callable[[int], bytes], pieces: Iterable[bytes] = ()) -> None:
+        super().__init__(enumerate(map(_whole_text, pieces)))
         self._piece = piece
 
     def __missing__(self, token: int) -> str | None:
-        try:
-            text = self._piece(token).decode()
-        except UnicodeDecodeError:
-            text = None
-        self[token] = text
+        text = self[token] = _whole_text(self._piece(token))
         return text
+
+
+def _whole_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class Detokenizer:

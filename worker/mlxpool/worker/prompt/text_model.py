@@ -123,7 +123,8 @@ class Opened:
     texts: WholeTexts = field(init=False, repr=False, compare=False)  # for all completions
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "texts", WholeTexts(self.text.piece))
+        pieces = self.text.pieces if isinstance(self.text, TokenTable) else ()
+        object.__setattr__(self, "texts", WholeTexts(self.text.piece, pieces))
 
     @property
     def images(self) -> ImageInput | None:
