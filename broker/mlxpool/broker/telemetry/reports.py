@@ -146,6 +146,7 @@ def _model_row(model: ModelSnapshot) -> dict[str, Any]:
         "state": model.state,
         "waiting": model.waiting,
         "running": model.running,
+        "replicas_wanted": model.replicas_wanted,
         "accepted": model.counts["accepted"],
         "tokens": model.counts["tokens"],
         "first_token": _histogram(model.histograms.get("first_token", _EMPTY)),
