@@ -16,6 +16,7 @@ GROUPS = MappingProxyType(
             "broker": f"{_COMMANDS}.serve",
             "worker": f"{_COMMANDS}.worker",
             "gateway": f"{_COMMANDS}.gateway",
+            "ray": f"{_COMMANDS}.ray",
             "stop": f"{_COMMANDS}.pool",
         },
         "use its models": {

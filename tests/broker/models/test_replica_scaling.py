@@ -34,6 +34,7 @@ def queue(tokens: int, waiting: int = 100, running: int = 8) -> ReplicaLoad:
         (queue(0, 0, running=8), 1, 1),  # full, but nothing waits
         (queue(0, 0, running=16), 4, 3),  # 16 rows are 2.7 workers that are three quarters full
         (queue(0, 0, running=100), 2, 2),  # rows that run ask for no more than there are
+        (ReplicaLoad(0, 0, 18, 8, workers=3), 1, 3),  # a new broker finds three at work
     ],
 )
 def test_the_workers_that_a_load_needs(load: ReplicaLoad, wanted: int, expected: int) -> None:

@@ -9,6 +9,7 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.replica_scaling import ReplicaLoad, next_scale, waiting_tokens
+from mlxpool.broker.workers.worker_states import SERVING
 
 
 class ReplicaScaling:
@@ -51,4 +52,5 @@ def _load_of(model: Model) -> ReplicaLoad:
         waiting_tokens(model.queue, len(model.queue)),
         sum(len(worker.leases) for worker in model.workers),
         model.config.sequences,
+        sum(worker.state in SERVING for worker in model.workers),
     )

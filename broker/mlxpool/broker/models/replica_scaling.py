@@ -28,6 +28,7 @@ class ReplicaLoad:
     waiting_tokens: int  # of their prompts, and of the answers that they ask for
     running: int  # requests that workers have
     sequences: int  # that one worker runs at once
+    workers: int = 0  # that serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,10 @@ def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
     by_waiting = math.ceil(load.waiting_tokens / rules.waiting_tokens)
     # A single long prompt is read by one worker, however many there are.
     by_waiting = min(by_waiting, wanted + load.waiting)
-    by_running = min(wanted, math.ceil(load.running / (FULL * load.sequences)))
+    # Workers that serve may be more than are wanted: after its restart a broker finds them.
+    by_running = min(
+        max(wanted, load.workers), math.ceil(load.running / (FULL * load.sequences))
+    )
     return max(rules.min, min(rules.max, max(by_waiting, by_running)))
 
 

@@ -1,0 +1,61 @@
+"""`python -m mlxpool.cluster.tied_process COMMAND…`: a command that ends with whoever started it.
+
+An actor of Ray can be killed without a word, and its children would go on. Whoever starts this
+process holds its standard input: when that ends, so does the command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STDIN = 0
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+
+
+def start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a `mlxpool` command that ends with this process; its output is appended to `log`.
+
+    It stays in our process group, which Ray kills with an actor.
+    """
+    program = ["-m", "mlxpool.cli.main", *command]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlxpool.cluster.tied_process", sys.executable, "-P"]
+            + program,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **(environment or {})},
+        )
+
+
+def main(command: Sequence[str]) -> int:
+    """Run the command until it ends or standard input does; returns its exit code."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+
+    def end_with_starter() -> None:
+        while os.read(STDIN, 4096):
+            pass
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    threading.Thread(target=end_with_starter, name="stdin", daemon=True).start()
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
