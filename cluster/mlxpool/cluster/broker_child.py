@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from mlxpool.cluster.plan import Report
 from mlxpool.cluster.pool_spec import PoolSpec
 from mlxpool.common.errors import PoolError
 from mlxpool.common.transport import keys, question, sockets
+
+log = logging.getLogger("mlxpool.cluster")
 
 ANSWER_TIMEOUT = 2.0  # seconds
 RELOAD_TIMEOUT = 30.0  # seconds
@@ -59,6 +62,7 @@ class BrokerChild:
             if now >= self._start_at:
                 self._start(now)
         elif self._process.poll() is not None:
+            tied_process.wait(self._process)
             self._process = None
             lived = now - self._started_at
             self._failures = 1 if lived > PROVEN_AFTER else self._failures + 1
@@ -93,11 +97,12 @@ class BrokerChild:
     def ask(
         self, kind: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_TIMEOUT
     ) -> dict[str, Any] | None:
-        """One question to its admin socket; None without an answer, or for a refusal."""
+        """One question to its admin socket; None without an answer, or for a refusal, logged."""
         endpoint = sockets.ipc(self.run_dir, "admin")
         try:
             answer = question.ask(endpoint, None, kind, body or {}, timeout=timeout)
-        except PoolError:
+        except PoolError as error:
+            log.warning("the broker refuses", extra={"asked": kind, "why": error.message})
             return None
         if answer is not None:
             self._heard_at = time.monotonic()
@@ -109,11 +114,10 @@ class BrokerChild:
 
     def report(self) -> Report | None:
         """The workers that it wants; None if it does not answer."""
-        answer = self.ask("top")
+        answer = self.ask("stats")
         if answer is None:
             return None
-        wanted = {row["name"]: int(row["replicas_wanted"]) for row in answer["models"]}
-        return Report(wanted, float(answer["broker"]["uptime_s"]))
+        return Report(answer["replicas_wanted"], float(answer["broker"]["uptime_s"]))
 
     def stop(self) -> None:
         """End it, and wait until it has ended."""
@@ -121,8 +125,8 @@ class BrokerChild:
             return
         self._process.terminate()
         try:
-            self._process.wait(STOP_GRACE)
+            tied_process.wait(self._process, STOP_GRACE)
         except subprocess.TimeoutExpired:
             self._kill()
-            self._process.wait()
+            tied_process.wait(self._process)
         self._process = None

@@ -37,6 +37,17 @@ def start(
         )
 
 
+def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+    """Wait for the end of what `start` has started; returns the exit code.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    code = process.wait(timeout)
+    assert process.stdin is not None
+    process.stdin.close()
+    return code
+
+
 def main(command: Sequence[str]) -> int:
     """Run the command until it ends or standard input does; returns its exit code."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

@@ -95,5 +95,5 @@ class WorkerHost:
             if self._stopping.is_set():
                 return
             self._process = tied_process.start(command, self.folder / "worker.log")
-        code = self._process.wait()
+        code = tied_process.wait(self._process)
         log.info("worker ended", extra={"id": self._order.id, "exit_code": code})

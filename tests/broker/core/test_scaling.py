@@ -60,6 +60,18 @@ def test_fewer_at_most_drains_a_worker_that_finishes_first() -> None:
     assert second.stopped
 
 
+def test_a_lower_least_holds_without_a_request() -> None:
+    """The number falls to it, although nothing else makes the core look at the model."""
+    story = Story({"m": model(scaling=replace(RULES, min=3))})
+    story.do(ev.LoadModel("m"))
+    story.later(5.0)
+    assert story.model().replicas_wanted == 3
+    story.do(ev.ModelChanged("m", model(scaling=RULES), "", 0, 5.0))
+    story.later(RULES.cool_down + 5.0)
+    assert story.model().replicas_wanted == 1
+    assert ("replicas", "m") not in story.core.state.timers
+
+
 def test_an_unloaded_model_begins_again_with_the_fewest() -> None:
     story, _, _ = busy_story()
     hear_for(story, round(HOLD) + 2)

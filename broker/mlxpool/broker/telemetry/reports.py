@@ -47,6 +47,9 @@ def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
         "auth_failures": counters.auth_failures,
         "internal_errors": counters.internal_errors,
         "queued": sum(model.waiting for model in snapshot.models),
+        "replicas_wanted": {
+            model.name: model.replicas_wanted for model in snapshot.models if model.used
+        },
         "tombstones": sizes["tombstones"],
         "poisoned": sizes["poisoned"],
         "sizes": dict(sizes),
@@ -146,7 +149,6 @@ def _model_row(model: ModelSnapshot) -> dict[str, Any]:
         "state": model.state,
         "waiting": model.waiting,
         "running": model.running,
-        "replicas_wanted": model.replicas_wanted,
         "accepted": model.counts["accepted"],
         "tokens": model.counts["tokens"],
         "first_token": _histogram(model.histograms.get("first_token", _EMPTY)),
