@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from mlxpool.client import Client
 from mlxpool.cluster.broker_host import BrokerHost, store_fault
 from mlxpool.cluster.pool_spec import PoolSpec, read
+from mlxpool.cluster.worker_host import make_folder
 from mlxpool.common.transport import keys
 from support.counting_checker import expected_ids
 from support.local_cluster import LocalCluster
@@ -57,9 +59,7 @@ class HostedPool:
 
     def client(self) -> Client:
         status = self.host.status()
-        return Client(
-            endpoint=status["endpoint"], server_key=status["server_key"], key=self.key
-        )
+        return Client(endpoint=status["endpoint"], server_key=status["server_key"], key=self.key)
 
     def broker_pid(self) -> int:
         return int((self.folder / "run" / "lock").read_text())
@@ -72,6 +72,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedPool]:
     yield hosted
     broker = psutil.Process(hosted.broker_pid())
     hosted.host.shut_down()
+    shutil.rmtree(hosted.folder)
     assert not hosted.cluster.hosts
     assert gone(broker)
 
@@ -108,6 +109,18 @@ def test_a_worker_that_comes_back_elsewhere_brings_a_new_key(pool: HostedPool) -
     until(lambda: old.public not in (pool.folder / "pool.toml").read_text(), "it has a new key")
     host.end(10.0)
     pool.wait_ready(2)
+
+
+def test_folders_of_killed_hosts_are_removed(tmp_path: Path) -> None:
+    dead, held = make_folder(tmp_path)
+    alive, still_held = make_folder(tmp_path)
+    os.close(held)
+    for folder in (dead, alive):
+        os.utime(folder, (0, 0))
+    new, new_held = make_folder(tmp_path)
+    assert not dead.exists() and alive.exists() and new.exists()
+    for descriptor in (still_held, new_held):
+        os.close(descriptor)
 
 
 def test_new_settings_change_the_number_of_workers(pool: HostedPool) -> None:

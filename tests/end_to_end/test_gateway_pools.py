@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlxpool.cli.target import targets_of
 from mlxpool.cli.main import parser
+from mlxpool.cli.target import targets_of
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.transport import sockets
 from mlxpool.gateway.settings import Broker
@@ -54,7 +54,9 @@ def test_models_of_both_are_served_and_a_dead_pool_is_left_out(
         def both_have_worked() -> bool:
             assert complete(gateway.url, "shared").status_code == 200
             return all(
-                any(row["name"] == "shared" and row["accepted"] for row in pool.ask("top")["models"])
+                any(
+                    row["name"] == "shared" and row["accepted"] for row in pool.ask("top")["models"]
+                )
                 for pool in two
             )
 

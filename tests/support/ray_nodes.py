@@ -1,7 +1,7 @@
-"""Several nodes of a Ray cluster on this machine, each with processes of its own that can be killed.
+"""Several nodes of a Ray cluster on this machine, whose processes can be killed.
 
-A node is `ray start --block` and all that descends from it: killing it is what the loss of a machine
-is to the others.
+A node is `ray start --block` and all that descends from it: killing it is what the loss of a
+machine is to the others.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mlxpool.cluster.worker_table import KEY_PREFIX
 from mlxpool.common.config import loading
 from mlxpool.common.config.bounds import ConfigError
-from mlxpool.cluster.worker_table import KEY_PREFIX
 from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")

@@ -117,7 +117,7 @@ class RayBrokerHost(BrokerHost):
     """The class of the broker host's actor."""
 
     def __init__(self, spec: PoolSpec, pool_id: str) -> None:
-        set_up(level=logging.INFO)
+        set_up(json_lines=False, level=logging.INFO)
         again = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(RayCluster(), spec, pool_id, started_again=again)
 
@@ -126,7 +126,7 @@ class RayWorkerHost(WorkerHost):
     """The class of a worker host's actor."""
 
     def __init__(self, order: WorkerOrder) -> None:
-        set_up(level=logging.INFO)
+        set_up(json_lines=False, level=logging.INFO)
         super().__init__(PoolOfWorker(order.pool), order)
 
 
@@ -145,7 +145,7 @@ def connected(address: str) -> Iterator[None]:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise BrokerLost(
-            f"no Ray cluster answers at {address!r}: {str(error):.200}; start one with"
+            f"no Ray cluster answers at {address!r}: {error!s:.200}; start one with"
             " `ray start --head`, or name another with --address"
         ) from None
     try:
@@ -168,7 +168,7 @@ def up(spec: PoolSpec, patience: float) -> dict[str, Any]:
         host = _started_broker_host(spec)
     end = time.monotonic() + patience
     while True:
-        found: dict[str, Any] = ray.get(host.status.remote(), timeout=CALL_TIMEOUT)
+        found = _asked(host, spec.name)
         if found["fault"]:
             raise ModelUnavailable(found["fault"])
         if found["broker"] is not None:
@@ -205,12 +205,19 @@ def status(pool: str) -> dict[str, Any]:
     host = _broker_host(pool)
     if host is None:
         raise BrokerLost(f"there is no pool {pool!r} on this cluster: `mlxpool ray up` starts one")
+    return _asked(host, pool)
+
+
+def _asked(host: Any, pool: str) -> dict[str, Any]:
+    """The status that a broker host tells. Raises BrokerLost if it does not answer."""
     try:
         found: dict[str, Any] = ray.get(host.status.remote(), timeout=CALL_TIMEOUT)
     except ray.exceptions.RayError as error:
+        why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
         raise BrokerLost(
-            f"the broker host of {pool!r} does not answer: {type(error).__name__}; is the node with"
-            f" the resource {BROKER_RESOURCE!r} there? (`ray status`)"
+            f"the broker host of {pool!r} does not answer: {type(error).__name__}:"
+            f" {why.strip():.200}; is the node with the resource {BROKER_RESOURCE!r} there?"
+            " (`ray status`)"
         ) from None
     return found
 

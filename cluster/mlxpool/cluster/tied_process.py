@@ -25,11 +25,10 @@ def start(
 
     It stays in our process group, which Ray kills with an actor.
     """
-    program = ["-m", "mlxpool.cli.main", *command]
+    python = (sys.executable, "-P", "-m")
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlxpool.cluster.tied_process", sys.executable, "-P"]
-            + program,
+            [*python, "mlxpool.cluster.tied_process", *python, "mlxpool.cli.main", *command],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=out,

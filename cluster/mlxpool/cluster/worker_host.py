@@ -5,7 +5,9 @@ Ray starts it again elsewhere when its node is lost. The secret key never leaves
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
 import subprocess
 import tempfile
@@ -16,10 +18,13 @@ from typing import Protocol
 
 from mlxpool.cluster import tied_process
 from mlxpool.cluster.broker_host import Admission, WorkerOrder
+from mlxpool.common.folder_lock import lock_folder
 from mlxpool.common.transport import keys
 
 log = logging.getLogger("mlxpool.cluster")
 
+FOLDER_PREFIX = "mlxpool-ray-worker-"  # in the machine's folder for temporary files
+LOCK_TIME = 60.0  # seconds after which a new folder has surely been locked
 ORPHAN_GRACE = 30.0  # seconds without the broker until the worker asks its host for the address
 FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a start after ends in a row
 PROVEN_AFTER = 60.0  # seconds: an end after so long a life is the first in a row
@@ -35,6 +40,20 @@ class Pool(Protocol):
         """
 
 
+def make_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder for a host, and the descriptor of its lock, held as long as it is open.
+
+    Folders of hosts that were killed are removed: nobody holds their locks.
+    """
+    for left in parent.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # FolderLocked among them: its host lives
+            if time.time() - left.stat().st_mtime > LOCK_TIME:
+                os.close(lock_folder(left))
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+    return folder, lock_folder(folder)
+
+
 class WorkerHost:
     """An actor of Ray with two threads: one of its own, one for the methods."""
 
@@ -44,7 +63,7 @@ class WorkerHost:
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"mlxpool-{order.id}-"))
+        self.folder, self._folder_lock = make_folder(Path(tempfile.gettempdir()))
         self.settings = self.folder / "pool.toml"
         self.settings.write_text(order.settings, "utf-8")
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -63,6 +82,7 @@ class WorkerHost:
                 process.kill()
         self._thread.join(grace)
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._folder_lock)
 
     def _run(self) -> None:
         failures = 0

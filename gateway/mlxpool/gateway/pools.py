@@ -114,7 +114,7 @@ class Pools:
         return await (await self._choose(name)).models.described(name)
 
     async def _choose(self, name: str) -> Pool:
-        """The pool where a model waits least. Raises UnknownModel if no pool that answers has it."""
+        """The pool where a model waits least. Raises UnknownModel if none that answers has it."""
         if len(self._pools) == 1:
             return self._pools[0]
         best = self._best(name)

@@ -15,13 +15,14 @@ RULES = Scaling(min=1, max=3, waiting_tokens=1000, cool_down=60.0)
 TOKENS = {"max_tokens": 600}
 
 
-def busy_story(**settings: int) -> tuple[Story, FakeWorker, list[bytes]]:
+def busy_story() -> tuple[Story, FakeWorker]:
     """One worker of three that there may be runs a request, and four wait: 2,400 tokens."""
-    story = Story({"m": model(scaling=RULES, sequences=1, **settings)}, restart_delay=0.0)
+    story = Story({"m": model(scaling=RULES, sequences=1)}, restart_delay=0.0)
     worker = story.ready_worker(sequences=1)
     assert "m/1" not in story.workers
-    requests = [story.generate(options=TOKENS) for _ in range(5)]
-    return story, worker, requests
+    for _ in range(5):
+        story.generate(options=TOKENS)
+    return story, worker
 
 
 def hear_for(story: Story, seconds: int) -> None:
@@ -32,7 +33,7 @@ def hear_for(story: Story, seconds: int) -> None:
 
 
 def test_what_waits_starts_workers_and_quiet_drains_them() -> None:
-    story, first, requests = busy_story()
+    story, first = busy_story()
     hear_for(story, round(HOLD) + 2)
     assert story.model().replicas_wanted == 3
     second, third = story.ready_worker(replica=1, sequences=1), story.ready_worker(replica=2)
@@ -49,7 +50,7 @@ def test_what_waits_starts_workers_and_quiet_drains_them() -> None:
 
 def test_fewer_at_most_drains_a_worker_that_finishes_first() -> None:
     """A surplus worker may end what it runs."""
-    story, first, requests = busy_story()
+    story, _ = busy_story()
     hear_for(story, round(HOLD) + 2)
     second = story.ready_worker(replica=1, sequences=1)
     config = model(scaling=replace(RULES, max=1), sequences=1)
@@ -73,7 +74,7 @@ def test_a_lower_least_holds_without_a_request() -> None:
 
 
 def test_an_unloaded_model_begins_again_with_the_fewest() -> None:
-    story, _, _ = busy_story()
+    story, _ = busy_story()
     hear_for(story, round(HOLD) + 2)
     story.do(ev.UnloadModel("m"))
     assert story.model().replicas_wanted == 1

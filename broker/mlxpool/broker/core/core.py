@@ -131,11 +131,15 @@ class Core:
                     self._drainer.on_worker_timer(slot, epoch, now)
                 case ("drained", str(name)):
                     self._drainer.on_timer(name, now)
-                case ("idle" | "restart" as what, str(name)):
-                    self.pool.on_timer(what, name, now)
-                case ("replicas", str(name)):
-                    self._scaling.on_timer(name, now)
+                case ("idle" | "restart" | "replicas" as what, str(name)):
+                    self._on_model_timer(what, name, now)
                 case "tombstones":
                     self.ended.expire_tombstones(now)
                 case "quarantine":
                     self.ended.expire_quarantine(now)
+
+    def _on_model_timer(self, what: str, name: str, now: float) -> None:
+        if what == "replicas":
+            self._scaling.on_timer(name, now)
+        else:
+            self.pool.on_timer(what, name, now)

@@ -18,9 +18,7 @@ class ReplicaScaling:
     Those that dial in are started by others, who read the number that is wanted.
     """
 
-    def __init__(
-        self, state: State, outbox: Outbox, pool: WorkerPool, drainer: Drainer
-    ) -> None:
+    def __init__(self, state: State, outbox: Outbox, pool: WorkerPool, drainer: Drainer) -> None:
         self._state = state
         self._outbox = outbox
         self._pool = pool

@@ -142,7 +142,7 @@ class WorkerPool:
         """
         self._end_demand(model, "unload")
         model.idle_since = 0.0
-        model.scale = ReplicaScale(0)
+        model.scale = ReplicaScale()
         for worker in model.workers if remote else model.local_workers:
             self.stop(worker, why)
 

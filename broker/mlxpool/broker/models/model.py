@@ -33,7 +33,7 @@ class Model:
     idle_since: float = 0.0  # 0: it is in use or has no ready worker
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # of its workers together
     answer_tokens: float = MAX_OUTPUT  # of an answer, an average
-    scale: ReplicaScale = ReplicaScale(0)  # where the number of workers follows the load
+    scale: ReplicaScale = field(default_factory=ReplicaScale)  # if replicas follow the load
     kept: float | None = None  # seconds that a client keeps it when idle; None: the setting counts
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported

@@ -35,7 +35,7 @@ class ReplicaLoad:
 class ReplicaScale:
     """The number of workers that a model should have, and since when it seems wrong."""
 
-    wanted: int
+    wanted: int = 0
     high_since: float | None = None  # more have been needed since then; None: they are not
     low_since: float | None = None  # fewer have been enough since then; None: they are not
     peak: int = 0  # the most that were needed since `low_since`
@@ -53,9 +53,7 @@ def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
     # A single long prompt is read by one worker, however many there are.
     by_waiting = min(by_waiting, wanted + load.waiting)
     # Workers that serve may be more than are wanted: after its restart a broker finds them.
-    by_running = min(
-        max(wanted, load.workers), math.ceil(load.running / (FULL * load.sequences))
-    )
+    by_running = min(max(wanted, load.workers), math.ceil(load.running / (FULL * load.sequences)))
     return max(rules.min, min(rules.max, max(by_waiting, by_running)))
 
 

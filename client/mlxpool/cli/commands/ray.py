@@ -108,13 +108,13 @@ def print_status(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
     if found["fault"]:
         print(f"{found['name']}: no broker: {found['fault']}")
         return
-    broker = found["broker"]
+    answers = "does not answer" if found["broker"] is None else "answers"
     print_table(
         MODELS,
         [(row["name"], _bounds(row), str(row["ready"]), str(row["started"]))
          for row in found["models"]],
         above=[
-            f"pool {found['name']}: the broker {'does not answer' if broker is None else 'answers'}",
+            f"pool {found['name']}: the broker {answers}",
             f"--endpoint {found['endpoint']} --server-key '{found['server_key']}'",
         ],
     )  # fmt: skip

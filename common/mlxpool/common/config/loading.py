@@ -188,7 +188,8 @@ def _scaled(table: Mapping[str, Any], where: str) -> ModelConfig:
             raise ConfigError(f"{where}.replicas.max is missing")
         if scaling.min > scaling.max:
             raise ConfigError(
-                f"{where}.replicas: min is {scaling.min}, must not be above max, which is {scaling.max}"
+                f"{where}.replicas: min is {scaling.min}, must not be above max, which is"
+                f" {scaling.max}"
             )
     rest = {key: value for key, value in table.items() if key != "replicas"}
     built = ModelConfig()

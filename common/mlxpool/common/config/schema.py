@@ -339,4 +339,9 @@ BUILTIN = {
     "counting": ModelConfig(path=f"{BUILTIN_PREFIX}counting"),
 }
 
-NO_SETTINGS = ("models", "keys", "within", "scaling")  # fields that are not settings of their section
+NO_SETTINGS = (
+    "models",
+    "keys",
+    "within",
+    "scaling",
+)  # fields that are not settings of their section
