@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STDIN = 0
-GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 
 
 def start(
