@@ -46,16 +46,12 @@ def started(
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
     """Raises SystemExit with the end of the log if the broker ends or does not answer in time."""
-    from mlxpool.cli.admin import ask
-    from mlxpool.common.errors import BrokerLost
+    from mlxpool.common.transport import question, sockets
 
+    admin = sockets.ipc(run_dir, "admin")
     end = time.monotonic() + START_TIMEOUT
     while process.poll() is None and time.monotonic() < end:
-        try:
-            ask(run_dir, "ps")
-        except BrokerLost:
-            time.sleep(0.05)
-        else:
+        if question.ask(admin, None, "ps", {}) is not None:
             return
     raise SystemExit(f"the broker did not start: {log.read_text(errors='replace')[-2000:]}")
 
