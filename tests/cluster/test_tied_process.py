@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 
+from mlxpool.cluster import tied_process
 from support.pool import gone, until
 
 PROGRAM = "import signal,sys,time; signal.signal(15, {handler}); print('up', flush=True); {rest}"
@@ -56,6 +57,14 @@ def test_it_hands_a_signal_on_and_ends_as_its_command_does() -> None:
     until(lambda: process.poll() is not None, "it has ended")
     assert close(process) == 7
     assert gone(child)
+
+
+def test_its_command_can_be_killed() -> None:
+    process = tied(STUBBORN)
+    child = child_of(process)
+    tied_process.kill(process)
+    until(lambda: gone(child), "its command is gone")
+    assert close(process) == 128 + signal.SIGKILL
 
 
 def test_a_killed_starter_takes_the_command_with_it() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -68,7 +66,7 @@ class BrokerChild:
             self._failures = 1 if lived > PROVEN_AFTER else self._failures + 1
             self._start_at = now + min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(self._failures - 1, 16))
         elif now - self._heard_at > HANG_LIMIT:
-            self._kill()
+            tied_process.kill(self._process)
 
     def _start(self, now: float) -> None:
         command = [
@@ -78,21 +76,6 @@ class BrokerChild:
         self._process = tied_process.start(command, self.folder / "broker.log")
         self._started_at = self._heard_at = now
         self.starts += 1
-
-    def _kill(self) -> None:
-        """Kill the broker, and the process that holds it."""
-        assert self._process is not None
-        answer = self._lock_holder()
-        if answer is not None:
-            os.kill(answer, signal.SIGKILL)
-        self._process.kill()
-
-    def _lock_holder(self) -> int | None:
-        """The broker's pid, which it has written into its lock; None if there is none."""
-        try:
-            return int((self.run_dir / "lock").read_text("ascii"))
-        except (OSError, ValueError):
-            return None
 
     def ask(
         self, kind: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_TIMEOUT
@@ -127,6 +110,6 @@ class BrokerChild:
         try:
             tied_process.wait(self._process, STOP_GRACE)
         except subprocess.TimeoutExpired:
-            self._kill()
+            tied_process.kill(self._process)
             tied_process.wait(self._process)
         self._process = None

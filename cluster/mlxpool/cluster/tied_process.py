@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STDIN = 0
+KILL = signal.SIGUSR1  # that has it kill its command: SIGKILL to itself would leave that alone
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 
 
@@ -47,9 +48,16 @@ def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
     return code
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the command of what `start` has started; both end at once."""
+    process.send_signal(KILL)
+
+
 def main(command: Sequence[str]) -> int:
     """Run the command until it ends or standard input does; returns its exit code."""
+    signal.signal(KILL, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(KILL, lambda number, frame: process.kill())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: process.send_signal(number))
 

@@ -79,7 +79,7 @@ class WorkerHost:
             try:
                 process.wait(grace)
             except subprocess.TimeoutExpired:
-                process.kill()
+                tied_process.kill(process)
         self._thread.join(grace)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._folder_lock)
