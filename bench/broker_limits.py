@@ -4,8 +4,8 @@
 
 A worker without a model (bench/mlxpool/bench/firehose.py) sends tokens of 64 streams a frame, as a
 GPU's worker does in a step, to clients that only count them and the delay of each token. With more
-streams than it can carry, delays grow to seconds: that is the limit. `mlxpool bench broker` measures
-tokens as fast as it goes.
+streams than it can carry, delays grow to seconds: that is the limit. `mlxpool bench broker`
+measures tokens as fast as it goes.
 """
 
 from __future__ import annotations

@@ -57,23 +57,26 @@ class JobStorm(Storm):
     def _stream(self, client: Client, number: int) -> None:
         """Submit a job; some are read at once, some from the middle, most are left alone."""
         key, count = f"storm {number}", 1 + (number * 7919) % self.plan.tokens
-        self._submit(client, key, number, count)
+        if not self._submit(client, key, number, count):
+            return
         self.counts[key], self.clients[key] = count, client
         if number % 4 == 0:
             self._read(client, key)
         elif number % 4 == 1:
             self._glance(client, key)
 
-    def _submit(self, client: Client, key: str, number: int, count: int) -> None:
-        """Submit until it is accepted: the same key is the same job."""
-        while True:
+    def _submit(self, client: Client, key: str, number: int, count: int) -> bool:
+        """Submit until it is accepted: the same key is the same job. False: refused for good."""
+        while self.injector_error is None:
             try:
                 client.submit("m", key, key=key, max_tokens=count, seed=10_000 + number)
-                return
+                return True
             except PoolError as error:
                 if not error.retryable:
                     self.errors[f"{error.code}: {error.message}"] += 1
+                    return False
                 time.sleep(PAUSE)
+        return False
 
     def _wanted(self, key: str) -> list[int]:
         return expected_ids(key, 10_000 + int(key.split()[1]), self.counts[key])
