@@ -45,15 +45,16 @@ def started(
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
-    """Raises SystemExit with the end of the log if the broker ends or does not answer in time."""
-    from mlxpool.common.transport import question, sockets
+    """Raises SystemExit with the end of the log if the broker ends or does not start in time."""
+    from mlxpool.client import Client
 
-    admin = sockets.ipc(run_dir, "admin")
     end = time.monotonic() + START_TIMEOUT
-    while process.poll() is None and time.monotonic() < end:
-        if question.ask(admin, None, "ps", {}) is not None:
-            return
-    raise SystemExit(f"the broker did not start: {log.read_text(errors='replace')[-2000:]}")
+    while not (run_dir / "front.ipc").exists():
+        if process.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"no broker started: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
+    with Client(run_dir, connect_timeout=START_TIMEOUT) as client:
+        client.models()
 
 
 @contextmanager
