@@ -55,7 +55,8 @@ class JobStory(Story):
         self.readings: dict[tuple[bytes, int], Reading] = {}
         self.late = False  # commits wait for `settle`
         self.forgotten: list[int] = []  # links
-        self.inbox: list[core_actions.ToClient] = []
+        self.posts: list[act.Post] = []  # notices
+        self.inbox: list[core_actions.ToClient | core_actions.JobSetBack] = []
         self.checks: list[Callable[[Reading, int], None]] = []
         super().__init__(**settings)
         self.store: Any = store or StoreModel(lambda: self.now + self.offset)
@@ -69,7 +70,9 @@ class JobStory(Story):
 
     def _check(self, action: core_actions.Action) -> None:
         super()._check(action)
-        if isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK:
+        if isinstance(action, core_actions.JobSetBack) or (
+            isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK
+        ):
             self.inbox.append(action)
 
     def tell_manager(self, event: ev.Event) -> None:
@@ -83,6 +86,8 @@ class JobStory(Story):
                 self._told(action)
             elif isinstance(action, act.Forget):
                 self.forgotten.append(action.link)
+            elif isinstance(action, act.Post):
+                self.posts.append(action)
             else:
                 self.do(action.event)
 
@@ -90,7 +95,7 @@ class JobStory(Story):
         """Give the manager what the core and the store have for it."""
         while self.inbox or self.store.results:
             while self.inbox:
-                event = job_event(self.inbox.pop(0))
+                event = job_event(self.inbox.pop(0), lambda slot: f"stacks of {slot}")
                 if event is not None:
                     self.tell_manager(event)
             for operation, result in self.store.take():

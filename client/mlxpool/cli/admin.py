@@ -50,7 +50,7 @@ def ask(
             if handshake.trouble:
                 raise Unauthorized(handshake.trouble)
             raise BrokerLost(no_answer(target.run_dir, endpoint))
-        message = frames.decode(socket.recv_multipart(), max_body=frames.MAX_BLOB)
+        message = frames.decode(socket.recv_multipart(), max_body=frames.MAX_FRAME)
     finally:
         handshake.close()
         socket.close(linger=0)

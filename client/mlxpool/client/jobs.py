@@ -56,6 +56,7 @@ def submit(
     key: str | None,
     keep: float | None,
     not_before: float | None,
+    notify: str | None,
 ) -> Question[Job]:
     """Ask to take a job. Raises BadRequest for what cannot be sent."""
     given = dict(options)
@@ -67,6 +68,8 @@ def submit(
         settings["keep_ms"] = milliseconds("keep", keep)
     if not_before is not None:
         settings["not_before"] = not_before
+    if notify is not None:
+        settings["notify"] = {"url": notify}
     named = secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
     content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=named)
     return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))

@@ -158,11 +158,12 @@ def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
     with PostgresOpener(url, MAX_BYTES).open() as store:
         store.begin(7, 1.0)
         store.transaction([submit(1)], 1.0)
-    now = schema.VERSION
-    steps = {now: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
+    steps = {schema.VERSION: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
     with PostgresDatabase(url) as database:
         with pytest.raises(psycopg.Error, match="missing"):
-            changed(database, {now: (*steps[now], "UPDATE missing SET a = 1")})
+            changed(
+                database, {schema.VERSION: (*steps[schema.VERSION], "UPDATE missing SET a = 1")}
+            )
         assert database.read_version() == schema.VERSION
         changed(database, steps)
         assert database.read_version() == NEXT

@@ -20,15 +20,12 @@ from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError
 from mlxpool.common.protocol import frames, from_client, kept_questions
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
+from mlxpool.common.protocol.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
-JOBS_OFF = (
-    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
-    " state_dir in [pool]"
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")

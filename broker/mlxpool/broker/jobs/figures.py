@@ -23,6 +23,8 @@ class JobFigures:
     readers: int
     bytes: int  # that the store takes on the disk
     max_bytes: int  # that it may take
+    notices: int = 0  # that were not delivered yet
+    notices_given_up: int = 0
     store: str = "ok"  # opening | ok | full | failed | fenced | closed
     batches: int = 0  # that have not ended
 
@@ -42,5 +44,7 @@ class JobFigures:
             readers,
             stored.used,
             stored.bound,
+            stored.notices,
+            stored.given_up,
             batches=batches,
         )

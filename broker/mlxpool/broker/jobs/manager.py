@@ -19,6 +19,7 @@ from mlxpool.broker.jobs.batches import Batches
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.file_questions import FileQuestions
+from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.questions import Questions
 from mlxpool.broker.jobs.readers import Readers
@@ -60,8 +61,11 @@ class JobManager:
         self._outbox = outbox = Outbox(boot)
         self._feeder = Feeder()
         self.readers = Readers(outbox, active)
-        self.runs = Runs(outbox, view, self._feeder, self.readers, active)
-        self.questions = Questions(outbox, view, self._feeder, self.runs, self.readers, policy)
+        self.notices = notices = NoticeQueue(outbox, lambda: policy().notify_for)
+        self.runs = Runs(outbox, view, self._feeder, self.readers, notices, active)
+        self.questions = Questions(
+            outbox, view, self._feeder, self.runs, self.readers, notices, policy
+        )
         self.batches = Batches(
             outbox,
             self._feeder,
@@ -78,6 +82,8 @@ class JobManager:
             ev.ReaderLeft: self._on_reader_left,
             ev.Output: self.runs.on_output,
             ev.RunEnded: self.runs.on_ended,
+            ev.SetBack: self.runs.on_set_back,
+            ev.Posted: self.notices.on_posted,
             ev.StoreOpened: self._on_store_opened,
             ev.StoreLost: self._on_store_lost,
             ev.Closing: self._on_closing,
@@ -112,6 +118,7 @@ class JobManager:
             self.batches.touched(result.job.batch, now)
         if self._open:
             self._feed(now)
+            self.notices.read_due(now)
         return self._outbox.take()
 
     def next_wake(self) -> float:
@@ -122,6 +129,7 @@ class JobManager:
             self._figures_at,
             self._readers_at,
             self._backlog_at,
+            self.notices.due,
             self.runs.next_write(),
             self.batches.next_wake() if self._open else math.inf,
         )
@@ -180,6 +188,7 @@ class JobManager:
             self._sweep(now)
         if now >= self._figures_at:
             self._count(now)
+        self.notices.read_due(now)
         self.batches.work(now)
         self._feed(now)
 
@@ -197,6 +206,8 @@ class JobManager:
         self.batches.find()
         self._sweep(now)
         self._count(now)
+        self.notices.opened(now)
+        self.notices.read_due(now)
         self.readers.read_again(now)
 
     def _poisons_read(self, result: Result, now: float) -> None:
@@ -219,6 +230,7 @@ class JobManager:
     def _on_store_lost(self, event: ev.StoreLost, now: float) -> None:
         self._open = False
         self.runs.drop_all()
+        self.notices.lost()
         self.batches.lost()
         self._feeder.groups.clear()
         self._sweeping = self._counting = False
@@ -251,6 +263,7 @@ class JobManager:
         if isinstance(result, Swept):
             for job in result.expired:
                 self.readers.job_changed(job, now)
+                self.notices.came(job, now)
                 if job.batch is not None:
                     self.batches.touched(job.batch, now)
             if result.more:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxpool.common.web_targets import Allowed
+
 
 @dataclass(frozen=True, slots=True)
 class JobPolicy:
@@ -12,6 +14,9 @@ class JobPolicy:
     keep: float
     keep_max: float
     quota_jobs: int = 0
+    notify_url: str = ""  # of jobs that name none
+    notify_for: float = 86400.0  # seconds after the end, until a notice is given up
+    notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen
 
     def kept(self, keep_ms: int | None) -> float:
         """Seconds for which something is kept of which a client says so, or nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
@@ -12,6 +12,8 @@ from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
+from mlxpool.broker.jobs.notices import NoticeQueue
+from mlxpool.broker.jobs.operator_questions import OperatorQuestions, with_owner
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
@@ -25,6 +27,7 @@ from mlxpool.broker.store.records import (
     DuplicateKey,
     Fate,
     Found,
+    History,
     JobList,
     JobState,
     JobView,
@@ -68,6 +71,7 @@ class Questions:
         feeder: Feeder,
         runs: Runs,
         readers: Readers,
+        notices: NoticeQueue,
         policy: Callable[[], JobPolicy],
     ) -> None:
         """`policy` returns the settings in force."""
@@ -77,11 +81,15 @@ class Questions:
         self._feeder = feeder
         self._runs = runs
         self._readers = readers
+        self._notices = notices
+        self._of_operators = OperatorQuestions(outbox, self._row_for_operators)
 
     def on_asked(self, event: ev.Asked, now: float) -> None:
         message = event.message
         if isinstance(message, Submit):
             self._submit(event, message, now)
+        elif event.operator and self._of_operators.on_asked(event, message):
+            return
         elif isinstance(message, ListJobs):
             self._list(event, message)
         elif isinstance(message, AboutJob):
@@ -119,6 +127,7 @@ class Questions:
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
             keep=policy.kept(message.keep_ms),
+            notify=_notify_url(message, policy),
             max_jobs=policy.quota_jobs,
         )
 
@@ -172,7 +181,7 @@ class Questions:
 
     def _list(self, event: ev.Asked, message: ListJobs) -> None:
         if not message.batch:
-            self._list_of(event, message, None)
+            self._list_of(event, message, message.batch_id)
             return
 
         def found(result: Result, now: float) -> None:
@@ -189,25 +198,29 @@ class Questions:
     def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
         states = () if not message.state else (_stored(message.state),)
+        owner = message.owner if event.operator else event.owner
+        tenant = None if event.operator else message.tenant
         operation: store.Operation
         if message.after is None:
             operation = store.ListJobs(
-                event.owner,
-                message.tenant,
+                owner,
+                tenant,
                 states,
                 message.before,
                 message.limit,
                 batch,
                 reverse=True,
+                model=message.model,
             )
         else:
-            operation = store.ListEnded(event.owner, message.tenant, message.after, message.limit)
+            operation = store.ListEnded(owner, tenant, message.after, message.limit)
 
         def then(result: Result, now: float) -> None:
             if not isinstance(result, JobList):
                 self._fail(event, _other_error(result))
                 return
-            rows = self._rows(result.jobs)
+            row = self._row_for_operators if event.operator else self._row
+            rows = list(map(row, result.jobs))
             shown = answers.fitting(rows)
             following = result.next
             if len(shown) < len(rows):
@@ -218,9 +231,11 @@ class Questions:
 
         self._outbox.store(operation, then)
 
-    def _rows(self, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
-        active = self._runs.active
-        return [answers.row_of(job, runs=job.id in active) for job in jobs]
+    def _row(self, job: JobView) -> dict[str, Any]:
+        return answers.row_of(job, runs=job.id in self._runs.active)
+
+    def _row_for_operators(self, job: JobView) -> dict[str, Any]:
+        return with_owner(self._row(job), job)
 
     # ---- one job -------------------------------------------------------------------------------
 
@@ -232,18 +247,23 @@ class Questions:
             return
 
         def then(result: Result, now: float) -> None:
-            job = result.job if isinstance(result, Found) else None
+            job = result.job if isinstance(result, Found | History) else None
             mine = (event.owner, message.name.tenant)
             if isinstance(result, Refused):
                 self._fail(event, answers.store_error(result))
-            elif job is None or (job.scope.owner, job.scope.tenant) != mine:
+            elif job is None or (
+                not event.operator and (job.scope.owner, job.scope.tenant) != mine
+            ):
                 self._fail(event, answers.unknown(message.name))
             elif message.kind == messages.READ:
-                self._send(event, JobRow(self._rows([job])[0]))
+                failures = result.failures if isinstance(result, History) else ()
+                told = [{"at": one.at, "cause": one.cause} for one in failures]
+                self._send(event, JobRow({**self._row(job), "failures": told}))
             else:
                 self._change(event, message, job.id)
 
-        self._outbox.store(store.ReadJob(name), then)
+        reads = message.kind == messages.READ
+        self._outbox.store(store.ReadHistory(name) if reads else store.ReadJob(name), then)
 
     def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)
@@ -261,6 +281,7 @@ class Questions:
                 if isinstance(result, Changed):
                     state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
                     self._readers.job_changed(job, now)
+                    self._notices.came(job, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:
                 self._fail(event, self._error_of_change(message, result))
@@ -293,7 +314,7 @@ class Questions:
         """Answer with the job, also one that is as it was asked for: questions may come twice."""
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
-            self._send(event, JobRow(self._rows([result.job])[0]))
+            self._send(event, JobRow(self._row(result.job)))
         else:
             self._fail(event, self._error_of_change(message, result))
 
@@ -314,6 +335,16 @@ CHANGES = {
     messages.RETRY: Questions._retry,
     messages.RELEASE: Questions._release,
 }
+
+
+def _notify_url(message: Submit, policy: JobPolicy) -> str:
+    """To which URL the end of a job is told, "" to none. Raises BadRequest."""
+    if message.notify is None:
+        return policy.notify_url
+    refused = policy.notify_allowed.refusal(message.notify.target)
+    if refused:
+        raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends of jobs")
+    return message.notify.url
 
 
 def _stored(state: str) -> JobState:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlxpool.cli.batch_actions as batches
+from mlxpool.cli import job_operations
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import count, duration, size
 from mlxpool.cli.json_text import json_text
@@ -37,6 +38,7 @@ from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
 if TYPE_CHECKING:
     from mlxpool.client import Delta
 
+FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
 
 
@@ -105,6 +107,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     of = sub.add_mutually_exclusive_group()
     of.add_argument("--batch", metavar="KEY", help="a batch, and the jobs of its lines")
     of.add_argument("--batches", action="store_true", help="your batches")
+    sub.add_argument(
+        "--follow",
+        action="store_true",
+        help="print each job when it ends, in the order of the ends, until it is stopped; with"
+        " --after from there on, else those that end from now on",
+    )
+    _add_operations(sub)
     sub.set_defaults(run=jobs)
     for name, text, action in (
         ("retry", "try a dead or expired job, or such lines of a batch, again", retry),
@@ -116,6 +125,27 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         sub.set_defaults(run=action)
     for name in ("fetch", "jobs", "retry", "release"):
         add_connect_timeout(commands.choices[name])
+
+
+def _add_operations(parser: argparse.ArgumentParser) -> None:
+    """Add what operators ask about the jobs of all owners."""
+    of_all = parser.add_argument_group("for operators, over the admin socket")
+    of_all.add_argument("--all-owners", action="store_true", help="list the jobs of all owners")
+    of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
+    of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
+    of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
+    of_all.add_argument(
+        "--show", metavar="ID", help="all that is known of one job, with the stacks of workers"
+    )
+    of_all.add_argument(
+        "--notices", action="store_true", help="the notices that were not delivered"
+    )
+    of_all.add_argument(
+        "--export", metavar="FILE", help="write all that is stored as JSON lines; -: to the output"
+    )
+    of_all.add_argument(
+        "--verify", action="store_true", help="compare all that is stored with its checksums"
+    )
 
 
 def _add_batch(parser: argparse.ArgumentParser, text: str) -> None:
@@ -141,6 +171,9 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--delay", type=_seconds, metavar="TIME", help="do not begin before this time has passed"
+    )
+    parser.add_argument(
+        "--notify", metavar="URL", help="post a notice there when the job has ended"
     )
     parser.add_argument(
         "--priority",
@@ -214,6 +247,7 @@ def submit(options: argparse.Namespace) -> int:
             key=options.job_key,
             keep=options.keep,
             not_before=None if options.delay is None else time.time() + options.delay,
+            notify=options.notify,
             **given,
         )
     if options.json:
@@ -288,7 +322,12 @@ OF_BATCHES = (Column("LINE", 0), Column("ID", 2, "text"), *JOBS[1:])
 
 
 def jobs(options: argparse.Namespace) -> int:
-    """Print a row for each job, the newest first; or the batches, or one and its lines."""
+    """Print a row for each job, the newest first; or batches, or what operators ask."""
+    of_operators = _of_operators(options)
+    if of_operators is not None:
+        return of_operators
+    if options.follow:
+        return follow(options)
     if options.batches:
         return batches.list_batches(options)
     with client_of(options) as client:
@@ -329,6 +368,47 @@ def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
         size(job["bytes"]),
         job["cause"] or "-",
     )
+
+
+def _of_operators(options: argparse.Namespace) -> int | None:
+    """The exit code of what operators ask; None: the user asks for his own jobs."""
+    target = options.admin_target
+    if options.export is not None:
+        return job_operations.export(target, options.export, options.state or "")
+    if options.verify:
+        return job_operations.verify(target, as_json=options.json)
+    if options.notices:
+        return job_operations.list_notices(target, options.owner or "", as_json=options.json)
+    if options.show is not None:
+        id = job_operations.id_of(options.show)
+        return job_operations.look(target, id, as_json=options.json)
+    filters: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("owner", "model", "state")
+        if getattr(options, name)
+    }
+    if options.of_batch:
+        filters["batch"] = job_operations.id_of(options.of_batch)
+    if options.all_owners or filters.keys() - {"state"}:
+        return job_operations.list_all(target, filters, options.limit, as_json=options.json)
+    return None
+
+
+def follow(options: argparse.Namespace) -> int:
+    """Print each job when it ends, until it is stopped."""
+    with client_of(options) as client:
+        after = options.after
+        if after is None:
+            ended = client.jobs(after=0)
+            after = ended[-1]["end_seq"] if ended else 0
+        for row in client.follow_jobs(after, interval=FOLLOW_INTERVAL):
+            if options.json:
+                print(json_text(job_operations.shown_row(row)), flush=True)
+            else:
+                cause = f": {row['cause']}" if row["cause"] else ""
+                line = f"{row['end_seq']} {row['key']} {row['state']} {row['ids']} tokens{cause}"
+                print(escape_line(line), flush=True)
+    return 0
 
 
 def retry(options: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import mlxpool.client.jobs as jobs
@@ -38,6 +39,7 @@ class AsyncJobMethods:
         key: str | None = None,
         keep: float | None = None,
         not_before: float | None = None,
+        notify: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; see `Client.submit`."""
@@ -52,6 +54,7 @@ class AsyncJobMethods:
                 key=key,
                 keep=keep,
                 not_before=not_before,
+                notify=notify,
             )
         )
 
@@ -68,8 +71,18 @@ class AsyncJobMethods:
             pages.add(await self._caller.call(pages.question()))
         return pages.rows
 
+    async def follow_jobs(
+        self, after: int = 0, *, interval: float = 1.0
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Each job of this user that ended since, and that will end; see `Client.follow_jobs`."""
+        while True:
+            for row in await self.jobs(after=after):
+                after = row["end_seq"]
+                yield row
+            await asyncio.sleep(interval)
+
     async def job(self, job: JobRef) -> dict[str, Any]:
-        """The map of one job. Raises UnknownJob."""
+        """The map of one job; `failures` are what went wrong with it. Raises UnknownJob."""
         return await self._caller.call(jobs.about(READ, job))
 
     async def retry(self, job: JobRef) -> dict[str, Any]:

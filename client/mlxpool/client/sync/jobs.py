@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import mlxpool.client.jobs as jobs
@@ -39,6 +40,7 @@ class JobMethods(Closing):
         key: str | None = None,
         keep: float | None = None,
         not_before: float | None = None,
+        notify: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; returns when it is on the disk.
@@ -47,10 +49,11 @@ class JobMethods(Closing):
         loses it. `key` names the job (default: a new one): submitting the same request with the
         same key again is the same job, so a program that does not know whether it has submitted one
         may do it again. `keep` is for how many seconds the result stays after the end (default: as
-        the pool's settings say), `not_before` a time as of `time.time()`. The other arguments are
-        those of `stream`, without those of the reading: `queue_ms`, `first_token_ms`, `window`,
-        `batch`, `durable`. A job has no deadline unless `deadline_ms` gives one; `priority=-1` is
-        for what may wait until nothing else does. Raises JobsOff for a pool without `state_dir`,
+        the pool's settings say), `not_before` a time as of `time.time()`, `notify` the URL to which
+        its end is posted (docs/jobs.md). The other arguments are those of `stream`, without those
+        of the reading: `queue_ms`, `first_token_ms`, `window`, `batch`, `durable`. A job has no
+        deadline unless `deadline_ms` gives one; `priority=-1` is for what may wait until nothing
+        else does. Raises JobsOff for a pool without `state_dir`,
         DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
         and what `stream` raises.
         """
@@ -65,6 +68,7 @@ class JobMethods(Closing):
                 key=key,
                 keep=keep,
                 not_before=not_before,
+                notify=notify,
             )
         )
 
@@ -94,8 +98,20 @@ class JobMethods(Closing):
             pages.add(self._caller.call(pages.question()))
         return pages.rows
 
+    def follow_jobs(self, after: int = 0, *, interval: float = 1.0) -> Iterator[dict[str, Any]]:
+        """Each job of this user that ended after the end with this number, and each that will end.
+
+        The maps come in the order of the ends, without end: keep the last `end_seq`, and pass it
+        to go on there, in another program too. `interval`: seconds between two looks.
+        """
+        while True:
+            for row in self.jobs(after=after):
+                after = row["end_seq"]
+                yield row
+            time.sleep(interval)
+
     def job(self, job: JobRef) -> dict[str, Any]:
-        """The map of one job. Raises UnknownJob."""
+        """The map of one job; `failures` are what went wrong with it. Raises UnknownJob."""
         return self._caller.call(jobs.about(READ, job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:

@@ -21,11 +21,6 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-# Forced tokens that are appended together, at least. A pass that reads several of a row takes
-# longer: rows without a format see that, and rows with one have forced tokens as well.
-MIN_RUN = 4
-MIN_RUN_OF_ALL = 2  # where each row has a format
-
 log = logging.getLogger("mlxpool.worker")
 
 
@@ -70,7 +65,7 @@ class Generation:
         now: float,
         *,
         find: bool = False,
-        least: int = MIN_RUN,
+        least: int = 1,
     ) -> Delta:
         """Append one drawn token. Returns its delta, with the end if it is the last one.
 
@@ -99,8 +94,9 @@ class Generation:
             return new_delta((id, number, position, text, packed, None, None, None))
         if goes_on and constraint is not None and not sequence.options.logprobs:
             run = constraint.forced(find=find)
-            text += self._append_forced(constraint, run if len(run) >= least else ())
-            packed += pack_ids(ids[position + 1 :])
+            if len(run) >= least:
+                text += self._append_forced(constraint, run)
+                packed += pack_ids(ids[position + 1 :])
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
@@ -126,12 +122,13 @@ class Generation:
     def _append_forced(self, constraint: Constraint, run: Iterable[int]) -> str:
         """Appends forced tokens, as far as the completion goes. Returns their text."""
         sequence, detokenizer, text = self.sequence, self.detokenizer, ""
+        before = len(sequence.ids)
         for token in run:
-            constraint.take(token)
             sequence.ids.append(token)
             text += detokenizer.push(token)
             if detokenizer.stopped or len(sequence.ids) >= sequence.max_tokens:
                 break
+        constraint.take_forced(len(sequence.ids) - before)
         return text
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
@@ -226,9 +223,9 @@ class Generations:
         return [one for one in drawing if one.constraint is not None]
 
     @property
-    def min_run(self) -> int:
-        """The forced tokens that are appended together, at least."""
-        return MIN_RUN_OF_ALL if self._constrained == len(self._by_key) else MIN_RUN
+    def constrained_count(self) -> int:
+        """The number of generations with a constraint."""
+        return self._constrained
 
     def finish(self, generation: Generation, reason: str) -> Delta:
         """End it without a further token. Returns its last delta."""

@@ -79,7 +79,7 @@ class Steps:
         self._generations = generations
         self._progress = progress
         self._flights: deque[StepInFlight] = deque()
-        self._constrained = ConstrainedRows(engine)
+        self._constrained = ConstrainedRows(engine, generations)
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
 
@@ -273,7 +273,8 @@ class Steps:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
         deltas: list[Delta] = []
         generations, eos = self._generations, self._engine.eos
-        running, now, least = Phase.RUNNING, monotonic(), generations.min_run
+        running, now, least = Phase.RUNNING, monotonic(), self._constrained.min_run()
+        self._constrained.take(drawn, least)
         for one in drawn:
             sequence = one.sequence
             if sequence.phase is not running:
@@ -293,6 +294,7 @@ class Steps:
                     generations.release(sequence)
                     sequence.shift_context()
             deltas.append(delta)
+        self._constrained.begin_behind_runs(drawn)
         return deltas
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:

@@ -32,7 +32,7 @@ from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
-from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels import device, matmul_tiled
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.positions import positions
 from mlxpool.worker.media.spans import ImageKey, image_views, is_slot, overlapping
@@ -182,6 +182,7 @@ class ModelEngine(WarmedEngine):
             seconds=self._step_seconds,
             ahead=int(self._lookahead),
             sizes=self._layout.sizes,
+            run_lines=matmul_tiled.MAX_TOKENS if self._layout.sizes else 0,
         )
 
     def submit(self, spans: Many[Span]) -> bool:

@@ -205,6 +205,26 @@ def _top_k(options: Options, size: int) -> int:
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that R rows may draw.
+
+    `numbers` int32 are the line of each row, -1: it may draw any token; and behind these the lines
+    [K, ceil(vocabulary / 32)], words with a bit for each token.
+    """
+
+    numbers: mx.array
+    rows: int
+
+    def bits(self, size: int) -> mx.array:
+        """Returns [R, size] whether a token may be drawn."""
+        lines, words = self.numbers[: self.rows], self.numbers[self.rows :]
+        bytes_of = mx.take(words.reshape(-1, -(-size // 32)), mx.maximum(lines, 0), axis=0)
+        bits = bytes_of.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
+        allowed = bits.reshape(self.rows, -1)[:, :size].view(mx.bool_)
+        return allowed | (lines < 0)[:, None]
+
+
 # ---- outputs -----------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from mlxpool.broker.store.batch_records import (
     LineOutcomes,
     Lines,
 )
+from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import (
     ENDED,
     RETRYABLE,
@@ -432,19 +433,15 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
     job = outcome.job
     if job is None or job.state not in ENDED:
         return outcome
-    found = database.execute(
-        "SELECT pos, ids, text, borders, logprobs FROM chunk WHERE job = ? AND gen = ?"
-        " ORDER BY pos",
-        job.seq,
-        job.gen,
-    )
-    chunks = [rows.chunk_of(row) for row in found]
+    left_out = replace(outcome, job=replace(job, end=None), whole=False)
+    try:
+        chunks = list(rows.chunks_of(database, job))
+    except Damaged:  # who fetches the job is told which ids
+        return left_out
     whole = replace(
         outcome,
         text="".join(chunk.text for chunk in chunks),
         ids=b"".join(chunk.ids for chunk in chunks),
         logprobs=tuple(chunk.logprobs for chunk in chunks if chunk.logprobs),
     )
-    if _output_size(whole) <= MAX_OUTPUT:
-        return whole
-    return replace(outcome, job=replace(job, end=None), whole=False)
+    return whole if _output_size(whole) <= MAX_OUTPUT else left_out

@@ -43,6 +43,12 @@ POSTGRES = Dialect(
     clustered="",
 )
 
+# What went wrong with a job; see rows.add_failure.
+FAILURE = """CREATE TABLE failure (
+        job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
+        stacks TEXT NOT NULL, PRIMARY KEY (job, number)
+    ) {clustered}"""
+
 # Large columns come last: SQLite reads through a row up to the column that is asked for.
 TABLES = (
     """CREATE TABLE meta (
@@ -58,7 +64,8 @@ TABLES = (
         charge {real} NOT NULL, submitted {real} NOT NULL, due {real} NOT NULL, deadline {real},
         keep {real}, forget {real}, ended {real}, end_seq {integer} UNIQUE, size {integer} NOT NULL,
         batch {blob}, line {integer} NOT NULL, label TEXT NOT NULL, notify TEXT NOT NULL,
-        cause TEXT NOT NULL, facts {blob}, ending {blob}, request {blob} NOT NULL,
+        cause TEXT NOT NULL, facts_crc {integer}, ending_crc {integer}, request_crc {integer},
+        facts {blob}, ending {blob}, request {blob} NOT NULL,
         UNIQUE (owner, tenant, key)
     ) {strict}""",
     """CREATE INDEX job_waiting ON job (model, priority, owner, due, seq)
@@ -72,7 +79,7 @@ TABLES = (
     "CREATE INDEX job_counted ON job (state)",
     """CREATE TABLE chunk (
         job {integer} NOT NULL, gen {integer} NOT NULL, pos {integer} NOT NULL, ids {blob} NOT NULL,
-        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL,
+        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL, crc {integer},
         PRIMARY KEY (job, gen, pos)
     ) {clustered}""",
     """CREATE TABLE blob (
@@ -88,9 +95,10 @@ TABLES = (
     """CREATE TABLE poison (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
     ) {strict}""",
+    FAILURE,
     """CREATE TABLE outbox (
         end_seq {integer} PRIMARY KEY, job {integer} NOT NULL, tries {integer} NOT NULL,
-        due {real} NOT NULL
+        due {real} NOT NULL, given_up {real}, cause TEXT NOT NULL
     ) {strict}""",
     "CREATE INDEX outbox_due ON outbox (due)",
     """CREATE TABLE file (
@@ -139,19 +147,27 @@ STEPS: Steps = {
             f" (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state = '{state}')"
             for state in COUNTED
         ),
+        "ALTER TABLE chunk ADD COLUMN crc {integer}",
+        "ALTER TABLE job ADD COLUMN facts_crc {integer}",
+        "ALTER TABLE job ADD COLUMN ending_crc {integer}",
+        "ALTER TABLE job ADD COLUMN request_crc {integer}",
+        FAILURE,
+        "ALTER TABLE outbox ADD COLUMN given_up {real}",
+        "ALTER TABLE outbox ADD COLUMN cause TEXT NOT NULL DEFAULT ''",
     ),
 }
 
 
-def spelled(statement: str, dialect: Dialect) -> str:
-    """A statement in the words of a database."""
-    return statement.format(**{name: getattr(dialect, name) for name in Dialect.__slots__})
+def perform(database: Database, dialect: Dialect, statements: Sequence[str]) -> None:
+    """Perform statements that are spelled for every dialect, in the transaction that is open."""
+    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
+    for statement in statements:
+        database.change(statement.format(**spelled))
 
 
 def create(database: Database, dialect: Dialect) -> None:
     """Make the tables in an empty database, in the transaction that is open."""
-    for statement in TABLES:
-        database.change(spelled(statement, dialect))
+    perform(database, dialect, TABLES)
     database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, 0, 0)")
 
 
@@ -191,7 +207,6 @@ def bring_up_to_date(
         if not found:
             create(database, dialect)
         for older in range(found, version) if found else ():
-            for statement in steps[older]:
-                database.change(spelled(statement, dialect))
+            perform(database, dialect, steps[older])
         database.write_version(version)
     return True
