@@ -38,7 +38,7 @@ from mlxpool.broker.store.records import (
     Swept,
 )
 from mlxpool.common.errors import DeadlineExceeded, Draining, PoolError, StoreUnavailable
-from mlxpool.common.protocol import batch_messages, file_messages
+from mlxpool.common.protocol import batch_messages, file_messages, job_operations
 from mlxpool.common.protocol.job_messages import Fetch
 from mlxpool.common.protocol.kept_questions import Question
 from mlxpool.common.protocol.to_client import Failed
@@ -151,7 +151,9 @@ class JobManager:
         except PoolError as error:
             self._outbox.fail(event.link, error, event.id, event.attempt)
 
-    def _ask(self, event: ev.Asked, message: Question | PoolError, now: float) -> None:
+    def _ask(
+        self, event: ev.Asked, message: Question | job_operations.Question | PoolError, now: float
+    ) -> None:
         """Have the component answer that a question is for. Raises PoolError."""
         if isinstance(message, PoolError):
             raise message

@@ -193,7 +193,9 @@ class Questions:
             else:
                 self._fail(event, _other_error(result))
 
-        self._outbox.store(ReadBatch(Scope(event.owner, message.tenant, message.batch)), found)
+        self._outbox.store(
+            ReadBatch(Scope(event.owner, message.tenant or "", message.batch)), found
+        )
 
     def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
