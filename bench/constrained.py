@@ -1,13 +1,14 @@
 """Measures what a format costs: tokens/s of batches with constrained rows, beside none.
 
     python bench/constrained.py [--model FOLDER | --shape NAME] [--rows 8 32] [--tokens 96]
-                                [--rounds 7] [--processor] [--json FILE]
+                                [--rounds 7] [--processor] [--parts] [--json FILE]
 
 Four kinds of batches run in turn on one engine in this process, the steps and generations of a
 worker's compute thread, without its other threads: no row has a format; all have one; one has
 one; all have one with long keys. The last kind runs with forced tokens appended together, and one
 by one. Prompts are short and read before the time is taken. Also: the time of a mask, of taking an
-id, of replaying one, of reading a vocabulary, and of compiling a schema of 50 properties.
+id, of replaying one, of reading a vocabulary, and of compiling a schema of 50 properties. With
+`--parts` another round of each kind tells the milliseconds of a step by part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 from mlxpool.bench import checkpoint
 from mlxpool.bench.shapes import SHAPES
+from mlxpool.bench.step_parts import StepParts
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.generations import Generation, Generations
@@ -116,8 +118,13 @@ class Bench:
         self.compiler.load()
         self.vocabulary_ms = 1e3 * (clock() - began)
 
-    def tokens_per_second(self, rows: int, tokens: int, kind: Kind) -> float:
-        """Returns the tokens/s of a batch while all its rows decode; of ONE, those without one."""
+    def tokens_per_second(
+        self, rows: int, tokens: int, kind: Kind, parts: StepParts | None = None
+    ) -> float:
+        """Returns the tokens/s of a batch while all its rows decode; of ONE, those without one.
+
+        `parts` gets the times of each step, if it is given.
+        """
         generations = Generations(self.engine)
         steps = Steps(self.engine, generations, Progress(lambda: None))
         live = [self._admit(number, tokens, kind, generations, steps) for number in range(rows)]
@@ -127,6 +134,9 @@ class Bench:
         before, began = sum(len(row.ids) for row in counted), self.clock()
         while len(generations) == rows:
             steps.run()
+            if parts is not None:
+                reads = any(row.unread > 1 for row in live)
+                parts.end_step("a run is read next" if reads else "single tokens")
         seconds = self.clock() - began
         drawn = sum(len(row.ids) for row in counted) - before
         generations.forget_all()
@@ -175,6 +185,14 @@ class Bench:
             "ratio": statistics.median(ratios),
             "ratios": ratios,
         }
+
+    def parts(self, rows: int, tokens: int, kind: Kind) -> Iterator[str]:
+        """Yields lines with the milliseconds of a step by part."""
+        found = StepParts()
+        with found.timing():
+            self.tokens_per_second(rows, tokens, kind, found)
+        for line in found.lines():
+            yield f"{rows} rows, {kind.value}: {line}"
 
     def times(self) -> dict[str, float]:
         """Returns microseconds of a mask (median, 95 %), of taking an id and of replaying one."""
@@ -255,6 +273,7 @@ def main() -> int:
         action="store_true",
         help="measure processor time, which the load of other programs changes less",
     )
+    parser.add_argument("--parts", action="store_true", help="print the parts of a step as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -278,6 +297,9 @@ def measure(options: argparse.Namespace) -> int:
             rates = f"{found['with']:8.0f} {found['without']:8.0f}"
             figures = f"{rows:5} {found['kinds']:>34} {rates} {found['ratio']:6.3f}"
             print(f"{figures}  {low:.3f} to {high:.3f}", flush=True)
+        for kind in Kind if options.parts else ():
+            for line in bench.parts(rows, options.tokens, kind):
+                print(line, flush=True)
     times, compiling = bench.times(), bench.compile_ms(options.rounds)
     print("\nmicroseconds:", ", ".join(f"{name} {value:.1f}" for name, value in times.items()))
     print(f"the vocabulary is read in {bench.vocabulary_ms:.0f} ms")

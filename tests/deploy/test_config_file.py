@@ -14,7 +14,14 @@ from mlxpool.common.config.schema import BUILTIN, Counting, KeyConfig, ModelConf
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
 # Their defaults depend on the machine, or they have none.
-SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key", "http_keys", "metrics_admin_token"}
+SHOWN_AS_COMMENT = {
+    "run_dir",
+    "models_dir",
+    "secret_key",
+    "http_keys",
+    "metrics_admin_token",
+    "job_notify_secret",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +38,7 @@ def names(kind: type) -> set[str]:
 def test_the_file_names_every_setting() -> None:
     table = tomllib.loads(FILE.read_text("utf-8"))
     assert set(table["pool"]) == names(PoolConfig) - {"models", "keys"} - SHOWN_AS_COMMENT
-    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "within"}
+    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "scaling", "within"}
     assert set(table["models"]["counting"]["counting"]) == names(Counting)
 
 

@@ -45,19 +45,16 @@ def started(
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
-    """Raises SystemExit with the end of the log if the broker ends or does not answer in time."""
-    from mlxpool.cli.admin import ask
-    from mlxpool.common.errors import BrokerLost
+    """Raises SystemExit with the end of the log if the broker ends or does not start in time."""
+    from mlxpool.client import Client
 
     end = time.monotonic() + START_TIMEOUT
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            ask(run_dir, "ps")
-        except BrokerLost:
-            time.sleep(0.05)
-        else:
-            return
-    raise SystemExit(f"the broker did not start: {log.read_text(errors='replace')[-2000:]}")
+    while not (run_dir / "front.ipc").exists():
+        if process.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"no broker started: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
+    with Client(run_dir, connect_timeout=START_TIMEOUT) as client:
+        client.models()
 
 
 @contextmanager

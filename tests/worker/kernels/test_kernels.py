@@ -34,7 +34,7 @@ from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.sampling.batch import SamplingBatch  # noqa: E402
+from mlxpool.worker.sampling.batch import SamplingBatch, TokenMasks  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -597,15 +597,24 @@ def test_the_sampling_kernel_samples_the_same_tokens(
     histories = [[picked.randrange(size) for _ in range(30)] for _ in rows]
     logits = (mx.random.normal((len(rows), size)) * spread).astype(getattr(mx, dtype))
     company = SamplingBatch(rows, seeds, size)
-    allowed = mx.random.uniform(shape=logits.shape) < 0.3
+    allowed = np.random.default_rng(size).random((len(rows) // 2, size)) < 0.3
     allowed[:, 1] = True
-    others = (positions, histories, None, (), allowed if masked else None)
+    wide = np.zeros((len(allowed), -(-size // 32) * 32), dtype=bool)
+    wide[:, :size] = allowed
+    words = np.packbits(wide, axis=1, bitorder="little").view(np.int32)
+    lines = np.arange(len(rows), dtype=np.int32) // 2  # of every second row
+    lines[1::2] = -1
+    numbers = mx.array(np.concatenate([lines, words.reshape(-1)]))
+    masks = TokenMasks(numbers, len(rows)) if masked else None
+    others = (positions, histories, None, (), masks)
     fast: Any = sampler.sample_batch(logits, company, *others).tokens.tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "supports", lambda size, dtype: False)
         slow: Any = sampler.sample_batch(logits, company, *others).tokens.tolist()
     if masked:
-        assert all(np.array(allowed)[range(len(rows)), fast])
+        assert all(allowed[range(len(allowed)), fast[::2]])
+        free: Any = sampler.sample_batch(logits, company, *others[:-1]).tokens.tolist()
+        assert fast[1::2] == free[1::2]
     differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
     assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
 

@@ -18,6 +18,7 @@ from mlxpool.worker.sampling.batch import (  # noqa: E402
     SampledNumbers,
     SampleRequest,
     SamplingBatch,
+    TokenMasks,
     sampled_tokens,
 )
 from mlxpool.worker.sampling.sampler import noise_key, sample, sample_batch  # noqa: E402
@@ -272,9 +273,16 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
     bits = np.array([allowed is None or token in allowed for token in range(len(logits))])
     token, margin = oracle(logits, row, bits)
     batch = SamplingBatch([row.options], [row.seed], len(logits))
-    mask = None if allowed is None else mx.array(bits)[None]
+    words = np.packbits(np.resize(bits, 32) & (np.arange(32) < len(bits)), bitorder="little")
+    mask = TokenMasks(mx.array(np.concatenate([[0], words.view(np.int32)]).astype(np.int32)), 1)
     found = sample_batch(
-        mx.array(logits)[None], batch, [row.position], [row.history], None, (), mask
+        mx.array(logits)[None],
+        batch,
+        [row.position],
+        [row.history],
+        None,
+        (),
+        None if allowed is None else mask,
     ).tokens.tolist()
     assert found == [token] or margin < 1e-5
 

@@ -307,6 +307,14 @@ def test_runs_are_cut_so_that_the_others_of_a_step_hardly_notice() -> None:
     assert [span.draws for span in step.spans] == [1, 0, 0, 0]
 
 
+def test_runs_fill_a_pass_no_further_than_its_bound() -> None:
+    """Without any room each run goes on by one token."""
+    limits, rows = replace(LIMITS, run_lines=16), [decoding() for _ in range(5)]
+    assert [span.count for span in plan([*rows, reading_a_run(40)], limits).spans] == [1] * 5 + [11]
+    full = [decoding() for _ in range(16)]
+    assert {span.count for span in plan([*full, reading_a_run(40)], limits).spans} == {1}
+
+
 def test_what_is_longer_than_a_run_waits_as_a_prompt_does() -> None:
     long, alone = reading_a_run(65), reading_a_run(9)
     alone.read_alone = True

@@ -10,7 +10,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from mlxpool.worker.transfers import downloads  # noqa: E402
 from mlxpool.worker.transfers.downloads import Downloads  # noqa: E402
 from mlxpool.worker.transfers.shared_array import SETS  # noqa: E402
-from mlxpool.worker.transfers.uploads import Uploads, upload_copy  # noqa: E402
+from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table  # noqa: E402
 
 NUMBERS = [
     np.arange(7, dtype=np.int32) - 3,
@@ -36,6 +36,17 @@ def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
             assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
             if given.size:
                 assert np.array_equal(np.array(found), given)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_table_goes_behind_its_head(shared: bool) -> None:
+    head = np.array([-1, 1], dtype=np.int32)
+    masks = [np.full((n, 3), 2**32 - n, dtype=np.uint32) for n in (1, 2)]
+    uploads = Uploads(4)
+    uploads.begin()
+    found = upload_table(uploads if shared else upload_copy, head, masks)
+    assert found.dtype == mx.int32 and found[:2].tolist() == [-1, 1]
+    assert found[2:].tolist() == [-1] * 3 + [-2] * 6
 
 
 def test_a_pass_in_flight_keeps_its_numbers() -> None:

@@ -34,9 +34,11 @@ from mlxpool.common.config.schema import (
     KeyConfig,
     ModelConfig,
     PoolConfig,
+    Scaling,
 )
 from mlxpool.common.transport import endpoints
 from mlxpool.common.transport.keys import NAME, PUBLIC
+from mlxpool.common.web_targets import Allowed, Target
 
 SECTIONS = ("pool", "models", "keys")
 
@@ -157,7 +159,10 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     fault = fault_of_name(name)
     if fault is not None:
         raise ConfigError(f"[models.{name!r:.80}]: the name {fault}")
-    built = _build(ModelConfig, table, where)
+    if isinstance(table.get("replicas"), Mapping):
+        built = _scaled(table, where)
+    else:
+        built = _build(ModelConfig, table, where)
     if built.path.startswith("~"):
         built = replace(built, path=str(Path(built.path).expanduser()))
     if 0 < built.batch <= built.sequences:
@@ -175,8 +180,28 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     return replace(built, keep_alive=-1.0)
 
 
+def _scaled(table: Mapping[str, Any], where: str) -> ModelConfig:
+    """A model whose `replicas` are a table. Raises ConfigError with every problem of both."""
+    problems, scaling = Problems(), Scaling()
+    with problems.collected():
+        scaling = _build(Scaling, table["replicas"], f"{where}.replicas")
+        if not scaling.max:
+            raise ConfigError(f"{where}.replicas.max is missing")
+        if scaling.min > scaling.max:
+            raise ConfigError(
+                f"{where}.replicas: min is {scaling.min}, must not be above max, which is"
+                f" {scaling.max}"
+            )
+    rest = {key: value for key, value in table.items() if key != "replicas"}
+    built = ModelConfig()
+    with problems.collected():
+        built = _build(ModelConfig, rest, where)
+    problems.check()
+    return replace(built, replicas=max(1, scaling.min), scaling=scaling)
+
+
 PATH_HINT = ": a folder, a reference, or builtin:demo"
-Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, KeyConfig)
+Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, Scaling, KeyConfig)
 
 
 def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
@@ -199,6 +224,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
             *_bad_endpoints(values, where),
             *(_bad_admin_token(values, where) if values.keys() >= table.keys() else ()),
             *_bad_http(values, where),
+            *_bad_notify(values, where),
         ]
     problems.check()
     return kind(**values)
@@ -267,6 +293,27 @@ def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
             f"{where}.http: others can reach {address!r}: name the keys that may ask with"
             f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
         )
+
+
+def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Problems of notices: what is no origin, network or URL, and a URL of another host."""
+    allowed = Allowed()
+    for name in ("job_notify_hosts", "job_notify_networks"):
+        is_host = name == "job_notify_hosts"
+        for one in values.get(name, ()):
+            try:
+                more = Allowed.of([one], []) if is_host else Allowed.of([], [one])
+            except ValueError as error:
+                yield f"{where}.{name}: {error}"
+            else:
+                allowed = Allowed(allowed.origins | more.origins)
+    if url := values.get("job_notify_url", ""):
+        try:
+            refused = allowed.refusal(Target.parse(url))
+        except ValueError as error:
+            refused = str(error)
+        if refused:
+            yield f"{where}.job_notify_url: {refused}"
 
 
 def check_run_dir(run_dir: Path) -> None:

@@ -72,6 +72,20 @@ class Counting:
     fault_times: Annotated[int, Within(0, MAX_COUNT)] = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """`replicas = { min = 1, max = 4 }` of a model: how its number of workers follows its load."""
+
+    # Workers that there are at least.
+    min: Annotated[int, Within(0, 64)] = 1
+    # At most; 0: the number is fixed.
+    max: Annotated[int, Within(1, 1024)] = 0
+    # Waiting for each worker, above which workers are added: of prompts and of their answers.
+    waiting_tokens: Annotated[int, Within(1, MAX_COUNT)] = 4096
+    # For which fewer must have been enough before workers are ended.
+    cool_down: Annotated[Seconds, Within(0.0, 10**6)] = 300.0
+
+
 CACHE_AWARE = "cache_aware"
 ROUTINGS = (CACHE_AWARE, "least_loaded")
 
@@ -89,6 +103,10 @@ class ModelConfig:
     # Devices that hold one copy of it together, each a part; each worker is a group of so many
     # processes.
     devices: Annotated[int, Within(1, 64)] = 1
+    # Not a setting by this name: `replicas` as a table; max is 0 if it is a number.
+    scaling: Scaling = field(default_factory=Scaling)
+    # That a worker takes of its machine, for `mlxpool ray`; -1: one where the cluster has any.
+    gpus: Annotated[int, Within(-1, 64)] = -1
     # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
     # its prefix cache saves included. least_loaded: the one with most free sequences.
     routing: Annotated[str, OneOf(ROUTINGS)] = CACHE_AWARE
@@ -122,7 +140,8 @@ class ModelConfig:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
         """Undo `asdict`."""
-        return cls(**{**table, "counting": Counting(**table["counting"])})
+        inner = {"counting": Counting(**table["counting"]), "scaling": Scaling(**table["scaling"])}
+        return cls(**{**table, **inner})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +189,16 @@ class PoolConfig:
     job_keep_max: Annotated[Seconds, Within(0.0, 10**8)] = 2592000.0
     # How long the key of a job answers `gone` after its result was deleted.
     job_key_life: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
+    # Whom jobs may name to be told of their end: origins such as "https://hooks.example.org".
+    job_notify_hosts: tuple[str, ...] = ()
+    # Networks that are not public, at which those hosts may be all the same.
+    job_notify_networks: tuple[str, ...] = ()
+    # Whom the end of jobs that name nobody is told, a URL of those hosts; "": nobody.
+    job_notify_url: str = ""
+    # The file of the secrets with which notices are signed, one a line.
+    job_notify_secret: Path | None = None
+    # How long a notice is tried again before it is given up.
+    job_notify_for: Annotated[Seconds, Within(0.0, 10**7)] = 86400.0
     # Each NAME and OWNER/NAME in it with a config.json is a model.
     models_dir: Annotated[Path | None, check_folder] = None
     # Requests that wait for one model.
@@ -330,4 +359,9 @@ BUILTIN = {
     "counting": ModelConfig(path=f"{BUILTIN_PREFIX}counting"),
 }
 
-NO_SETTINGS = ("models", "keys", "within")  # fields that are not settings of their section
+NO_SETTINGS = (
+    "models",
+    "keys",
+    "within",
+    "scaling",
+)  # fields that are not settings of their section

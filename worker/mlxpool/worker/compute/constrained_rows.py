@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from mlxpool.worker.compute.generations import Generation
-from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.compute.generations import Generation, Generations
+from mlxpool.worker.constraints.constraint import MAX_RUN, Constraint
 from mlxpool.worker.constraints.masks import Found, Masks
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.scheduling.sequence import Phase
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken
+
+# Forced tokens that are appended together, at least. A pass that reads several of a row takes
+# longer: rows without a format see that, and rows with one have forced tokens as well.
+MIN_RUN = 4
+MIN_RUN_OF_ALL = 2  # where each row has a format
+NO_RUN = MAX_RUN + 1
 
 
 class ConstrainedRows:
     """Used by the compute thread, between the forward pass of a step and its draw."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, generations: Generations) -> None:
         self._engine = engine
+        self._generations = generations
         self._masks = Masks()
         self._held: list[Generation] = []  # their masks were late
+
+    def min_run(self) -> int:
+        """Returns how many forced tokens are appended together, at least.
+
+        Where passes are compiled for numbers of lines, one with runs may have so many more lines or
+        other kernels that every row loses more than a row with a format gains.
+        """
+        rows, limits = len(self._generations), self._engine.limits
+        everyone = self._generations.constrained_count == rows
+        if not limits.run_lines:
+            return MIN_RUN_OF_ALL if everyone else MIN_RUN
+        return MIN_RUN_OF_ALL if everyone and rows < limits.run_lines else NO_RUN
+
+    def take(self, drawn: Sequence[SampledToken], least: int) -> None:
+        """Gives the constraints of rows the tokens that were drawn, before these are committed.
+
+        Those that end an answer are left out. Where masks are made in other threads, those begin
+        that follow the tokens: not of rows that get `least` or more forced tokens besides.
+        """
+        if not self._generations.constrained_count:
+            return
+        of, running, eos = self._generations.of, Phase.RUNNING, self._engine.eos
+        tokens: dict[Constraint, int] = {}
+        for one in drawn:
+            if one.sequence.phase is running and one.token not in eos:
+                constraint = of(one.sequence).constraint
+                if constraint is not None:
+                    tokens.setdefault(constraint, one.token)
+        taken = self._masks.take([*tokens.items()])
+        self._masks.begin_together(
+            [one for one in taken if len(one.forced(find=False)) < least and not one.finished]
+        )
+
+    def begin_behind_runs(self, drawn: Sequence[SampledToken]) -> None:
+        """Begins the masks of rows that got forced tokens: a pass reads these before it draws."""
+        if not self._generations.constrained_count or not self._engine.limits.ahead:
+            return
+        of, running = self._generations.of, Phase.RUNNING
+        rows = [
+            of(one.sequence).constraint
+            for one in drawn
+            if one.sequence.phase is running and one.sequence.unread
+        ]
+        self._masks.begin_early([one for one in rows if one is not None])
 
     def masks(self, rows: Iterable[Generation]) -> dict[Generation, Found]:
         """Returns the masks with which rows of the newest pass draw, or why there is none.

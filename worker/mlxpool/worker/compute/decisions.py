@@ -21,7 +21,7 @@ from mlxpool.common.protocol.decisions import DECISIONS
 from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.worker.compute.generations import MIN_RUN, Generation, Generations
+from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Answer, CallKey, Decide, Outbound, RunKey
 from mlxpool.worker.decisions.answers import Decided, Path, decided
 from mlxpool.worker.engine.engine import Engine
@@ -94,7 +94,7 @@ class Line(Generation):
         now: float,
         *,
         find: bool = False,
-        least: int = MIN_RUN,
+        least: int = 1,
     ) -> Delta:
         """See Generation.commit. Keeps the log-probabilities; the drawn token is of no use."""
         assert drawn.logprob is not None

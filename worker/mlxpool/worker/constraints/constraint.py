@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,19 @@ MAX_RUN = 64  # forced tokens that are appended at once
 WORD_BITS = 32  # tokens of a word of a mask
 
 Words: TypeAlias = npt.NDArray[np.uint32]
+
+
+@dataclass(eq=False, slots=True)
+class MaskRecord:
+    """What `masks.Masks` notes of a constraint: it alone reads and writes it.
+
+    `quick`: quick masks in a row. `late`: a mask was late since the last quick one. `making`: the
+    batch in which its mask is made, and the place in it.
+    """
+
+    quick: int = 0
+    late: bool = False
+    making: tuple[Any, int] | None = None
 
 
 class Constraint:
@@ -54,11 +68,14 @@ class Constraint:
         self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
         self._sought = False  # whether forced tokens were looked for behind the newest token
         self._accepts: bool | None = None  # at the newest token; None: the matcher was not asked
+        self._finished: bool | None = None  # the same
+        self._ahead: int | None = None  # a token that the matcher has, and `take` was not told
         self._thoughts: bytes | None = None  # the end of their text; None: they have ended
         self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
         self.tokens = tokens
         self.small = small
+        self.record = MaskRecord()
 
     def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
         """The answer begins inside thoughts: until they end, any token but an end may follow.
@@ -101,8 +118,39 @@ class Constraint:
 
     @property
     def matcher(self) -> LLMatcher:
-        """What makes the masks, for those who make several at once."""
+        """What takes tokens and makes masks, for those who do so for several at once."""
         return self._matcher
+
+    @property
+    def ends(self) -> Words:
+        """The bits of the tokens that end an answer."""
+        return self._ends
+
+    @property
+    def others(self) -> Words:
+        """The bits of all other tokens."""
+        return self._others
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether the matcher may be given a token before `take` is."""
+        return self._thoughts is None and self._ahead is None
+
+    def taken_ahead(self, token: int, *, find: bool) -> None:
+        """Notes that the matcher has taken a token, which `take` will be told; the next one.
+
+        Afterwards nothing asks the matcher until `take`, so that a mask can be made meanwhile.
+        `find`: forced tokens are found at once.
+        """
+        matcher, forced = self._matcher, self._forced  # for many rows in every step: few calls
+        self._ahead = token
+        if forced:
+            forced.popleft()
+        accepts = self._accepts = matcher.is_accepting()
+        self._finished = accepts and matcher.is_stopped()
+        self._sought = find
+        if find and not forced and not accepts and self._canonical:
+            forced.extend(matcher.compute_ff_tokens())
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.
@@ -115,13 +163,33 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """Appends a token. Raises BadRequest for one that may not follow."""
-        self._accepts, self._sought = None, False
+        if self._ahead is not None:
+            assert token == self._ahead, "the token that was taken ahead is the next one"
+            self._ahead = None
+            return
         if self._thoughts is not None:
+            self._forget()
             self._think(token)
-        elif not self._matcher.consume_token(token):
+            return
+        if not self._matcher.consume_token(token):
             raise self._failed()
-        elif self._forced:
+        self._behind_token()
+
+    def take_forced(self, count: int) -> None:
+        """Appends the next `count` tokens of `forced`."""
+        run = [self._forced.popleft() for _ in range(count)]
+        self._forget()
+        if not self._matcher.consume_tokens(run):
+            raise self._failed()
+
+    def _behind_token(self) -> None:
+        """Forgets what was known before the token that the matcher has taken."""
+        self._forget()
+        if self._forced:
             self._forced.popleft()  # it is the token: no other one may follow
+
+    def _forget(self) -> None:
+        self._accepts, self._finished, self._sought = None, None, False
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Appends the ids of a resumed answer. Raises BadRequest naming the first that is wrong."""
@@ -129,7 +197,7 @@ class Constraint:
         while self._thoughts is not None and begin < len(tokens):
             self._think(tokens[begin])
             begin += 1
-        self._accepts, self._sought = None, False
+        self._forget()
         at = begin + self._matcher.try_consume_tokens(list(tokens[begin:]))
         if at < len(tokens):
             raise BadRequest(
@@ -155,8 +223,13 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and no token but the end may follow."""
-        return self.accepts and self._matcher.is_stopped()
+        """Whether the answer is complete and no token but the end may follow.
+
+        As `accepts`, it may be asked while a mask is made.
+        """
+        if self._finished is None:
+            self._finished = self.accepts and self._matcher.is_stopped()
+        return self._finished
 
     def _find_forced(self) -> bool:
         """Finds the tokens that are forced, unless some are known. Returns whether there are any.

@@ -7,6 +7,7 @@ those bytes, as a model has learnt to write them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import read_tokenizer
 
 Encode = Callable[[str], Sequence[int]]
+
+KEPT_TEXTS = 4096  # that a format forces and whose ids are kept: answers repeat their keys
+KEPT_LENGTH = 64  # characters of such a text, at most
 
 # The library keeps the set of the tokens of each of these patterns. A state that allows the whole
 # pattern takes the set and need not try its tokens: so a string of JSON that has room for eight
@@ -81,8 +85,12 @@ class _Wrapper:
         self._special = frozenset(special)
         self.greedy: Encode = lambda text: ()
         self._encode = encode
+        self._kept = lru_cache(KEPT_TEXTS)(self._ids_of)
 
     def __call__(self, text: str) -> list[int]:
+        return self._kept(text) if len(text) <= KEPT_LENGTH else self._ids_of(text)
+
+    def _ids_of(self, text: str) -> list[int]:
         """The tokenizer's ids where they are exactly this text, else the longest tokens.
 
         Some tokenizers begin each text with a space. A text that names a special token is no such

@@ -11,13 +11,16 @@ import numpy as np
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.sampling import sampler
-from mlxpool.worker.sampling.batch import NO_TOKEN, SamplerOutput, SamplingBatch, penalty_history
+from mlxpool.worker.sampling.batch import (
+    NO_TOKEN,
+    SamplerOutput,
+    SamplingBatch,
+    TokenMasks,
+    penalty_history,
+)
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.transfers.uploads import Upload
-
-WORD_BITS = 32  # tokens of a word of a mask
-ALL_TOKENS = 2**WORD_BITS - 1  # a word that allows each of its tokens
+from mlxpool.worker.transfers.uploads import Upload, upload_table
 
 
 class TokenDraws:
@@ -26,7 +29,6 @@ class TokenDraws:
     def __init__(self, vocab_size: int, upload: Upload) -> None:
         self._vocab_size = vocab_size
         self._upload = upload
-        self._whole = np.full((1, -(-vocab_size // WORD_BITS)), ALL_TOKENS, np.uint32)
         self._last: tuple[list[Sequence], SamplingBatch] | None = None
 
     def forget(self) -> None:
@@ -49,7 +51,7 @@ class TokenDraws:
             return self._draw_lines(spans, logits, before, masks)
         rows = [span.sequence for span in spans]
         batch = self._batch(rows)
-        allowed = self._allowed(spans, masks)
+        found = self._masks(spans, masks)
         positions: Many[int] = ()  # the numbers of the drawn tokens in their completions
         if batch.any_random:
             positions = [  # as `_position`, without a call for each row of each step
@@ -57,12 +59,12 @@ class TokenDraws:
                 for span, seq in zip(spans, rows, strict=True)
             ]
         if not batch.any_penalties:
-            return sampler.sample_batch(logits, batch, positions, (), None, (), allowed)
+            return sampler.sample_batch(logits, batch, positions, (), None, (), found)
         # Tokens of a sequence that was withdrawn may be known already.
         awaited = [max(0, span.end - span.sequence.length) for span in spans]
         histories = list(map(penalty_history, rows, awaited))
         pending = self._pending(rows, before)
-        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, allowed)
+        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, found)
 
     def _draw_lines(
         self,
@@ -81,8 +83,8 @@ class TokenDraws:
             [*penalty_history(span.sequence, between + line), *span.drafts[:line]]
             for (span, line), between in zip(lines, awaited, strict=True)
         ]
-        pending, allowed = self._pending(rows, before), self._allowed(spans, masks)
-        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, allowed)
+        pending, found = self._pending(rows, before), self._masks(spans, masks)
+        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, found)
 
     def _batch(self, rows: list[Sequence]) -> SamplingBatch:
         """Returns the batch of the last draw while it has the same sequences."""
@@ -100,28 +102,25 @@ class TokenDraws:
         places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))
         return mx.where(places >= 0, before.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
 
-    def _allowed(self, spans: Many[Span], masks: Mapping[Sequence, Mask]) -> mx.array | None:
-        """Returns [E, vocabulary] whether a token may be drawn; None: every token may."""
+    def _masks(self, spans: Many[Span], masks: Mapping[Sequence, Mask]) -> TokenMasks | None:
+        """Returns which tokens may be drawn; None: every token may."""
         if not masks:
             return None
-        # Only these masks go to the device; the first line of the table is of rows without one.
-        table, places = [self._whole], []
-        known = 1
+        table: list[Mask] = []
+        lines: list[int] = []
+        known = 0
         for span in spans:
             mask = masks.get(span.sequence)
             if mask is None:
-                places += [0] * int(span.draws)
+                lines += [-1] * int(span.draws)
             else:
                 table.append(mask)
-                places += range(known, known + len(mask))
+                lines += range(known, known + len(mask))
                 known += len(mask)
-        words = self._upload(np.concatenate(table))
-        if places == [*range(1, known)]:
-            words = words[1:]
-        else:
-            words = mx.take(words, self._upload(np.array(places, dtype=np.int32)), axis=0)
-        bits = words.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
-        return bits.reshape(words.shape[0], -1)[:, : self._vocab_size].view(mx.bool_)
+        if not table:
+            return None
+        numbers = upload_table(self._upload, np.array(lines, dtype=np.int32), table)
+        return TokenMasks(numbers, len(lines))
 
 
 def _position(span: Span) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from itertools import pairwise
 from time import monotonic
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
-from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
+from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
@@ -25,6 +28,7 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.transfers.downloads import Download
+from mlxpool.worker.transfers.shared_array import SETS
 from mlxpool.worker.transfers.uploads import Uploads
 
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
@@ -51,14 +55,22 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Makes the layout and its prefix cache."""
 
     @abstractmethod
-    def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
-        """Returns the ids of the spans, and the tokens in flight that negative ids stand for."""
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
+        """Returns the ids of a pass, and the tokens in flight that negative ids stand for."""
 
     @abstractmethod
     def _results(
         self, logits: mx.array, sampled: SamplerOutput | None, hidden: mx.array | None
     ) -> tuple[tuple[mx.array, ...], Download | None]:
         """Returns the arrays whose evaluation ends a pass, and the download of its results."""
+
+    @abstractmethod
+    def forward(self, spans: Many[Span]) -> bool:
+        """See Engine.forward."""
+
+    @abstractmethod
+    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+        """See Engine.draw."""
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
@@ -118,13 +130,15 @@ class WarmedEngine(RowEngine[CacheRow]):
         The second pass of a kind shows the cost model its time.
         """
         self._warm_up([1], on_progress, ALL_OPTIONS)
+        if self._uploads is not None:
+            self._warm_up_masks(1, ALL_OPTIONS)
+            self._warm_up_masks(self._most_rows())
         for counts in self._kinds_of_passes():
             self._warm_up(counts, on_progress)
 
     def _kinds_of_passes(self) -> Iterator[list[int]]:
         """Yields the inputs of the spans of each pass that is compiled."""
-        most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
-        rows = min(self._max_sequences, most)
+        rows = self._most_rows()
         for count in self._decode_sizes(rows):
             yield [1] * count
         for size in self._layout.sizes:
@@ -132,6 +146,28 @@ class WarmedEngine(RowEngine[CacheRow]):
                 yield [1, size - 1]
                 if size > rows:
                     yield [size]
+
+    def _most_rows(self) -> int:
+        """Returns how many rows a pass has at most."""
+        most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
+        return min(self._max_sequences, most)
+
+    def _warm_up_masks(self, count: int, options: Options | None = None) -> None:
+        """Draws tokens of so many rows with masks, which allocates what they are sent with."""
+        rows = self._dummy_rows(count, 1, options)
+        masks = dict.fromkeys(rows, self._whole_mask())
+        for _ in range(SETS):
+            self.forward([Span(seq, 0, 1, draws=1) for seq in rows])
+            self.draw(masks)
+            self.collect()
+            for seq in rows:
+                seq.submitted = 0
+                self._rows[seq].trim(0)
+        self._drop_rows(rows)
+
+    def _whole_mask(self) -> Mask:
+        """Returns a mask that allows every token."""
+        return np.full((1, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
     def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
         """Compiles our kernels of all compiled passes together; computes none of the passes."""
@@ -142,9 +178,12 @@ class WarmedEngine(RowEngine[CacheRow]):
                 if self._uploads is not None:
                     self._uploads.begin()
                 given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
-                found = self._layout.step(given, *self._inputs(spans), range(len(spans)))
+                wants = PassSpans.of(spans, rewinds=True)
+                found = self._layout.step(given, *self._inputs(wants), wants.wanted)
                 sampled = self._draws.draw(spans, found.logits, None, {})
                 self._results(found.logits, sampled, None)
+                masks = {spans[0].sequence: self._whole_mask()}
+                self._draws.draw(spans, found.logits, None, masks)
                 self._draws.forget()  # its arrays are not computed
                 self._drop_rows(rows)
         kernel_cache.compile_together(jobs, on_progress)

@@ -28,16 +28,20 @@ def sample_tokens(
     min_ps: mx.array,
     seeds: mx.array,
     positions: mx.array,
+    masks: mx.array | None = None,
 ) -> mx.array:
     """Returns tokens [R] int32 of logits [R, V], -1 where logits are not numbers.
 
     `heats` [R] are temperatures, 0: the likeliest token; `top_ks` [R] int32, 0: off; `top_ps` [R],
     1 or more: off; `min_ps` [R]; `seeds` [R, 2] uint32, the upper half first; `positions` [R] int32
-    of the tokens in their completions.
+    of the tokens in their completions. `masks`: see TokenMasks.numbers.
     """
     rows, size = logits.shape
-    found: list[mx.array] = _kernel(size, logits.dtype)(
-        inputs=[logits, heats, top_ks, top_ps, min_ps, seeds, positions],
+    found: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(
+        inputs=[
+            *(logits, heats, top_ks, top_ps, min_ps, seeds, positions),
+            *(() if masks is None else (masks,)),
+        ],
         grid=(rows * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(rows,)],
@@ -65,9 +69,10 @@ def _known_kernel() -> Any:
 
 
 @cache
-def _kernel(size: int, dtype: mx.Dtype) -> Any:
+def _kernel(size: int, dtype: mx.Dtype, masked: bool) -> Any:
     constants: dict[str, Constant] = {"SIZE": size, "THREADS": THREADS, "N": dtype}
-    return build_kernel("sampling", INPUTS, ["token"], constants, contiguous=True)
+    inputs, header = ((*INPUTS, "masks"), "#define MASKED\n") if masked else (INPUTS, "")
+    return build_kernel("sampling", inputs, ["token"], constants, contiguous=True, header=header)
 
 
 def _is_right(size: int, dtype: mx.Dtype) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +34,10 @@ ALL_OPTIONS = Options(
 )
 
 Rows = dict[Sequence, int]  # the row of each sequence in a SamplerOutput
+# Makes a SampledToken of its fields in half the time of SampledToken(...).
+_new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
+    tuple.__new__, SampledToken
+)
 
 
 # ---- inputs ------------------------------------------------------------------------------------
@@ -205,6 +210,26 @@ def _top_k(options: Options, size: int) -> int:
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that R rows may draw.
+
+    `numbers` int32 are the line of each row, -1: it may draw any token; and behind these the lines
+    [K, ceil(vocabulary / 32)], words with a bit for each token.
+    """
+
+    numbers: mx.array
+    rows: int
+
+    def bits(self, size: int) -> mx.array:
+        """Returns [R, size] whether a token may be drawn."""
+        lines, words = self.numbers[: self.rows], self.numbers[self.rows :]
+        bytes_of = mx.take(words.reshape(-1, -(-size // 32)), mx.maximum(lines, 0), axis=0)
+        bits = bytes_of.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
+        allowed = bits.reshape(self.rows, -1)[:, :size].view(mx.bool_)
+        return allowed | (lines < 0)[:, None]
+
+
 # ---- outputs -----------------------------------------------------------------------------------
 
 
@@ -245,6 +270,9 @@ def sampled_tokens(
     `rows` has the row of each sequence that draws one token.
     """
     tokens = sampled.tokens
+    if sampled.logprobs is None and NO_TOKEN not in tokens:  # as in most steps
+        each = zip(rows, map(tokens.__getitem__, rows.values()), repeat(None))
+        return list(map(_new_token, each)), []
     drawn = [
         SampledToken(seq, tokens[row], _logprob(sampled, seq, row))
         for seq, row in rows.items()

@@ -20,6 +20,7 @@ from mlxpool.worker.sampling.batch import (
     SampleRequest,
     SamplerOutput,
     SamplingBatch,
+    TokenMasks,
     has_penalties,
 )
 
@@ -59,20 +60,23 @@ def sample_batch(
     histories: Sequence[Sequence[int]],
     pending: mx.array | None = None,
     awaited: Sequence[int] = (),
-    allowed: mx.array | None = None,
+    masks: TokenMasks | None = None,
 ) -> SamplerOutput:
     """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
 
     Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1
-    where `pending` has a token, 0 where it has NO_TOKEN; empty: every row has one. `allowed` [R, V]
-    excludes tokens before all filters; log-probabilities remain those of all tokens.
+    where `pending` has a token, 0 where it has NO_TOKEN; empty: every row has one. `masks` exclude
+    tokens before all filters; log-probabilities remain those of all tokens.
     """
     if awaited and not any(awaited):
         pending = None
     if kernel.supports(logits.shape[-1], logits.dtype):
-        return _by_kernel(logits, batch, positions, histories, pending, awaited, allowed)
+        return _by_kernel(logits, batch, positions, histories, pending, awaited, masks)
     raw = logits.astype(mx.float32)
-    adjusted = _processed_logits(raw, batch, histories, pending, awaited, allowed)
+    adjusted = _processed_logits(raw, batch, histories, pending, awaited)
+    if masks is not None:  # NaN stays, so that the row is known to be damaged
+        allowed = masks.bits(logits.shape[-1])
+        adjusted = mx.where(allowed | mx.isnan(adjusted), adjusted, _NEG_INF)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
     if batch.any_random:
         tokens = mx.where(batch.greedy, tokens, _random_tokens(adjusted, batch, positions))
@@ -87,14 +91,15 @@ def _by_kernel(
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
     awaited: Sequence[int],
-    allowed: mx.array | None,
+    masks: TokenMasks | None,
 ) -> SamplerOutput:
     """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
-    adjusted = _processed_logits(logits, batch, histories, pending, awaited, allowed)
+    adjusted = _processed_logits(logits, batch, histories, pending, awaited)
     places = batch.zero_positions
     if batch.any_random:
         places = batch.upload(np.array(positions, dtype=np.int32))
-    tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places)
+    allowed = None if masks is None else masks.numbers
+    tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places, allowed)
     return _with_logprobs(logits.astype(mx.float32), tokens, batch)
 
 
@@ -104,9 +109,8 @@ def _processed_logits(
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
     awaited: Sequence[int],
-    allowed: mx.array | None,
 ) -> mx.array:
-    """Returns the logits with biases and penalties applied, -inf where a token is not allowed."""
+    """Returns the logits with biases and penalties applied."""
     adjusted = logits
     if batch.biases or batch.any_penalties:
         adjusted = logits.astype(mx.float32)
@@ -115,8 +119,6 @@ def _processed_logits(
         adjusted = adjusted.at[lines, ids].add(biases)
     if batch.any_penalties:
         adjusted = _penalised(adjusted, batch, histories, pending, awaited)
-    if allowed is not None:  # NaN stays, so that the row is known to be damaged
-        adjusted = mx.where(allowed | mx.isnan(adjusted), adjusted, _NEG_INF)
     return adjusted
 
 

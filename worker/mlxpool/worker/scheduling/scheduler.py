@@ -35,7 +35,8 @@ class StepLimits:
     `lines` are its inputs, `prompts` its chunks (0: no bound), `pairs` their query-key pairs,
     `seconds` what its chunks may add to the time of the sequences that decode (0: no bound).
     `ahead` passes may be in flight while it is submitted. `sizes` are the numbers of lines for
-    which passes are compiled; none: any.
+    which passes are compiled; none: any. `run_lines` are the inputs of decode steps up to which
+    several of one sequence are read together (0: no bound).
     """
 
     lines: int
@@ -45,6 +46,7 @@ class StepLimits:
     prompts: int = 0
     ahead: int = 0
     sizes: tuple[int, ...] = ()
+    run_lines: int = 0
 
 
 def schedule(
@@ -62,7 +64,7 @@ def schedule(
     decode.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
-    rows += _run_spans(runs, limits.lines - len(rows), clip)
+    rows += _run_spans(runs, _spare_lines(len(rows) + len(runs), limits), clip)
     if not prompts:
         return Step(tuple(rows), len(rows))
     if prompts[0].read_alone and (alone or not rows):
@@ -119,13 +121,17 @@ def _rows_and_prompts(
     return rows, prompts, runs
 
 
-def _run_spans(runs: Many[Sequence], lines: int, clip: Clip) -> list[Span]:
-    """Returns spans of unread tokens of completions, at least one of each.
+def _spare_lines(rows: int, limits: StepLimits) -> int:
+    """Returns the inputs that runs may have beyond one of each of the `rows` that decode.
 
-    Together they have at most MAX_RUN_LINES and half of the spare `lines` more than that, so that
-    prompts and other rows hardly notice.
+    They are few, so that prompts and other rows hardly notice.
     """
-    spare = min(MAX_RUN_LINES, max(0, lines - len(runs)) // 2)
+    spare = min(MAX_RUN_LINES, max(0, limits.lines - rows) // 2)
+    return min(spare, max(0, limits.run_lines - rows)) if limits.run_lines else spare
+
+
+def _run_spans(runs: Many[Sequence], spare: int, clip: Clip) -> list[Span]:
+    """Returns spans of unread tokens of completions: one of each, and together `spare` more."""
     spans: list[Span] = []
     for one in runs:
         count = clip(one, min(one.unread, 1 + spare))

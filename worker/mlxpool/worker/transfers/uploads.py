@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -58,3 +59,22 @@ class Uploads:
         into, found = self.take(numbers.size)
         into[:] = numbers.reshape(-1).view(np.int32)
         return (found + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
+
+    def table(self, head: Numbers, arrays: Sequence[Numbers]) -> mx.array:
+        """See upload_table."""
+        width, kind = arrays[0].shape[1], arrays[0].dtype
+        into, found = self.take(head.size + width * sum(map(len, arrays)))
+        into[: head.size] = head
+        np.concatenate(arrays, out=into[head.size :].view(kind).reshape(-1, width))
+        return found + 0
+
+
+def upload_table(upload: Upload, head: Numbers, arrays: Sequence[Numbers]) -> mx.array:
+    """Returns int32 numbers: `head` [n] int32, and behind it those of `arrays` [_, width].
+
+    They are copied once, where the device addresses the host's memory.
+    """
+    if isinstance(upload, Uploads):
+        return upload.table(head, arrays)
+    flat = [one.reshape(-1).view(np.int32) for one in arrays]
+    return upload(np.concatenate([head, *flat]))

@@ -1,6 +1,8 @@
 // Samples a token of each row's SIZE logits as sampler.py does, in one or a few passes of a thread
 // block over its row. Masses are integers, so that the order of their sums does not matter. Candidates
 // that are read often are collected in a list first; when they do not fit, the whole row is read.
+// With MASKED `masks` has a number for each row, and lines of words: the number is the row's line, whose
+// bits say which tokens it may draw, or -1.
 constexpr int CAPACITY = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
 constexpr float MASS = 1099511627776.f;  // of the most likely token
 using Big = unsigned long long;
@@ -45,12 +47,26 @@ auto ranked = [&](float x, int i) -> Big { return (Big)ordered(x) << 32 | (unsig
 // Calls `work` for each number of the row and its index; a thread reads EACH neighbours at a time. Adding
 // 0 removes the sign of zeros.
 constexpr int EACH = SIZE % 8 ? 1 : 8;
+#ifdef MASKED
+constexpr int LINE = (SIZE + 31) / 32 * 4;  // bytes of the bits of a row
+const unsigned char* const bits =
+    masks[row] < 0 ? nullptr : (const unsigned char*)(masks + gridDim.x) + (long)masks[row] * LINE;
+#endif
 auto sweep = [&](auto work) {
   #pragma unroll 2
   for (int i = threadIdx.x * EACH; i < SIZE; i += THREADS * EACH) {
     const Some<N, EACH> some = *(const Some<N, EACH>*)(numbers + i);
+    #ifdef MASKED
+    const unsigned allowed = bits ? bits[i >> 3] >> (i & 7) : ~0u;
+    #endif
     #pragma unroll
-    for (int e = 0; e < EACH; e++) work(up(some.n[e]) + 0.f, i + e);
+    for (int e = 0; e < EACH; e++) {
+      float x = up(some.n[e]) + 0.f;
+      #ifdef MASKED
+      if (!(allowed >> e & 1) && x == x) x = __uint_as_float(0xff800000u);
+      #endif
+      work(x, i + e);
+    }
   }
 };
 float own_most = __uint_as_float(0xff800000u);
