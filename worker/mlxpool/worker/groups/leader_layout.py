@@ -140,8 +140,8 @@ class LeaderLayout(PagedLayout):
                 [number for number, span in enumerate(spans) if span.hidden],
                 tables,
                 left,
-                ids,
-                list(wanted),
+                [int(one) for one in ids],  # of whatever kind of numbers
+                [int(one) for one in wanted],
                 drawn,
                 self._fresh,
                 kernel_cache.is_collecting(),
