@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
@@ -40,6 +41,7 @@ from mlxpool.common.closing import AsyncClosing
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+from mlxpool.common.protocol.owners import owner_name
 from mlxpool.common.transport.keys import Credentials
 
 Answer = TypeVar("Answer")
@@ -52,12 +54,12 @@ class AsyncStream(AsyncClosing):
     or the end of the object cancels what is not finished.
     """
 
-    def __init__(self, connection: Connection, draft: Draft) -> None:
+    def __init__(self, connection: Connection, draft: Draft, owner: str = "") -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
         # The connection keeps what it delivers to: that must not be this object, see `__del__`.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
-        self._open = connection.open(draft, put)
+        self._open = connection.open(draft, put, owner)
 
     @property
     def id(self) -> bytes:
@@ -150,6 +152,18 @@ class AsyncClient:
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
         self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
+        self._owner = ""  # on whose behalf; "": this client's own
+
+    def for_owner(self, owner: str) -> Self:
+        """This client on behalf of an owner: quotas, turns and jobs are those of the owner.
+
+        It shares the connection, so close this one alone. For gateways: the broker takes it of its
+        own user and of keys with `may_name_owners`, and answers others with Unauthorized. Raises
+        BadRequest unless `owner` is 1 to 200 printable characters.
+        """
+        named = copy.copy(self)
+        named._owner = owner_name(owner)
+        return named
 
     @overload
     def stream(
@@ -191,8 +205,8 @@ class AsyncClient:
         """Start a completion; takes the arguments of `Client.stream`, and raises what it does."""
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is None:
-            return AsyncStream(self._connection, draft)
-        return AsyncChoicesStream(self._connection, drafts_of(draft, n))
+            return AsyncStream(self._connection, draft, self._owner)
+        return AsyncChoicesStream(self._connection, drafts_of(draft, n), self._owner)
 
     def streams(
         self,
@@ -210,7 +224,7 @@ class AsyncClient:
         started: list[AsyncStream] = []
         try:
             for draft in drafts:
-                started.append(AsyncStream(self._connection, draft))
+                started.append(AsyncStream(self._connection, draft, self._owner))
         except BaseException:
             for one in started:
                 one.close()
@@ -260,9 +274,11 @@ class AsyncClient:
         """
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is not None:
-            async with AsyncChoicesStream(self._connection, drafts_of(draft, n)) as choices:
+            async with AsyncChoicesStream(
+                self._connection, drafts_of(draft, n), self._owner
+            ) as choices:
                 return await choices.read()
-        async with AsyncStream(self._connection, draft) as stream:
+        async with AsyncStream(self._connection, draft, self._owner) as stream:
             return await stream.read()
 
     async def models(self) -> list[dict[str, Any]]:
@@ -429,7 +445,7 @@ class AsyncClient:
 
     def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> AsyncStream:
         """Read a job, its key or its id; see `Client.fetch`."""
-        return AsyncStream(self._connection, jobs.fetch(job, start, gen))
+        return AsyncStream(self._connection, jobs.fetch(job, start, gen), self._owner)
 
     async def jobs(
         self, *, after: int | None = None, state: str = "", limit: int = 0
@@ -473,7 +489,9 @@ class AsyncClient:
             else:
                 answer.set_result(reply)
 
-        self._connection.ask(question, lambda reply: call_in_loop(loop, lambda: resolve(reply)))
+        self._connection.ask(
+            question, lambda reply: call_in_loop(loop, lambda: resolve(reply)), self._owner
+        )
         try:
             return await answer
         except asyncio.CancelledError:

@@ -20,12 +20,14 @@ class AsyncChoicesStream(AsyncClosing):
     Belongs to the event loop that started it.
     """
 
-    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
+    def __init__(
+        self, connection: Connection, drafts: Sequence[GenerateDraft], owner: str = ""
+    ) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         # The connection keeps what it delivers to: that must not be this object, see `__del__`.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
-        self._choices = OpenChoices(connection, drafts, put)
+        self._choices = OpenChoices(connection, drafts, put, owner)
 
     @property
     def ids(self) -> list[bytes]:

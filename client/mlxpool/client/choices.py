@@ -117,7 +117,9 @@ def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
 class OpenChoices:
     """The open streams of all choices. `put` gets their items, on the connection's thread."""
 
-    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft], put: Put) -> None:
+    def __init__(
+        self, connection: Connection, drafts: Sequence[GenerateDraft], put: Put, owner: str
+    ) -> None:
         """Raises TooLarge or BadRequest if they cannot be sent; then none is."""
         self._connection = connection
         self._open: list[OpenStream] = []
@@ -126,7 +128,7 @@ class OpenChoices:
         self.left = len(drafts)  # choices that have not ended
         try:
             for number, draft in enumerate(drafts):
-                self._open.append(connection.open(draft, partial(_put, put, number)))
+                self._open.append(connection.open(draft, partial(_put, put, number), owner))
         except BaseException:
             self.close()
             raise
@@ -186,10 +188,12 @@ class ChoicesStream(Closing):
     not finished. After the last delta `result` holds all completions.
     """
 
-    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
+    def __init__(
+        self, connection: Connection, drafts: Sequence[GenerateDraft], owner: str = ""
+    ) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._choices = OpenChoices(connection, drafts, self._queue.put)
+        self._choices = OpenChoices(connection, drafts, self._queue.put, owner)
 
     @property
     def ids(self) -> list[bytes]:

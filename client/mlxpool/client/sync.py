@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
@@ -38,6 +39,7 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+from mlxpool.common.protocol.owners import owner_name
 from mlxpool.common.transport.keys import Credentials
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
@@ -52,10 +54,10 @@ class Stream(Closing):
     finished. After the last delta `result` holds the whole completion.
     """
 
-    def __init__(self, connection: Connection, draft: Draft) -> None:
+    def __init__(self, connection: Connection, draft: Draft, owner: str = "") -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
-        self._open = connection.open(draft, self._queue.put)
+        self._open = connection.open(draft, self._queue.put, owner)
 
     @property
     def id(self) -> bytes:
@@ -138,6 +140,18 @@ class Client(Closing):
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
         self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
+        self._owner = ""  # on whose behalf; "": this client's own
+
+    def for_owner(self, owner: str) -> Self:
+        """This client on behalf of an owner: quotas, turns and jobs are those of the owner.
+
+        It shares the connection, so close this one alone. For gateways: the broker takes it of its
+        own user and of keys with `may_name_owners`, and answers others with Unauthorized. Raises
+        BadRequest unless `owner` is 1 to 200 printable characters.
+        """
+        named = copy.copy(self)
+        named._owner = owner_name(owner)
+        return named
 
     @overload
     def stream(
@@ -187,8 +201,8 @@ class Client(Closing):
         """
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is None:
-            return Stream(self._connection, draft)
-        return ChoicesStream(self._connection, drafts_of(draft, n))
+            return Stream(self._connection, draft, self._owner)
+        return ChoicesStream(self._connection, drafts_of(draft, n), self._owner)
 
     @overload
     def generate(
@@ -230,9 +244,9 @@ class Client(Closing):
         """A whole completion, or `n`; takes the arguments of `stream`, and raises its error."""
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is not None:
-            with ChoicesStream(self._connection, drafts_of(draft, n)) as choices:
+            with ChoicesStream(self._connection, drafts_of(draft, n), self._owner) as choices:
                 return choices.read()
-        with Stream(self._connection, draft) as stream:
+        with Stream(self._connection, draft, self._owner) as stream:
             return stream.read()
 
     def models(self) -> list[dict[str, Any]]:
@@ -459,7 +473,7 @@ class Client(Closing):
         before `start`, at the border of a step. The errors of the job are raised where the stream
         is read; UnknownJob if there is none of this user.
         """
-        return Stream(self._connection, jobs.fetch(job, start, gen))
+        return Stream(self._connection, jobs.fetch(job, start, gen), self._owner)
 
     def jobs(
         self, *, after: int | None = None, state: str = "", limit: int = 0
@@ -500,7 +514,7 @@ class Client(Closing):
 
     def _call(self, question: Question[Answer]) -> Answer:
         answers: queue.SimpleQueue[Answer | PoolError] = queue.SimpleQueue()
-        self._connection.ask(question, answers.put)
+        self._connection.ask(question, answers.put, self._owner)
         started = time.monotonic()
         try:
             answer = answers.get(timeout=CALL_TIMEOUT)
@@ -524,7 +538,7 @@ class Client(Closing):
         try:
             while len(found) < len(questions):
                 while sent < len(questions) and sent - len(found) < at_once:
-                    self._connection.ask(questions[sent], partial(_put, answers, sent))
+                    self._connection.ask(questions[sent], partial(_put, answers, sent), self._owner)
                     sent += 1
                 place, answer = answers.get()
                 if isinstance(answer, PoolError):

@@ -57,7 +57,8 @@ class Gateway:
         self.keys = ApiKeys(settings.keys)
         self.drain = Drain()
         self.metrics = Metrics(version("mlxpool"), (route.shown_path for route in ROUTES))
-        access = AccessControl(self.keys, ConcurrencyLimit(settings.per_key))
+        limit = ConcurrencyLimit(settings.per_key)
+        access = AccessControl(self.keys, limit, names_owners=settings.names_owners)
         self.surroundings = Surroundings(access, self.drain, self.metrics, settings.access_log)
         self.app = Starlette(lifespan=self._lifespan, middleware=self._middleware())
         self.app.router.redirect_slashes = False

@@ -14,6 +14,7 @@ from typing import Any
 from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
+from mlxpool.gateway.auth import asking
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
@@ -260,9 +261,15 @@ class PoolAccess:
 
     def __init__(self, settings: Settings, client: AsyncClient) -> None:
         self.settings = settings
-        self.client = client
+        self._client = client
         self.models = ModelList(client)
         self._unloading: set[asyncio.Task[None]] = set()
+
+    @property
+    def client(self) -> AsyncClient:
+        """The client, on behalf of the owner of the request that this task serves."""
+        owner = asking.get()
+        return self._client.for_owner(owner) if owner else self._client
 
     async def close(self) -> None:
         """Cancel what is in flight; the client stays open."""
