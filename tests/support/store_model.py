@@ -13,6 +13,8 @@ from typing import Any
 
 from mlxpool.broker.store import operations as op
 from mlxpool.broker.store import records as rec
+from mlxpool.broker.store.batch_operations import ListBatches
+from mlxpool.broker.store.batch_records import BatchList
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Chunk, JobState, JobView, Result, Scope
 
@@ -44,6 +46,10 @@ class StoreModel:
         self._seen = 0.0
         self._seq = itertools.count(1)
         self._end_seq = itertools.count(1)
+
+    def follow(self, clock: Callable[[], float]) -> None:
+        """Take the time of another story from now on."""
+        self._clock = clock
 
     @property
     def now(self) -> float:
@@ -338,6 +344,7 @@ HANDLERS: dict[type, Callable[[StoreModel, Any], Result]] = {
     op.ListEnded: StoreModel._list_ended,
     op.ReadBacklog: StoreModel._backlog,
     op.ReadFigures: StoreModel._figures,
+    ListBatches: lambda store, asked: BatchList(()),  # stories about batches have a real store
     op.SetPoison: StoreModel._set_poison,
     op.ReadPoisons: StoreModel._poisons,
 }

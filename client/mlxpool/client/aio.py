@@ -19,7 +19,7 @@ from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
-from mlxpool.client.jobs import Job, JobRef
+from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.loop_calls import call_in_loop, put_in_loop
 from mlxpool.client.request import (
     ChatTokens,
@@ -70,6 +70,11 @@ class AsyncStream(AsyncClosing):
     def accepted(self) -> bool:
         """Whether a broker has accepted the request, or it was cancelled before."""
         return bool(self._open.state.boot or self._open.state.result)
+
+    @property
+    def gen(self) -> int | None:
+        """The generation of the job that is read; None: no job, or not yet known."""
+        return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -426,6 +431,7 @@ class AsyncClient:
         key: str | None = None,
         keep: float | None = None,
         not_before: float | None = None,
+        note: bytes = b"",
         **options: Unpack[GenerateOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; see `Client.submit`."""
@@ -440,18 +446,21 @@ class AsyncClient:
                 key=key,
                 keep=keep,
                 not_before=not_before,
+                note=note,
             )
         )
 
-    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> AsyncStream:
+    def fetch(
+        self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
+    ) -> AsyncStream:
         """Read a job, its key or its id; see `Client.fetch`."""
-        return AsyncStream(self._connection, jobs.fetch(job, start, gen), self._owner)
+        return AsyncStream(self._connection, jobs.fetch(job, start, gen, steps), self._owner)
 
     async def jobs(
-        self, *, after: int | None = None, state: str = "", limit: int = 0
+        self, *, after: int | None = None, before: int = 0, state: str = "", limit: int = 0
     ) -> list[dict[str, Any]]:
         """The jobs of this user, each a map; see `Client.jobs`."""
-        pages = jobs.Pages(after, state, limit)
+        pages = jobs.Pages(after, state, limit, before)
         while not pages.complete:
             pages.add(await self._call(pages.question()))
         return pages.rows
@@ -459,6 +468,10 @@ class AsyncClient:
     async def job(self, job: JobRef) -> dict[str, Any]:
         """The map of one job. Raises UnknownJob."""
         return await self._call(jobs.about(READ, job))
+
+    async def submitted(self, job: JobRef) -> SubmittedJob:
+        """A job with what was submitted and its note. Raises UnknownJob, and Gone."""
+        return await self._call(jobs.submitted(job))
 
     async def retry(self, job: JobRef) -> dict[str, Any]:
         """Let a job that is dead or expired be tried again, from the ids that it has."""

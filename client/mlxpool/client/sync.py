@@ -18,7 +18,7 @@ from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
-from mlxpool.client.jobs import Job, JobRef
+from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.request import (
     ChatTokens,
     Draft,
@@ -63,6 +63,11 @@ class Stream(Closing):
     def id(self) -> bytes:
         """The request's id, 16 bytes."""
         return self._open.state.id
+
+    @property
+    def gen(self) -> int | None:
+        """The generation of the job that is read; None: no job, or not yet known."""
+        return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -434,6 +439,7 @@ class Client(Closing):
         key: str | None = None,
         keep: float | None = None,
         not_before: float | None = None,
+        note: bytes = b"",
         **options: Unpack[GenerateOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; returns when it is on the disk.
@@ -445,7 +451,8 @@ class Client(Closing):
         the pool's settings say), `not_before` a time as of `time.time()`. The other arguments are
         those of `stream`, without those of the reading: `queue_ms`, `first_token_ms`, `window`,
         `batch`, `durable`. A job has no deadline unless `deadline_ms` gives one; `priority=-1` is
-        for what may wait until nothing else does. Raises JobsOff for a pool without `state_dir`,
+        for what may wait until nothing else does. `note` is up to 64 KiB of the program's own that
+        `submitted` returns. Raises JobsOff for a pool without `state_dir`,
         DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
         and what `stream` raises.
         """
@@ -460,10 +467,13 @@ class Client(Closing):
                 key=key,
                 keep=keep,
                 not_before=not_before,
+                note=note,
             )
         )
 
-    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> Stream:
+    def fetch(
+        self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
+    ) -> Stream:
         """Read a job, its key or its id: a stream of its ids from the one with the index `start`.
 
         It may be running, waiting or done, and read by others too. The stream goes on after the
@@ -473,10 +483,10 @@ class Client(Closing):
         before `start`, at the border of a step. The errors of the job are raised where the stream
         is read; UnknownJob if there is none of this user.
         """
-        return Stream(self._connection, jobs.fetch(job, start, gen), self._owner)
+        return Stream(self._connection, jobs.fetch(job, start, gen, steps), self._owner)
 
     def jobs(
-        self, *, after: int | None = None, state: str = "", limit: int = 0
+        self, *, after: int | None = None, before: int = 0, state: str = "", limit: int = 0
     ) -> list[dict[str, Any]]:
         """The jobs of this user, each a map: job, key, state, … (docs/protocol.md, `jobs`).
 
@@ -484,7 +494,7 @@ class Client(Closing):
         since, in the order of their ends: pass the last `end_seq` that was seen, 0 at first, and
         no end is missed.
         """
-        pages = jobs.Pages(after, state, limit)
+        pages = jobs.Pages(after, state, limit, before)
         while not pages.complete:
             pages.add(self._call(pages.question()))
         return pages.rows
@@ -492,6 +502,10 @@ class Client(Closing):
     def job(self, job: JobRef) -> dict[str, Any]:
         """The map of one job. Raises UnknownJob."""
         return self._call(jobs.about(READ, job))
+
+    def submitted(self, job: JobRef) -> SubmittedJob:
+        """A job with what was submitted and its note. Raises UnknownJob, and Gone."""
+        return self._call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
         """Let a job that is dead or expired be tried again, from the ids that it has."""

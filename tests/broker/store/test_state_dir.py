@@ -295,9 +295,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
             folder.open()
 
 
+NEXT, LAST = schema.VERSION + 1, schema.VERSION + 2
 STEPS = {
-    1: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
-    2: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one INTEGER) STRICT"),
+    schema.VERSION: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
+    NEXT: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one {integer}) {strict}"),
 }
 
 
@@ -306,24 +307,26 @@ def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> N
         with_job(folder)
         with folder.open() as store:
             done = schema.bring_up_to_date(
-                store.database, schema.SQLITE, store.copy_before, 3, STEPS
+                store.database, schema.SQLITE, store.copy_before, LAST, STEPS
             )
-            assert done and store.database.read_version() == 3
+            assert done and store.database.read_version() == LAST
             assert store.database.execute("SELECT note FROM job") == [("two",)]
-    (copy,) = tmp_path.glob("before-schema-3-*.db")
+    (copy,) = tmp_path.glob(f"before-schema-{LAST}-*.db")
     with SqliteDatabase(copy, MAX_BYTES) as database:
-        assert database.read_version() == 1
+        assert database.read_version() == schema.VERSION
         assert database.number("SELECT COUNT(*) FROM job") == 1
 
 
 def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
-        steps = {1: STEPS[1], 2: ("UPDATE missing SET a = 1",)}
+        steps = {schema.VERSION: STEPS[schema.VERSION], NEXT: ("UPDATE missing SET a = 1",)}
         with folder.open() as store:
             with pytest.raises(sqlite3.OperationalError, match="no such table: missing"):
-                schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, 3, steps)
-            assert store.database.read_version() == 1
+                schema.bring_up_to_date(
+                    store.database, schema.SQLITE, store.copy_before, LAST, steps
+                )
+            assert store.database.read_version() == schema.VERSION
             store.begin(BOOT, BEGIN)
             (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
             assert isinstance(found, Found)

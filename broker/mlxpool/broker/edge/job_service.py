@@ -21,7 +21,7 @@ from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.manager import JobManager
-from mlxpool.broker.jobs.questions import JobPolicy
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result

@@ -21,6 +21,7 @@ _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
     "store_busy": (errors.QueueFull, BUSY_RETRY_MS),
     "store_closed": (errors.StoreUnavailable, BUSY_RETRY_MS),
     "store_error": (errors.Internal, None),
+    "in_use": (errors.BadRequest, None),
 }
 
 
@@ -67,6 +68,7 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
         "forget": job.forget,
         "cause": job.cause,
         "bytes": job.size,
+        **({} if job.batch is None else {"batch": job.batch, "line": job.line, "id": job.label}),
     }
 
 

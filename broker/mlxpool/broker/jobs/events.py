@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.job_messages import AboutJob, Fetch, ListJobs, Submit
+from mlxpool.common.protocol.kept_questions import Question
 from mlxpool.common.protocol.to_client import Done, Failed
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client asks about jobs. `message` is the error that parsing raised if the body is bad.
+    """A client asks about jobs, files or batches.
 
+    `message` is the error that parsing raised if the body is bad.
     `new_id` and `seed` are drawn; a job that is new gets them.
     """
 
@@ -22,7 +23,7 @@ class Asked:
     owner: str
     id: bytes
     attempt: int
-    message: Submit | Fetch | ListJobs | AboutJob | PoolError
+    message: Question | PoolError
     new_id: bytes = b""
     seed: int = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
@@ -13,11 +12,14 @@ from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
 from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store import operations as store
+from mlxpool.broker.store.batch_operations import ReadBatch
+from mlxpool.broker.store.batch_records import BatchView
 from mlxpool.broker.store.records import (
     Changed,
     DuplicateKey,
@@ -31,12 +33,28 @@ from mlxpool.broker.store.records import (
     Refused,
     Result,
     Scope,
+    StoredRequest,
     Submitted,
+    UnknownName,
 )
-from mlxpool.common.errors import BadRequest, DuplicateId, Gone, Internal, PoolError
+from mlxpool.common.errors import (
+    BadRequest,
+    DuplicateId,
+    Gone,
+    Internal,
+    PoolError,
+    UnknownJob,
+)
 from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol import to_client
-from mlxpool.common.protocol.job_messages import AboutJob, JobAccepted, JobRow, ListJobs, Submit
+from mlxpool.common.protocol.job_messages import (
+    AboutJob,
+    JobAccepted,
+    JobRequest,
+    JobRow,
+    ListJobs,
+    Submit,
+)
 from mlxpool.common.protocol.packing import pack
 
 # What the state of a job does not allow, and what to do instead.
@@ -45,16 +63,8 @@ REFUSALS = {
     messages.RELEASE: "only an ended job has a result to release; cancel it first",
 }
 RUNNING = JobPhase.RUNNING.value
+READS = (messages.READ, messages.REQUEST)  # the kinds that change nothing
 ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
-
-
-@dataclass(frozen=True, slots=True)
-class JobPolicy:
-    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
-
-    keep: float
-    keep_max: float
-    quota_jobs: int = 0
 
 
 class Questions:
@@ -79,17 +89,12 @@ class Questions:
 
     def on_asked(self, event: ev.Asked, now: float) -> None:
         message = event.message
-        try:
-            if isinstance(message, PoolError):
-                raise message
-            if isinstance(message, Submit):
-                self._submit(event, message, now)
-            elif isinstance(message, ListJobs):
-                self._list(event, message)
-            elif isinstance(message, AboutJob):
-                self._about(event, message)
-        except PoolError as error:
-            self._fail(event, error)
+        if isinstance(message, Submit):
+            self._submit(event, message, now)
+        elif isinstance(message, ListJobs):
+            self._list(event, message)
+        elif isinstance(message, AboutJob):
+            self._about(event, message)
 
     def _fail(self, event: ev.Asked, error: PoolError) -> None:
         self._outbox.fail(event.link, error, event.id, event.attempt)
@@ -109,7 +114,6 @@ class Questions:
             self._refuse_unless_known(event, message, digest, error)
             return
         drawn = generate.options.seed < 0
-        keep = policy.keep if message.keep_ms is None else message.keep_ms / 1000
         deadline_ms = generate.deadline_ms
         operation = store.Submit(
             event.new_id,
@@ -117,13 +121,13 @@ class Questions:
             digest,
             generate.kind,
             generate.model,
-            pack(message.request),
+            pack({**message.request, **({"note": message.note} if message.note else {})}),
             event.seed if drawn else generate.options.seed,
             message.blobs,
             message.priority,
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
-            keep=min(keep, policy.keep_max),
+            keep=policy.kept(message.keep_ms),
             max_jobs=policy.quota_jobs,
         )
 
@@ -176,12 +180,34 @@ class Questions:
     # ---- lists ---------------------------------------------------------------------------------
 
     def _list(self, event: ev.Asked, message: ListJobs) -> None:
+        if not message.batch:
+            self._list_of(event, message, None)
+            return
+
+        def found(result: Result, now: float) -> None:
+            if isinstance(result, BatchView):
+                self._list_of(event, message, result.id)
+            elif isinstance(result, UnknownName):
+                why = f"there is no batch {message.batch!r} of this owner"
+                self._fail(event, UnknownJob(why))
+            else:
+                self._fail(event, _other_error(result))
+
+        self._outbox.store(ReadBatch(Scope(event.owner, message.tenant, message.batch)), found)
+
+    def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
         states = () if not message.state else (_stored(message.state),)
         operation: store.Operation
         if message.after is None:
             operation = store.ListJobs(
-                event.owner, message.tenant, states, message.before, message.limit, reverse=True
+                event.owner,
+                message.tenant,
+                states,
+                message.before,
+                message.limit,
+                batch,
+                reverse=True,
             )
         else:
             operation = store.ListEnded(event.owner, message.tenant, message.after, message.limit)
@@ -210,7 +236,7 @@ class Questions:
     def _about(self, event: ev.Asked, message: AboutJob) -> None:
         """Look up, or change, a job; one that is named by its id is looked up first."""
         name = answers.name_of(event.owner, message.name)
-        if isinstance(name, Scope) and message.kind != messages.READ:
+        if isinstance(name, Scope) and message.kind not in READS:
             self._change(event, message, name)
             return
 
@@ -221,12 +247,29 @@ class Questions:
                 self._fail(event, answers.store_error(result))
             elif job is None or (job.scope.owner, job.scope.tenant) != mine:
                 self._fail(event, answers.unknown(message.name))
+            elif message.kind == messages.REQUEST:
+                self._send_request(event, job)
             elif message.kind == messages.READ:
                 self._send(event, JobRow(self._rows([job])[0]))
             else:
                 self._change(event, message, job.id)
 
         self._outbox.store(store.ReadJob(name), then)
+
+    def _send_request(self, event: ev.Asked, job: JobView) -> None:
+        """Answer with what was submitted, unless it is deleted."""
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, StoredRequest):
+                row = self._rows([result.job])[0]
+                self._send(event, JobRequest(row, result.request, result.blobs))
+            elif isinstance(result, KeyGone):
+                why = f"the result of the job {job.scope.key!r} was deleted"
+                self._fail(event, Gone(why))
+            else:
+                self._fail(event, _other_error(result))
+
+        self._outbox.store(store.ReadRequest(job.id), then)
 
     def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)

@@ -226,6 +226,14 @@ class ReadJob(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRequest(Operation):
+    """Read what was submitted. Results: StoredRequest, KeyGone, UnknownName."""
+
+    writes: ClassVar[bool] = False
+    id: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class FetchPage(Operation):
     """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
 
@@ -245,7 +253,8 @@ class ListJobs(Operation):
     """Jobs in order of arrival behind the number `after`. Result: JobList of seqs.
 
     `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `reverse`: the newest
-    first, those before `after` (0: from the newest).
+    first, those before `after` (0: from the newest). `batch`: the lines of that batch; without it
+    they are left out.
     """
 
     writes: ClassVar[bool] = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mlxpool.common.checks import integer, is_number, shown, text
+from mlxpool.common.checks import flag, integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.from_client import (
@@ -28,7 +28,8 @@ MAX_KEEP_MS = 366 * 24 * 3600 * 1000  # a year
 MAX_LISTED = 1000  # jobs in one answer
 DEFAULT_LISTED = 100
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
-JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority"})
+JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "note"})
+MAX_NOTE = 64 * 1024  # bytes that a client keeps with a job
 # Keys of a `generate` that are about its stream, which a job does not have.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
 MAX_NUMBER = 2**62  # of an end_seq
@@ -91,6 +92,7 @@ class Submit:
     `request` is the body of the `generate` that it holds and `blobs` are its blobs, as they came.
     `keep_ms` is how long the result is kept after the end, None: as the pool's settings say.
     `not_before` is a time in seconds since 1970, 0: at once. `priority` is IDLE to MAX_PRIORITY.
+    `note` is kept with the job for the client, see ReadRequest.
     """
 
     kind: ClassVar[str] = "submit"
@@ -102,6 +104,7 @@ class Submit:
     keep_ms: int | None = None
     not_before: float = 0.0
     priority: int = 0
+    note: bytes = b""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Submit:
@@ -128,14 +131,23 @@ class Submit:
             integer(body, "keep_ms", 0, MAX_KEEP_MS),
             float(not_before or 0),
             integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
+            _note(body),
         )
+
+
+def _note(body: Mapping[str, Any]) -> bytes:
+    note = body.get("note") or b""
+    if not isinstance(note, bytes) or len(note) > MAX_NOTE:
+        got = f"{len(note)} bytes" if isinstance(note, bytes) else shown(note)
+        raise BadRequest(f"note must be at most {MAX_NOTE} bytes, got {got}")
+    return note
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitDraft(GenerateDraft):
     """A `submit` as its user wrote it: the broker checks the values.
 
-    `settings` have keep_ms, not_before and priority in addition.
+    `settings` have keep_ms, not_before, priority and note in addition.
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -158,9 +170,11 @@ class Fetch(Content):
     start: int = 0
     gen: int | None = None
     window: int = DEFAULT_WINDOW
+    steps: bool = False  # tell where each step of the output ends
 
     def body(self) -> dict[str, Any]:
         body = {**self.name.body(), "from": self.start, "window": self.window}
+        body |= {"steps": True} if self.steps else {}
         return body if self.gen is None else {**body, "gen": self.gen}
 
     @classmethod
@@ -171,6 +185,7 @@ class Fetch(Content):
             integer(body, "from", 0, 2**31) or 0,
             integer(body, "gen", 0, 2**31),
             integer(body, "window", 1, MAX_WINDOW) or DEFAULT_WINDOW,
+            flag(body, "steps", False),
         )
 
 
@@ -179,7 +194,8 @@ class ListJobs(Content):
     """Ask for jobs: with `after` for those that ended after the end with this number.
 
     Without it for all, the newest first, or for those in one state; with `before` for those that
-    were submitted before the one with this number.
+    were submitted before the one with this number. `batch`: the lines of the batch with this key;
+    without it, and without `after`, lines of batches are left out.
     """
 
     kind: ClassVar[str] = "jobs"
@@ -188,9 +204,11 @@ class ListJobs(Content):
     state: str = ""
     tenant: str = ""
     limit: int = DEFAULT_LISTED
+    batch: str = ""
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
+        body |= {"batch": self.batch} if self.batch else {}
         body |= {} if self.after is None else {"after": self.after}
         body |= {"before": self.before} if self.before else {}
         body |= {"state": self.state} if self.state else {}
@@ -207,7 +225,11 @@ class ListJobs(Content):
             raise BadRequest("give one of after and state")
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         before = integer(body, "before", 0, MAX_NUMBER) or 0
-        return cls(after, before, state, tenant_of(body), limit)
+        batch = body.get("batch")
+        key = "" if batch is None else job_key(batch)
+        if key and after is not None:
+            raise BadRequest("give one of after and batch")
+        return cls(after, before, state, tenant_of(body), limit, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +244,8 @@ class AboutJob(Content):
 
 
 READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
-JOB_CALLS = frozenset({READ, RETRY, RELEASE})  # `cancel` is of streams, too
+REQUEST = "job_request"  # asks for what was submitted
+JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # `cancel` is of streams, too
 KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
 
 Question = Submit | Fetch | ListJobs | AboutJob
@@ -294,6 +317,25 @@ class JobRow(Content):
 
     def body(self) -> dict[str, Any]:
         return dict(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest(Content):
+    """Answer to `job_request`: the map of a job, and as blobs its packed request and its blobs.
+
+    The request is the body of its `submit` with the note, without what the map has.
+    """
+
+    kind: ClassVar[str] = REQUEST
+    row: Mapping[str, Any]
+    packed: bytes
+    attached: tuple[bytes, ...] = ()
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.row)
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (self.packed, *self.attached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from mlxpool.broker.store.operations import (
     ListJobs,
     ReadBacklog,
     ReadJob,
+    ReadRequest,
 )
 from mlxpool.broker.store.records import (
     Backlog,
@@ -27,6 +28,7 @@ from mlxpool.broker.store.records import (
     KeyGone,
     Page,
     Result,
+    StoredRequest,
     UnknownName,
 )
 from mlxpool.broker.store.sql import rows
@@ -39,6 +41,18 @@ NOT_GONE = tuple(state for state in JobState if state is not JobState.GONE)
 def read_job(database: Database, asked: ReadJob, now: float) -> Result:
     job = rows.find(database, asked.name)
     return UnknownName() if job is None else Found(job)
+
+
+def read_request(database: Database, asked: ReadRequest, now: float) -> Result:
+    """What was submitted; of a job that is gone it is deleted."""
+    job = rows.find(database, asked.id)
+    if job is None:
+        return UnknownName()
+    if job.state is JobState.GONE:
+        return KeyGone(job.id, job.forget or now, job.scope)
+    row = database.one("SELECT request FROM job WHERE seq = ?", job.seq)
+    assert row is not None
+    return StoredRequest(job, row[0], rows.read_blobs(database, job.seq))
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -94,7 +108,9 @@ def _chunks_from(database: Database, job: JobView, pos: int) -> Iterator[Chunk]:
 def list_jobs(database: Database, asked: ListJobs, now: float) -> JobList:
     """Jobs in order of arrival, or in the reverse order."""
     where, values = _filters(asked.owner, asked.tenant, asked.states or NOT_GONE)
-    if asked.batch is not None:
+    if asked.batch is None:
+        where.append("batch IS NULL")
+    else:
         where.append("batch = ?")
         values.append(asked.batch)
     if asked.after or not asked.reverse:

@@ -29,6 +29,7 @@ VIEW = """seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed,
     starts, attempts, charge, submitted, due, deadline, keep, forget, ended, end_seq, ending, cause,
     size, batch, line, label, notify"""
 WAITING = JobState.WAITING.value
+ENDED_COLUMNS = {state: state.value for state in ENDED}  # of a batch
 
 
 def view(row: Row) -> JobView:
@@ -168,6 +169,7 @@ def end_job(
         job.seq,
     )
     count_usage(database, job.scope.owner, 0, len(ending))
+    count_line(database, job, state, 1)
     if job.notify:
         database.change(
             "INSERT INTO outbox (end_seq, job, tries, due) VALUES (?, ?, 0, ?)",
@@ -176,6 +178,48 @@ def end_job(
             now,
         )
     return by_seq(database, job.seq)
+
+
+def let_wait(
+    database: Database,
+    job: JobView,
+    deadline: float | None,
+    now: float,
+    *,
+    new_generation: bool = False,
+) -> JobView:
+    """Let an ended job wait again; its notice that is not sent yet is dropped."""
+    database.change("DELETE FROM outbox WHERE end_seq = ?", job.end_seq)
+    database.change("DELETE FROM poison WHERE digest = ?", job.digest)
+    given_back = len(job.end or b"")
+    database.change(
+        "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
+        " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
+        " cause = '', size = size - ? WHERE seq = ?",
+        int(new_generation),
+        now,
+        deadline,
+        given_back,
+        job.seq,
+    )
+    count_usage(database, job.scope.owner, 0, -given_back)
+    count_line(database, job, job.state, -1)
+    if job.batch is not None:  # its batch, if that has ended, has not any more
+        database.change(
+            "UPDATE batch SET state = 'fed', ended = NULL, forget = NULL"
+            " WHERE id = ? AND state = 'ended'",
+            job.batch,
+        )
+    if new_generation:
+        drop_output(database, job)
+    return by_seq(database, job.seq)
+
+
+def count_line(database: Database, job: JobView, state: JobState, change: int) -> None:
+    """Count the end of a line of a batch; `change` is -1 when it waits again."""
+    if job.batch is not None:
+        column = ENDED_COLUMNS[state]
+        database.change(f"UPDATE batch SET {column} = {column} + ? WHERE id = ?", change, job.batch)
 
 
 def empty_job(database: Database, job: JobView, until: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ TABLES = (
     "CREATE INDEX job_forget ON job (forget) WHERE forget IS NOT NULL",
     "CREATE INDEX job_state ON job (batch, state) WHERE batch IS NOT NULL",
     "CREATE INDEX job_line ON job (batch, line) WHERE batch IS NOT NULL",
+    "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
+    "CREATE INDEX job_counted ON job (state)",
     """CREATE TABLE chunk (
         job {integer} NOT NULL, gen {integer} NOT NULL, pos {integer} NOT NULL, ids {blob} NOT NULL,
         borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL,
@@ -94,7 +96,7 @@ TABLES = (
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
-        created {real} NOT NULL, forget {real}
+        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT ''
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE file_part (
@@ -106,6 +108,9 @@ TABLES = (
         file {blob} NOT NULL, digest {blob} NOT NULL, defaults {blob} NOT NULL, state TEXT NOT NULL,
         next_line {integer} NOT NULL, next_start {integer} NOT NULL, created {real} NOT NULL,
         ended {real}, deadline {real}, keep {real}, forget {real}, notify TEXT NOT NULL,
+        jobs {integer} NOT NULL DEFAULT 0, done {integer} NOT NULL DEFAULT 0,
+        cancelled {integer} NOT NULL DEFAULT 0, dead {integer} NOT NULL DEFAULT 0,
+        expired {integer} NOT NULL DEFAULT 0, failed {integer} NOT NULL DEFAULT 0,
         UNIQUE (owner, tenant, key)
     ) {strict}""",
     "CREATE INDEX batch_forget ON batch (forget) WHERE forget IS NOT NULL",
@@ -117,14 +122,36 @@ TABLES = (
 
 # For each older version the statements that make the next one of it.
 Steps = Mapping[int, Sequence[str]]
-STEPS: Steps = {}
+COUNTED = ("done", "cancelled", "dead", "expired")  # states of jobs that a batch counts
+STEPS: Steps = {
+    1: (
+        "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
+        "CREATE INDEX job_counted ON job (state)",
+        "ALTER TABLE file ADD COLUMN key TEXT NOT NULL DEFAULT ''",
+        *(
+            f"ALTER TABLE batch ADD COLUMN {name} {{integer}} NOT NULL DEFAULT 0"
+            for name in ("jobs", *COUNTED, "failed")
+        ),
+        "UPDATE batch SET jobs = (SELECT COUNT(*) FROM job WHERE job.batch = batch.id),"
+        " failed = (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id)",
+        *(
+            f"UPDATE batch SET {state} ="
+            f" (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state = '{state}')"
+            for state in COUNTED
+        ),
+    ),
+}
+
+
+def spelled(statement: str, dialect: Dialect) -> str:
+    """A statement in the words of a database."""
+    return statement.format(**{name: getattr(dialect, name) for name in Dialect.__slots__})
 
 
 def create(database: Database, dialect: Dialect) -> None:
     """Make the tables in an empty database, in the transaction that is open."""
-    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
     for statement in TABLES:
-        database.change(statement.format(**spelled))
+        database.change(spelled(statement, dialect))
     database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, 0, 0)")
 
 
@@ -165,6 +192,6 @@ def bring_up_to_date(
             create(database, dialect)
         for older in range(found, version) if found else ():
             for statement in steps[older]:
-                database.change(statement)
+                database.change(spelled(statement, dialect))
         database.write_version(version)
     return True

@@ -146,6 +146,7 @@ class SqlStore(Closing):
             of_jobs.Release: partial(changing.release, key_life=key_life),
             of_jobs.Sweep: partial(changing.sweep, key_life=key_life),
             of_jobs.ReadJob: reading.read_job,
+            of_jobs.ReadRequest: reading.read_request,
             of_jobs.FetchPage: reading.fetch_page,
             of_jobs.ListJobs: reading.list_jobs,
             of_jobs.ListEnded: reading.list_ended,
@@ -168,6 +169,8 @@ class SqlStore(Closing):
             of_batches.ReadBatch: batches.read_batch,
             of_batches.ListBatches: batches.list_batches,
             of_batches.CancelBatch: batches.cancel_batch,
+            of_batches.RetryBatch: batches.retry_batch,
+            of_batches.ReleaseBatch: batches.release_batch,
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: batches.read_outcomes,
         }
