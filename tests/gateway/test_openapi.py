@@ -128,7 +128,7 @@ def test_every_route_that_is_served_is_in_it(tmp_path: Path) -> None:
         for route in Gateway(settings).routes(PoolAccess(settings, AsyncClient(tmp_path)))
     }
     assert served - {*NOT_BUILT, "/{path}"} == set(DOCUMENT["paths"])
-    assert len({route.path for route in ROUTES}) == len(ROUTES)
+    assert len({(route.method, route.path) for route in ROUTES}) == len(ROUTES)
     ids = [each["operationId"] for path in DOCUMENT["paths"].values() for each in path.values()]
     assert len(set(ids)) == len(ids) == len(ROUTES)
 

@@ -65,6 +65,7 @@ _OF_ANTHROPIC: Mapping[str, Schema] = {  # the clients of both interfaces list m
 }
 OPENAI: Mapping[str, Schema] = {
     **RESPONSES,
+    "Deleted": record({"id": TEXT, "object": TEXT, "deleted": FLAG}),
     "Usage": _USAGE,
     "Error": record(
         {

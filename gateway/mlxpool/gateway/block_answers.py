@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from mlxpool.gateway.schemas import (
     ANY,
     COUNT,
+    FLAG,
     MAP,
     NULL,
     TEXT,
@@ -21,6 +22,14 @@ from mlxpool.gateway.schemas import (
     record,
     ref,
 )
+
+# a list of OpenAI's without its data
+LIST: Mapping[str, Schema] = {
+    "object": {"const": "list"},
+    "first_id": TEXT_OR_NULL,
+    "last_id": TEXT_OR_NULL,
+    "has_more": FLAG,
+}
 
 # ---- OpenAI's Responses ----------------------------------------------------------------------
 
@@ -59,7 +68,9 @@ RESPONSES: Mapping[str, Schema] = {
             "object": {"const": "response"},
             "created_at": COUNT,
             "model": TEXT,
-            "status": choice("in_progress", "completed", "incomplete", "failed"),
+            "status": choice(
+                "queued", "in_progress", "completed", "incomplete", "failed", "cancelled"
+            ),
             "output": listed(ref("ResponseItem")),
             "error": one_of(record({"code": TEXT, "message": TEXT}), NULL),
             "incomplete_details": one_of(record({"reason": {"const": "max_output_tokens"}}), NULL),
@@ -67,10 +78,10 @@ RESPONSES: Mapping[str, Schema] = {
         },
         {
             **dict.fromkeys(_ECHOED, ANY),
-            "background": {"const": False},
-            "previous_response_id": NULL,
+            "background": FLAG,
+            "previous_response_id": TEXT_OR_NULL,
             "service_tier": TEXT,
-            "store": {"const": False},
+            "store": FLAG,
         },
     ),
     "ResponseItem": record(
@@ -108,8 +119,12 @@ RESPONSES: Mapping[str, Schema] = {
             "name": TEXT,
             "arguments": TEXT,
             "logprobs": listed(MAP),
+            "code": TEXT,
+            "message": TEXT,
+            "param": NULL,
         },
     ),
+    "ResponseItems": record({**LIST, "data": listed(MAP)}),
 }
 
 # ---- Anthropic's Messages --------------------------------------------------------------------

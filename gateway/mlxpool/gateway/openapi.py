@@ -52,6 +52,10 @@ def _operation(route: RouteSpec, *, keys: bool) -> dict[str, Any]:
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in re.findall(r"{(\w+)}", route.shown_path)
+        ]
+        + [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in _query(route).items()
         ],
         "responses": {
             "200": _response("The answer.", _contents(route)),
@@ -63,6 +67,10 @@ def _operation(route: RouteSpec, *, keys: bool) -> dict[str, Any]:
     if keys:
         operation["security"] = [] if route.public else [{KEY_SCHEME: []}]
     return operation
+
+
+def _query(route: RouteSpec) -> Mapping[str, Any]:
+    return {} if route.query is None else {**route.query.honoured, **route.query.accepted}
 
 
 def _contents(route: RouteSpec) -> Mapping[str, Any]:

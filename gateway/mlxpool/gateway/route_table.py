@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -26,7 +26,8 @@ from mlxpool.gateway.ollama.responses import NDJSON
 from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai import fields as openai
 from mlxpool.gateway.openai.responses import error_event
-from mlxpool.gateway.openai.responses_api.fields import RESPONSE
+from mlxpool.gateway.openai.responses_api.fields import INPUT_ITEMS, RESPONSE, RETRIEVED
+from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
 from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
 from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
@@ -70,6 +71,7 @@ class Services:
 
     openai: OpenAIRoutes
     responses: ResponseRoutes
+    kept_responses: KeptResponseRoutes
     vectors: VectorRoutes
     tokens: TokenRoutes
     anthropic: MessageRoutes
@@ -85,6 +87,17 @@ class Call:
     request: Request
     body: Mapping[str, Any]
     response: ResponseWriter
+    query: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """What the path names."""
+        return str(self.request.path_params["id"])
+
+    @property
+    def idempotency(self) -> str | None:
+        """The header by which a request that is sent again is known as the same."""
+        return self.request.headers.get("idempotency-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +108,14 @@ class RouteSpec:
     `event`. `public`: needs no key. `in_drain`: is answered while the gateway drains.
     """
 
-    method: str  # GET, which answers HEAD too, or POST
+    method: str  # GET, which answers HEAD too, POST or DELETE
     path: str
     interface: Interface
     summary: str
     serve: Callable[[Services, Call], Work]
     answer: str
     body: Body | None = None
+    query: Body | None = None
     content_type: str = "application/json"
     stream: str | None = None
     event: str = ""
@@ -141,6 +155,23 @@ class Routes:
     ) -> RouteSpec:
         """A route of GET whose method needs a part of the request."""
         return RouteSpec("GET", path, self.interface, summary, serve, answer, **more)
+
+    def delete(
+        self, path: str, summary: str, serve: Callable[[Services, Call], Work], answer: str
+    ) -> RouteSpec:
+        """A route of DELETE."""
+        return RouteSpec("DELETE", path, self.interface, summary, serve, answer)
+
+    def post_with(
+        self,
+        path: str,
+        summary: str,
+        serve: Callable[[Services, Call], Work],
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of POST whose method needs a part of the request, or has no body."""
+        return RouteSpec("POST", path, self.interface, summary, serve, answer, **more)
 
     def post(
         self,
@@ -188,9 +219,28 @@ ROUTES: tuple[RouteSpec, ...] = (
         "/v1/completions", "The continuation of a text or of token ids.",
         lambda to: to.openai.completion, openai.COMPLETION, "Completion", **_events("Completion"),
     ),
-    of_openai.post(
+    of_openai.post_with(
         "/v1/responses", "The next items of a conversation.",
-        lambda to: to.responses.create, RESPONSE, "Response", **_events("ResponseEvent"),
+        lambda to, call: to.responses.create(call.body, call.response, call.idempotency),
+        "Response", body=RESPONSE, **_events("ResponseEvent"),
+    ),
+    of_openai.get_with(
+        "/v1/responses/{id}", "A response that is kept.",
+        lambda to, call: to.kept_responses.retrieve(call.id, call.query, call.response),
+        "Response", query=RETRIEVED, **_events("ResponseEvent"),
+    ),
+    of_openai.delete(
+        "/v1/responses/{id}", "Deletes a response that is kept.",
+        lambda to, call: to.kept_responses.delete(call.id, call.response), "Deleted",
+    ),
+    of_openai.post_with(
+        "/v1/responses/{id}/cancel", "Cancels a response in the background.",
+        lambda to, call: to.kept_responses.cancel(call.id, call.response), "Response",
+    ),
+    of_openai.get_with(
+        "/v1/responses/{id}/input_items", "The conversation that the model was given.",
+        lambda to, call: to.kept_responses.input_items(call.id, call.query, call.response),
+        "ResponseItems", query=INPUT_ITEMS,
     ),
     of_openai.post(
         "/v1/embeddings", "A vector for each text.",
@@ -286,9 +336,8 @@ ROUTES: tuple[RouteSpec, ...] = (
 # path -> (its interface, what to do instead); these answer 501
 _TEXT_ONLY = "models give text and vectors only"
 _CONFIGURED = "models are folders that the pool is configured with (docs/models.md)"
-_UNKEPT = "nothing is kept between requests; /tokenize counts tokens"
+_UNKEPT = "go on with previous_response_id of /v1/responses"
 NOT_BUILT: Mapping[str, tuple[Interface, str]] = {
-    "/v1/responses/{id}": (OPENAI, _UNKEPT),
     "/v1/conversations": (OPENAI, _UNKEPT),
     "/v1/messages/batches": (ANTHROPIC, "send each request to /v1/messages"),
     "/v1/moderations": (OPENAI, "use /v1/classify with a model that classifies texts"),

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
@@ -26,6 +26,10 @@ from mlxpool.gateway.settings import Settings
 log = logging.getLogger("mlxpool.gateway")
 
 NO_TIMEOUT = 10.0**9  # seconds
+UNNAMED = (
+    "this gateway does not tell the broker whose key asks, so that every key could read what is"
+    " kept: start it with --name-owners, with a key that may_name_owners in the broker's settings"
+)
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
 
 
@@ -58,6 +62,14 @@ class ChoiceUpdate:
     logprobs: tuple[Mapping[str, Any], ...] = ()
     result: Result | None = None
     prompt: tuple[Mapping[str, Any], ...] = ()
+
+
+class Updates(Protocol):
+    """What has the updates of an answer."""
+
+    def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
+        """Every update of any choice; None for each `timeout` seconds without one."""
+        ...
 
 
 class Choice:
@@ -104,7 +116,7 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[Mapping[str, Any], ...]:
     return tuple(entry for delta in deltas for entry in delta.logprobs)
 
 
-def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
+def stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
     """The arguments with the deadline, and with messages in the template's form."""
     found = dict(request.arguments)
     if deadline is not None:
@@ -117,7 +129,7 @@ def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[st
 def _started(
     client: AsyncClient, request: ChoiceRequest, deadline: float | None
 ) -> list[AsyncStream]:
-    arguments = _stream_arguments(request, deadline)
+    arguments = stream_arguments(request, deadline)
     if request.n > 1:
         return client.streams(request.model, n=request.n, **arguments)
     stream: AsyncStream = client.stream(request.model, **arguments)
@@ -271,6 +283,16 @@ class PoolAccess:
         owner = asking.get()
         return self._client.for_owner(owner) if owner else self._client
 
+    @property
+    def keeper(self) -> AsyncClient:
+        """The client for what the pool keeps: jobs and files, which are of one owner alone.
+
+        Raises HttpError where the broker is not told whose key asks: all keys would share them.
+        """
+        if self.settings.keys is not None and not self.settings.names_owners:
+            raise HttpError(501, UNNAMED, "owners_not_named", retry=False)
+        return self.client
+
     async def close(self) -> None:
         """Cancel what is in flight; the client stays open."""
         for task in self._unloading:
@@ -332,28 +354,35 @@ class StreamFormat:
 
 
 async def write_stream(
-    response: ResponseWriter, generation: Generation, encoding: StreamFormat
+    response: ResponseWriter, generation: Updates, encoding: StreamFormat
 ) -> list[Result] | None:
     """Write every update as it comes; returns the results by choice, None after an error.
 
     The response is opened with the first update or keep-alive, so that a request that is refused
     at once gets a status of its own. The caller closes the response after a success.
     """
-    results: dict[int, Result] = {}
     try:
-        async for update in generation.updates(encoding.keep_alive_interval):
-            data = encoding.keep_alive if update is None else encoding.update(update)
-            if not response.started:
-                await response.open(encoding.content_type)
-                data = encoding.head + data
-            if update is not None and update.result is not None:
-                results[update.choice] = update.result
-            if data:
-                await response.write(data)
+        return await write_updates(response, generation, encoding)
     except HttpError as error:
         if not response.started:
             raise
         await response.write(encoding.error(response.identified(error)))
         await response.close()
         return None
+
+
+async def write_updates(
+    response: ResponseWriter, generation: Updates, encoding: StreamFormat
+) -> list[Result]:
+    """Write every update as it comes; returns the results by choice. Raises HttpError."""
+    results: dict[int, Result] = {}
+    async for update in generation.updates(encoding.keep_alive_interval):
+        data = encoding.keep_alive if update is None else encoding.update(update)
+        if not response.started:
+            await response.open(encoding.content_type)
+            data = encoding.head + data
+        if update is not None and update.result is not None:
+            results[update.choice] = update.result
+        if data:
+            await response.write(data)
     return [results[number] for number in sorted(results)]

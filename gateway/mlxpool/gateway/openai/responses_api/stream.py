@@ -15,16 +15,25 @@ from mlxpool.gateway.server_sent_events import sse
 
 @dataclass(eq=False, slots=True)
 class ResponseEvents:
-    """Encodes the updates of one answer. Numbers the events from 0."""
+    """Encodes the updates of one answer. Numbers the events from `number` on.
+
+    Events up to the number `after` are left out: their reader has them.
+    """
 
     frame: ResponseFrame
     output: OutputBlocks
-    _number: int = 0
+    number: int = 0
+    after: int = -1
 
-    def head(self) -> bytes:
-        """The events before the first update."""
-        body = {"response": self.frame.begun()}
-        return self._event("response.created", body) + self._event("response.in_progress", body)
+    def head(self, *, queued: bool = False) -> bytes:
+        """The events before the first update; `queued`: of a response in the background."""
+        begun = {"response": self.frame.begun()}
+        if not queued:
+            created = self._event("response.created", begun)
+            return created + self._event("response.in_progress", begun)
+        waits = {"response": self.frame.begun("queued")}
+        head = self._event("response.created", waits) + self._event("response.queued", waits)
+        return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
         """The events of an update."""
@@ -39,8 +48,15 @@ class ResponseEvents:
         body = {"response": self.frame.failed(self.output.blocks, error)}
         return self._event("response.failed", body)
 
+    def broken_off(self, error: HttpError) -> bytes:
+        """The event that ends a reading whose response goes on; it does not count."""
+        fault = {"code": error.code, "message": error.message, "param": None}
+        return sse({"type": "error", "sequence_number": self.number, **fault}, "error")
+
     def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
-        number, self._number = self._number, self._number + 1
+        number, self.number = self.number, self.number + 1
+        if number <= self.after:
+            return b""
         return sse({"type": kind, "sequence_number": number, **members}, kind)
 
     def _step(self, step: Step) -> bytes:
