@@ -24,6 +24,7 @@ from mlxpool.gateway.endpoint import READ, ByMethod, Endpoint, PreflightRecords,
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
+from mlxpool.gateway.jobs.routes import JobRoutes
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
@@ -101,6 +102,7 @@ class Gateway:
             OpenAIRoutes(pool),
             ResponseRoutes(pool, kept_responses),
             kept_responses,
+            JobRoutes(pool),
             VectorRoutes(pool),
             TokenRoutes(pool),
             MessageRoutes(pool),

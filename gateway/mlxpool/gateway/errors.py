@@ -24,7 +24,6 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "too_large": (413, "too_large"),
     "slow_consumer": (408, "slow_consumer"),
     "poisoned": (400, "poisoned"),
-    "duplicate_id": (409, "duplicate_id"),
     "unknown_job": (404, "unknown_job"),
     "gone": (410, "gone"),
     "job_restarted": (409, "job_restarted"),

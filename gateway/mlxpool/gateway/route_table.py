@@ -20,6 +20,8 @@ from mlxpool.gateway.anthropic.stream import error_event as anthropic_event
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.jobs.fields import EVENTS, JOB, LISTED
+from mlxpool.gateway.jobs.routes import JobRoutes
 from mlxpool.gateway.ollama import fields as ollama
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.responses import NDJSON
@@ -72,6 +74,7 @@ class Services:
     openai: OpenAIRoutes
     responses: ResponseRoutes
     kept_responses: KeptResponseRoutes
+    jobs: JobRoutes
     vectors: VectorRoutes
     tokens: TokenRoutes
     anthropic: MessageRoutes
@@ -241,6 +244,38 @@ ROUTES: tuple[RouteSpec, ...] = (
         "/v1/responses/{id}/input_items", "The conversation that the model was given.",
         lambda to, call: to.kept_responses.input_items(call.id, call.query, call.response),
         "ResponseItems", query=INPUT_ITEMS,
+    ),
+    of_openai.post_with(
+        "/v1/jobs", "A completion that is made whoever is there to read it.",
+        lambda to, call: to.jobs.submit(call.body, call.response, call.idempotency),
+        "Job", body=JOB,
+    ),
+    of_openai.get_with(
+        "/v1/jobs", "Jobs, newest first; with `after` those that ended since.",
+        lambda to, call: to.jobs.list(call.query, call.response), "JobList", query=LISTED,
+    ),
+    of_openai.get_with(
+        "/v1/jobs/{id}", "One job, by its id or its key.",
+        lambda to, call: to.jobs.read(call.id, call.response), "Job",
+    ),
+    of_openai.get_with(
+        "/v1/jobs/{id}/events", "The output of a job, from any id, while it is made and later.",
+        lambda to, call: to.jobs.events(
+            call.id, call.query, call.request.headers.get("last-event-id"), call.response
+        ),
+        "", content_type="text/plain", query=EVENTS, **_events("JobEvent"),
+    ),
+    of_openai.post_with(
+        "/v1/jobs/{id}/cancel", "Cancels a job.",
+        lambda to, call: to.jobs.cancel(call.id, call.response), "Job",
+    ),
+    of_openai.post_with(
+        "/v1/jobs/{id}/retry", "Lets a job that is dead or expired be tried again.",
+        lambda to, call: to.jobs.retry(call.id, call.response), "Job",
+    ),
+    of_openai.post_with(
+        "/v1/jobs/{id}/release", "Deletes the result of a job that has ended.",
+        lambda to, call: to.jobs.release(call.id, call.response), "Job",
     ),
     of_openai.post(
         "/v1/embeddings", "A vector for each text.",

@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import string
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from mlxpool.client import AsyncStream, Delta
-from mlxpool.common.errors import PoolError
+from mlxpool.client import AsyncClient, AsyncStream, Delta, Job
+from mlxpool.client.jobs import JobRef
+from mlxpool.common.errors import DuplicateId, PoolError
 from mlxpool.gateway import errors
+from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import ChatFormats, make_parser
 from mlxpool.gateway.formats.events import Event, Parser, Reasoning
 from mlxpool.gateway.generation.choice_streams import NO_TIMEOUT, ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import CALL_ID_LENGTH
 
+KEY_BYTES = 16
+FAILED = ("dead", "expired")  # states of jobs that ended with an error
 _DIGITS = string.digits + string.ascii_letters
+
+
+def drawn_key() -> str:
+    """A key for a job that its client gives none."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+async def has_failed(client: AsyncClient, job: JobRef) -> bool:
+    """Whether a job has ended with an error; False if the pool does not say."""
+    try:
+        return (await client.job(job))["state"] in FAILED
+    except PoolError:
+        return False
+
+
+async def submitted(client: AsyncClient, model: str, key: str, **arguments: Any) -> Job:
+    """Submit a job; the arguments are those of `AsyncClient.submit`.
+
+    Raises HttpError for a key of another request, and PoolError.
+    """
+    try:
+        return await client.submit(model, key=key, **arguments)
+    except DuplicateId as error:
+        raise HttpError(409, error.message, error.code, retry=False) from None
 
 
 class KeptAnswer:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.common.errors import Gone, PoolError, UnknownJob
+from mlxpool.common.errors import Gone, JobsOff, PoolError, UnknownJob
 from mlxpool.gateway import queries
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation.choice_streams import (
@@ -20,7 +19,14 @@ from mlxpool.gateway.generation.choice_streams import (
     stream_arguments,
     write_updates,
 )
-from mlxpool.gateway.generation.kept_answers import KeptAnswer, call_ids
+from mlxpool.gateway.generation.kept_answers import (
+    KEY_BYTES,
+    KeptAnswer,
+    call_ids,
+    drawn_key,
+    has_failed,
+    submitted,
+)
 from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.responses_api.bodies import response_id
@@ -33,8 +39,6 @@ from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
 log = logging.getLogger("mlxpool.gateway")
 
-ID_BYTES = 16
-FAILED = ("dead", "expired")  # states of jobs that ended with an error
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # of a list
 MAX_NUMBER = 2**53  # of an event
 
@@ -58,9 +62,9 @@ class KeptResponseRoutes:
         A second request with the same key in `idempotency` is answered with the first one's.
         """
         client = self._pool.keeper
-        id = secrets.token_hex(ID_BYTES)
+        id = drawn_key()
         if idempotency:
-            id = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * ID_BYTES]
+            id = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
         formats = (choice.chat.tools, choice.chat.thinking)
         note = ResponseNote(
             int(time.time()), request.echoed, request.summary, formats, choice.tools,
@@ -68,7 +72,7 @@ class KeptResponseRoutes:
         )  # fmt: skip
         arguments = stream_arguments(choice, None)
         key, packed = response_id(id), note.packed()
-        job = await client.submit(choice.model, key=key, note=packed, **arguments)
+        job = await submitted(client, choice.model, key, note=packed, **arguments)
         response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
         kept = await self._find(key)
         if request.background and not request.stream:
@@ -120,7 +124,7 @@ class KeptResponseRoutes:
 
     async def earlier(self, id: str) -> Earlier:
         """The conversation of `previous_response_id`. Raises HttpError unless it is complete."""
-        kept = await self._find(id, "previous_response_id")
+        kept = await self._find(id, "previous_response_id", off=False)
         state = kept.job["state"]
         if state != "done":
             shown = kept.waiting or ("cancelled" if state == "cancelled" else "failed")
@@ -134,12 +138,20 @@ class KeptResponseRoutes:
 
     # ---- what they share -----------------------------------------------------------------------
 
-    async def _find(self, id: str, param: str = "id") -> KeptResponse:
-        """A response of this owner. Raises HttpError if there is none."""
+    async def _find(self, id: str, param: str = "id", *, off: bool = True) -> KeptResponse:
+        """A response of this owner. Raises HttpError if there is none.
+
+        `off` False: raises JobsOff where nothing is kept.
+        """
+        client = self._pool.keeper
         try:
-            found = KeptResponse.of(await self._pool.keeper.submitted(id))
+            found = KeptResponse.of(await client.submitted(id))
         except (UnknownJob, Gone):
             found = None
+        except JobsOff as error:
+            if not off:
+                raise
+            raise HttpError(501, f"nothing is kept: {error.message}", error.code) from None
         if found is None:
             what = "with this key" if self._pool.settings.names_owners else "here"
             message = (
@@ -198,7 +210,7 @@ class KeptResponseRoutes:
         error: HttpError,
     ) -> None:
         """End with the error of the job, or with that of this reading: then the job goes on."""
-        ended = await self._has_failed(response_id(kept.id))
+        ended = await has_failed(self._pool.keeper, response_id(kept.id))
         if not response.started:
             if not ended:
                 raise error
@@ -206,12 +218,6 @@ class KeptResponseRoutes:
         response.identified(error)
         await response.write(events.failed(error) if ended else events.broken_off(error))
         await response.close()
-
-    async def _has_failed(self, key: str) -> bool:
-        try:
-            return (await self._pool.keeper.job(key))["state"] in FAILED
-        except PoolError:
-            return False
 
     def _cancel_later(self, key: str) -> None:
         """Cancel the job of a client that is gone, in a task of its own."""

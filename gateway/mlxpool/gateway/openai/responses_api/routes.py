@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mlxpool.client import Result
+from mlxpool.common.errors import JobsOff
+from mlxpool.gateway.errors import unsupported_parameter
 from mlxpool.gateway.generation.choice_streams import PoolAccess, StreamFormat, write_stream
 from mlxpool.gateway.generation.fitting import fitted
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
@@ -18,6 +21,22 @@ from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
 from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
 from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
+
+UNKEPT = "nothing is kept, for this pool has no state_dir"
+INSTEAD = {  # field that needs a pool which keeps jobs -> what to do in one that does not
+    "background": f"{UNKEPT}; leave it out: the answer comes with this request",
+    "store": f"{UNKEPT}; leave it out",
+    "previous_response_id": f"{UNKEPT}: send the whole conversation in `input`",
+}
+
+
+@contextlib.contextmanager
+def _needs_store(field: str) -> Iterator[None]:
+    """Raises HttpError naming the field in place of JobsOff."""
+    try:
+        yield
+    except JobsOff:
+        raise unsupported_parameter(field, INSTEAD[field]) from None
 
 
 class ResponseRoutes:
@@ -31,16 +50,21 @@ class ResponseRoutes:
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
         """POST /v1/responses. `idempotency`: the header Idempotency-Key, for what is kept."""
+        request = requests.response(body)
         previous = requests.previous_id(body)
-        earlier = None if previous is None else await self._kept.earlier(previous)
-        request = requests.response(body, earlier)
+        if previous is not None:
+            with _needs_store("previous_response_id"):
+                earlier = await self._kept.earlier(previous)
+            request = requests.response(body, earlier)
         model = await self._pool.models.get(request.chat.model)
         if request.truncates:
             chat = await fitted(self._pool, request.chat, model, "truncation")
             request = replace(request, chat=chat)
         choice = request.chat.choice(model)
         if request.store:
-            return await self._kept.create(request, choice, response, idempotency)
+            with _needs_store("background" if request.background else "store"):
+                await self._kept.create(request, choice, response, idempotency)
+            return
         async with self._pool.generate([choice], response.exchange, "input") as generation:
             frame = ResponseFrame(generation.id, int(time.time()), request.echoed, request.summary)
             output = OutputBlocks()

@@ -12,6 +12,8 @@ from mlxpool.gateway.generation.output_blocks import Action, Block, Kind, Output
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, token_logprob
 from mlxpool.gateway.server_sent_events import sse
 
+ENDS = {"cancelled": "incomplete"}  # status -> name of the event, where it is another
+
 
 @dataclass(eq=False, slots=True)
 class ResponseEvents:
@@ -41,7 +43,8 @@ class ResponseEvents:
 
     def tail(self, whole: Mapping[str, Any]) -> bytes:
         """The event that ends the stream, with the whole response."""
-        return self._event(f"response.{whole['status']}", {"response": whole})
+        kind = ENDS.get(whole["status"], whole["status"])
+        return self._event(f"response.{kind}", {"response": whole})
 
     def failed(self, error: HttpError) -> bytes:
         """The event that ends a stream with an error."""
