@@ -158,7 +158,8 @@ def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
         again = list(events)
     assert (again[0].kind, again[0].data) == ("restarted", {"gen": 0})
     assert ids_of(again) == wanted
-    with reading(http, "again", **{"from": 50}) as events:
+    query: Any = {"from": 50}
+    with reading(http, "again", **query) as events:
         late = ids_of(list(events))
     assert len(late) >= 10 and late == wanted[-len(late) :]
 
