@@ -11,11 +11,10 @@ import pytest
 from mlxpool.cli import load_progress
 from mlxpool.cli.load_progress import (
     LoadProgress,
-    StatusLine,
-    in_one_line,
     progress_text,
     remote_worker_needed,
 )
+from mlxpool.cli.status_line import StatusLine, in_one_line
 from mlxpool.cli.target import Target
 from support.pool import PATIENCE
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
-from mlxpool.client.connection import Connection, OpenStream
+from mlxpool.client.open_stream import OpenStream
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import reports_prompt
 from mlxpool.client.stream import Delta, Result
 from mlxpool.common.checks import is_integer, shown
@@ -118,7 +119,7 @@ class OpenChoices:
     """The open streams of all choices. `put` gets their items, on the connection's thread."""
 
     def __init__(
-        self, connection: Connection, drafts: Sequence[GenerateDraft], put: Put, owner: str
+        self, connection: AnyConnection, drafts: Sequence[GenerateDraft], put: Put
     ) -> None:
         """Raises TooLarge or BadRequest if they cannot be sent; then none is."""
         self._connection = connection
@@ -128,7 +129,7 @@ class OpenChoices:
         self.left = len(drafts)  # choices that have not ended
         try:
             for number, draft in enumerate(drafts):
-                self._open.append(connection.open(draft, partial(_put, put, number), owner))
+                self._open.append(connection.open(draft, partial(_put, put, number)))
         except BaseException:
             self.close()
             raise
@@ -188,12 +189,10 @@ class ChoicesStream(Closing):
     not finished. After the last delta `result` holds all completions.
     """
 
-    def __init__(
-        self, connection: Connection, drafts: Sequence[GenerateDraft], owner: str = ""
-    ) -> None:
+    def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._choices = OpenChoices(connection, drafts, self._queue.put, owner)
+        self._choices = OpenChoices(connection, drafts, self._queue.put)
 
     @property
     def ids(self) -> list[bytes]:

@@ -66,7 +66,7 @@ def submit(
     draft = generate(model, prompt, messages_of_chat, tokens, given, images)  # type: ignore[arg-type]
     settings = {name: value for name, value in draft.settings.items() if name != "batch"}
     if keep is not None:
-        settings["keep_ms"] = _milliseconds("keep", keep)
+        settings["keep_ms"] = milliseconds("keep", keep)
     if not_before is not None:
         settings["not_before"] = not_before
     if note:
@@ -81,7 +81,8 @@ def _job(body: Mapping[str, Any]) -> Job:
     return Job(found.key, found.job, found.gen, found.seed, found.state, found.warnings)
 
 
-def _milliseconds(name: str, seconds: object) -> int:
+def milliseconds(name: str, seconds: object) -> int:
+    """A time that a result is kept, or a batch may take. Raises BadRequest."""
     if not is_number(seconds) or not 0 <= seconds <= messages.MAX_KEEP_MS / 1000:
         raise BadRequest(
             f"{name} is {shown(seconds)}, must be seconds from 0 to {messages.MAX_KEEP_MS // 1000}"
@@ -147,17 +148,19 @@ def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dic
 class Pages:
     """A list of jobs over as many answers as it takes; see `Client.jobs`."""
 
-    def __init__(self, after: int | None, state: str, limit: int, before: int = 0) -> None:
+    def __init__(
+        self, after: int | None, state: str, limit: int, batch: str = "", before: int = 0
+    ) -> None:
         self.rows: list[dict[str, Any]] = []
         self.complete = False
-        self._after, self._state, self._limit = after, state, limit
+        self._after, self._state, self._limit, self._batch = after, state, limit, batch
         self._before = before
 
     def question(self) -> Question[JobList]:
         """Ask for the next rows."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_LISTED
         count = min(left, messages.MAX_LISTED)
-        asked = ListJobs(self._after, self._before, self._state, limit=count)
+        asked = ListJobs(self._after, self._before, self._state, limit=count, batch=self._batch)
         return Question(os.urandom(ID_BYTES), asked, lambda answer: JobList.parse(answer.body))
 
     def add(self, answer: JobList) -> None:

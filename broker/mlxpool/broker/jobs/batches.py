@@ -228,7 +228,7 @@ class Batches:
     def next_wake(self) -> float:
         """When `work` is due at the latest; the past: at once."""
         if self._portion is not None:
-            return -math.inf
+            return 0.0
         times = [self._find_at]
         for batch in self.live.values():
             if batch.stale and not batch.busy:
