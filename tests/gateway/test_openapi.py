@@ -17,11 +17,15 @@ from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.jobs import requests as jobs
+from mlxpool.gateway.jobs.fields import JOB
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai
+from mlxpool.gateway.openai.batches import requests as batches
+from mlxpool.gateway.openai.batches.fields import BATCH
 from mlxpool.gateway.openai.responses_api import requests as responses_api
 from mlxpool.gateway.openai.responses_api.fields import RESPONSE
 from mlxpool.gateway.openai.tokens import requests as tokens
@@ -60,6 +64,12 @@ PARSERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Body, dict[str, 
         anthropic.counted,
         anthropic_fields.COUNT_TOKENS,
         {"model": "m", "messages": HI},
+    ),
+    "/v1/jobs": (jobs.job, JOB, {"model": "m", "prompt": "x"}),
+    "/v1/batches": (
+        batches.new_batch,
+        BATCH,
+        {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"},
     ),
     "/tokenize": (tokens.tokenize, TOKENIZE, {"model": "m", "prompt": "x"}),
     "/detokenize": (tokens.detokenize, DETOKENIZE, {"model": "m", "tokens": [1]}),

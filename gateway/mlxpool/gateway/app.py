@@ -27,6 +27,8 @@ from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.jobs.routes import JobRoutes
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.routes import OllamaRoutes
+from mlxpool.gateway.openai.batches.file_routes import FileRoutes
+from mlxpool.gateway.openai.batches.routes import BatchRoutes
 from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
 from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
@@ -102,6 +104,8 @@ class Gateway:
             OpenAIRoutes(pool),
             ResponseRoutes(pool, kept_responses),
             kept_responses,
+            FileRoutes(pool),
+            BatchRoutes(pool),
             JobRoutes(pool),
             VectorRoutes(pool),
             TokenRoutes(pool),
@@ -131,7 +135,7 @@ class Gateway:
         async def answer(request: Request, response: ResponseWriter) -> bool:
             given = {} if spec.query is None else queries.checked(request.query_params, spec.query)
             call = Call(request, {}, response, given)
-            if spec.stream is None:
+            if spec.stream is None and not spec.watched:
                 await spec.serve(services, call)
                 return False
             return await cancel_on_disconnect(request.receive, lambda: spec.serve(services, call))

@@ -12,6 +12,7 @@ from mlxpool.gateway.schemas import (
     COUNT,
     FLAG,
     MAP,
+    MAP_OR_NULL,
     NULL,
     TEXT,
     TEXT_OR_NULL,
@@ -30,6 +31,18 @@ LIST: Mapping[str, Schema] = {
     "last_id": TEXT_OR_NULL,
     "has_more": FLAG,
 }
+
+_COUNT_OR_NULL: Schema = {"type": ["integer", "null"]}
+_BATCH_TIMES = (
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
 
 # ---- OpenAI's Responses ----------------------------------------------------------------------
 
@@ -124,6 +137,47 @@ RESPONSES: Mapping[str, Schema] = {
             "param": NULL,
         },
     ),
+    "File": record(
+        {
+            "id": TEXT,
+            "object": {"const": "file"},
+            "bytes": COUNT,
+            "created_at": COUNT,
+            "filename": TEXT,
+            "purpose": choice("batch", "batch_output"),
+            "status": TEXT,
+        },
+        {"expires_at": _COUNT_OR_NULL, "status_details": NULL},
+    ),
+    "FileList": record({**LIST, "data": listed(ref("File"))}),
+    "Batch": record(
+        {
+            "id": TEXT,
+            "object": {"const": "batch"},
+            "endpoint": TEXT,
+            "input_file_id": TEXT,
+            "completion_window": TEXT,
+            "status": choice(
+                "in_progress",
+                "finalizing",
+                "completed",
+                "failed",
+                "expired",
+                "cancelling",
+                "cancelled",
+            ),
+            "created_at": COUNT,
+            "request_counts": record({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+        },
+        {
+            "errors": one_of(record({"object": {"const": "list"}, "data": listed(MAP)}), NULL),
+            "output_file_id": TEXT_OR_NULL,
+            "error_file_id": TEXT_OR_NULL,
+            "metadata": MAP_OR_NULL,
+            **dict.fromkeys(_BATCH_TIMES, _COUNT_OR_NULL),
+        },
+    ),
+    "BatchList": record({**LIST, "data": listed(ref("Batch"))}),
     "ResponseItems": record({**LIST, "data": listed(MAP)}),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxpool.gateway.answers import COMPONENTS
+from mlxpool.gateway.openai.batches.fields import FORM
 from mlxpool.gateway.operations.exchange import REQUEST_ID
 from mlxpool.gateway.route_table import RouteSpec
 from mlxpool.gateway.schemas import ref
@@ -31,6 +32,9 @@ def document(routes: Iterable[RouteSpec], version: str, *, keys: bool) -> dict[s
                 "required": True,
                 "content": {"application/json": {"schema": ref(name)}},
             }
+        if route.reads_body:
+            form = {"multipart/form-data": {"schema": FORM.schema()}}
+            operation["requestBody"] = {"required": True, "content": form}
         paths.setdefault(route.shown_path, {})[route.method.lower()] = operation
     components: dict[str, Any] = {"schemas": schemas}
     if keys:

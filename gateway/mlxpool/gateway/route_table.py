@@ -27,6 +27,9 @@ from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.responses import NDJSON
 from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai import fields as openai
+from mlxpool.gateway.openai.batches.fields import BATCH, BATCHES, FILES
+from mlxpool.gateway.openai.batches.file_routes import FileRoutes
+from mlxpool.gateway.openai.batches.routes import BatchRoutes
 from mlxpool.gateway.openai.responses import error_event
 from mlxpool.gateway.openai.responses_api.fields import INPUT_ITEMS, RESPONSE, RETRIEVED
 from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
@@ -74,6 +77,8 @@ class Services:
     openai: OpenAIRoutes
     responses: ResponseRoutes
     kept_responses: KeptResponseRoutes
+    files: FileRoutes
+    batches: BatchRoutes
     jobs: JobRoutes
     vectors: VectorRoutes
     tokens: TokenRoutes
@@ -109,6 +114,8 @@ class RouteSpec:
 
     `stream`: the content type of a streamed response, whose events or lines have the schema
     `event`. `public`: needs no key. `in_drain`: is answered while the gateway drains.
+    `reads_body`: the method reads it itself, as a form. `watched`: the work ends when its client
+    is gone, as that of all streams and of requests with a JSON body does.
     """
 
     method: str  # GET, which answers HEAD too, POST or DELETE
@@ -124,6 +131,8 @@ class RouteSpec:
     event: str = ""
     public: bool = False
     in_drain: bool = False
+    reads_body: bool = False
+    watched: bool = False
 
     @property
     def shown_path(self) -> str:
@@ -244,6 +253,45 @@ ROUTES: tuple[RouteSpec, ...] = (
         "/v1/responses/{id}/input_items", "The conversation that the model was given.",
         lambda to, call: to.kept_responses.input_items(call.id, call.query, call.response),
         "ResponseItems", query=INPUT_ITEMS,
+    ),
+    of_openai.post_with(
+        "/v1/files", "Keeps a file for a batch.",
+        lambda to, call: to.files.upload(call.request, call.response), "File",
+        reads_body=True,
+    ),
+    of_openai.get_with(
+        "/v1/files", "The files that were uploaded.",
+        lambda to, call: to.files.list(call.query, call.response), "FileList", query=FILES,
+    ),
+    of_openai.get_with(
+        "/v1/files/{id}", "A file.",
+        lambda to, call: to.files.retrieve(call.id, call.response), "File",
+    ),
+    of_openai.delete(
+        "/v1/files/{id}", "Deletes a file.",
+        lambda to, call: to.files.delete(call.id, call.response), "Deleted",
+    ),
+    of_openai.get_with(
+        "/v1/files/{id}/content", "The bytes of a file.",
+        lambda to, call: to.files.content(call.id, call.response), "",
+        content_type="application/jsonl", watched=True,
+    ),
+    of_openai.post_with(
+        "/v1/batches", "Has each line of a file answered.",
+        lambda to, call: to.batches.create(call.body, call.response, call.idempotency),
+        "Batch", body=BATCH,
+    ),
+    of_openai.get_with(
+        "/v1/batches", "Batches, newest first.",
+        lambda to, call: to.batches.list(call.query, call.response), "BatchList", query=BATCHES,
+    ),
+    of_openai.get_with(
+        "/v1/batches/{id}", "A batch.",
+        lambda to, call: to.batches.retrieve(call.id, call.response), "Batch",
+    ),
+    of_openai.post_with(
+        "/v1/batches/{id}/cancel", "Cancels a batch.",
+        lambda to, call: to.batches.cancel(call.id, call.response), "Batch",
     ),
     of_openai.post_with(
         "/v1/jobs", "A completion that is made whoever is there to read it.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import mlxpool.client.jobs as jobs
 from mlxpool.client.aio.batch import AsyncBatch
@@ -16,9 +16,12 @@ from mlxpool.client.batches.steps import OnSent, drawn_key
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
+from mlxpool.client.request import Question
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+
+Answer = TypeVar("Answer")
 
 
 class AsyncJobMethods:
@@ -26,6 +29,10 @@ class AsyncJobMethods:
 
     _caller: AsyncCaller
     _connection: AnyConnection
+
+    async def ask(self, question: Question[Answer]) -> Answer:
+        """The answer to a question of the protocol. Raises PoolError."""
+        return await self._caller.call(question)
 
     async def submit(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import mlxpool.client.jobs as jobs
 from mlxpool.client.batches import steps
@@ -13,6 +13,7 @@ from mlxpool.client.batches.steps import OnSent, drawn_key
 from mlxpool.client.images import Image
 from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
+from mlxpool.client.request import Question
 from mlxpool.client.sync.batch import Batch
 from mlxpool.client.sync.calls import Caller
 from mlxpool.client.sync.stream import Stream
@@ -21,12 +22,18 @@ from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
 
+Answer = TypeVar("Answer")
+
 
 class JobMethods(Closing):
     """The methods of `Client` about requests that outlive it."""
 
     _caller: Caller
     _connection: AnyConnection
+
+    def ask(self, question: Question[Answer]) -> Answer:
+        """The answer to a question of the protocol. Raises PoolError."""
+        return self._caller.call(question)
 
     def submit(
         self,

@@ -102,7 +102,7 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
     echoed = {
         **_echoed(body, options),
         "instructions": instructions or None,
-        "metadata": _metadata(body),
+        "metadata": metadata_of(body),
         "parallel_tool_calls": several,
         "reasoning": {"effort": effort, "summary": summary},
         "truncation": truncation,
@@ -246,7 +246,8 @@ def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return fields.choice(given, "effort", ("none", *LEVELS), prefix), summary
 
 
-def _metadata(body: Mapping[str, Any]) -> Mapping[str, str]:
+def metadata_of(body: Mapping[str, Any]) -> Mapping[str, str]:
+    """The field `metadata`. Raises HttpError."""
     given = fields.mapping(body, "metadata")
     if len(given) > MAX_METADATA:
         raise bad_request(
