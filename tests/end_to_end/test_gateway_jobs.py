@@ -193,7 +193,7 @@ def test_sent_twice_it_is_one_job(http: httpx.Client) -> None:
     [
         ({"prompt": None}, "prompt"),
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"options": {"temprature": 1}}, "options.temprature"),
         ({"options": {"top_p": 7}}, "options.top_p"),
         ({"keep": -1}, "keep"),

@@ -62,7 +62,7 @@ def test_quotas_and_rights_are_those_of_the_named_owner(secure: SecurePool) -> N
 def test_a_key_without_the_setting_is_refused_by_name(secure: SecurePool) -> None:
     with secure.dial("bob") as bob:
         named = bob.for_owner("one")
-        with pytest.raises(Unauthorized, match="owner: key:bob .* may_name_owners"):
+        with pytest.raises(Unauthorized, match=r"owner: key:bob .* may_name_owners"):
             named.generate("counting", "x", max_tokens=1)
         with pytest.raises(Unauthorized, match="may_name_owners"):
             named.jobs()
@@ -96,7 +96,7 @@ def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"carol {ALICE}\n")
-    asked = {"model": "counting", "prompt": "x", "max_tokens": 1}
+    asked: dict[str, Any] = {"model": "counting", "prompt": "x", "max_tokens": 1}
     headers = {"authorization": f"Bearer {ALICE}"}
 
     def answer(name: str, path: str, name_owners: bool | None) -> httpx.Response:
@@ -115,8 +115,7 @@ def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
     assert answer("bob", "/v1/completions", None).status_code == 200  # as one owner
     refused = answer("bob", "/v1/completions", True)
     assert refused.status_code == 502 and "may_name_owners" in refused.text
-    native = {"model": "counting", "prompt": "x"}
-    asked = native
+    asked = {"model": "counting", "prompt": "x"}
     assert answer("alice", "/v1/jobs", True).status_code == 200
     unnamed = answer("bob", "/v1/jobs", None)
     assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (501, "owners_not_named")

@@ -120,6 +120,25 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),  # with stream_options
     "name": ("",),  # beside a model
     "model": (None,),  # `name` may stand in its place
+    "/v1/jobs prompt": (None,),  # one of three, and what goes with messages alone
+    "/v1/jobs messages": (
+        [{}],
+        [{"text": "x"}],
+        HI,
+        [{"role": "pope", "content": "x"}],
+        [TOOL],
+        [{"type": "web"}],
+    ),
+    "/v1/jobs tokens": ([0], [1, 2]),
+    "/v1/jobs think": (True, False, "low"),
+    "/v1/jobs tools": (
+        [{}],
+        [{"text": "x"}],
+        HI,
+        [{"role": "pope", "content": "x"}],
+        [TOOL],
+        [{"type": "web"}],
+    ),
     "/tokenize prompt": (None,),  # `messages` may stand in its place
     "/tokenize messages": (HI,),  # which does not go with a prompt
 }

@@ -29,7 +29,8 @@ def test_ids_of_calls_are_the_same_each_time_and_differ() -> None:
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
-    assert ResponseNote.unpacked(NOTE.packed()) == NOTE
+    found = ResponseNote.unpacked(NOTE.packed())
+    assert found is not None and found.packed() == NOTE.packed()
     for other in (b"", b"x", b'{"kind": "response"}'):
         assert ResponseNote.unpacked(other) is None
 

@@ -7,9 +7,9 @@ from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.images import MAX_IMAGES
 from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES, MAX_KEEP_MS, MAX_LISTED
+from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.schemas import (
-    ANY,
     FLAG,
     MAP,
     NAME,
@@ -21,12 +21,15 @@ from mlxpool.gateway.schemas import (
     integer,
     listed,
     one_of,
+    option,
 )
 
 MAX_NUMBER = 2**53  # of a job, of an end, of an id
-OPTIONS = Body({name: ANY for name in CHECKS})
+MAX_KEY = 256  # characters
+OPTIONS = Body({name: MAP if name == "format" else option(name) for name in CHECKS})
 _KEEP: Schema = {"type": "number", "minimum": 0, "maximum": MAX_KEEP_MS / 1000}
-_TIME: Schema = {"type": "number", "minimum": 0}
+_TIME: Schema = {"type": "number", "minimum": 0, "maximum": MAX_TIME}
+_KEY: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_KEY}
 JOB = Body(
     {
         "model": described("a name of /v1/models", NAME),
@@ -38,7 +41,7 @@ JOB = Body(
         "think": one_of(FLAG, choice(*LEVELS)),
         "options": described("the pool's options (docs/protocol.md, `generate`)", OPTIONS.schema()),
         "session": TEXT,
-        "key": described("names the job; absent: Idempotency-Key, or a drawn one", NAME),
+        "key": described("names the job; absent: Idempotency-Key, or a drawn one", _KEY),
         "keep": described("seconds for which the result is kept", _KEEP),
         "not_before": described("seconds since 1970", _TIME),
         "priority": integer(IDLE, MAX_PRIORITY),

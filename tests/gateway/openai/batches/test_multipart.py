@@ -62,7 +62,7 @@ def test_names_and_files() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"--Bx", "line end"),
+        (b"--Bxx", "line end"),
         (b"--B\r\nX: y\r\n\r\n", "Content-Disposition"),
         (b"--B\r\n" + b"x" * (MAX_HEADERS + 1), "headers of a part"),
         (b"x" * 9000, "no part begins"),
