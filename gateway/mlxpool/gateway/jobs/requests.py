@@ -63,7 +63,9 @@ def _prompt(body: Mapping[str, Any]) -> dict[str, Any]:
         found["prompt"] = fields.text(body, "prompt", "")
     if body.get("tokens") is not None:
         found["tokens"] = fields.checked("tokens", _ids, body["tokens"])
-    of_chats = {name: body[name] for name in ("tools", "think") if body.get(name) not in (None, [])}
+    of_chats = {name: body[name] for name in ("tools", "think") if body.get(name) is not None}
+    if of_chats.get("tools") == []:
+        del of_chats["tools"]
     if body.get("messages") is None:
         if of_chats:
             raise bad_request(
