@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import load_progress
+from mlxpool.cli import load_progress, status_line
 from mlxpool.cli.load_progress import (
     LoadProgress,
     progress_text,
@@ -105,7 +105,7 @@ def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
         return seen(LOADING)
 
     monkeypatch.setattr(load_progress, "ask", ask)
-    monkeypatch.setattr(load_progress, "takes_controls", lambda stream: True)
+    monkeypatch.setattr(status_line, "takes_controls", lambda stream: True)
     monkeypatch.setattr(load_progress, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(StatusLine, "show", lambda line, text: shown.append(text))
     before = set(threading.enumerate())

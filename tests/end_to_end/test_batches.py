@@ -203,3 +203,62 @@ def test_everything_is_killed_and_no_line_is_lost_or_doubled(tmp_path: Path) -> 
 
 def wait_for_done(client: Client, key: str, count: float) -> None:
     until(lambda: client.batch(key).row["done"] >= count, f"{count} lines are done")
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def test_the_command_line_sees_a_batch_to_its_end(pool: Pool, tmp_path: Path) -> None:
+    path, output = tmp_path / "lines.jsonl", tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in prompts(5)))
+    flags = ("--key", "cli", "--max-tokens", str(TOKENS), "--seed", "7")
+    done = pool.cli("submit", "--batch", str(path), "m", *flags, "--output", str(output))
+    assert (done.returncode, done.stdout) == (0, "cli\n")
+    assert done.stderr == "cli: done, 5 done\n"
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["text"] for row in rows] == [
+        text_of(expected_ids(f"p{number}", 7, TOKENS)) for number in range(5)
+    ]
+    assert not output.with_name("results.jsonl.part").exists()
+    listed = pool.cli("jobs", "--batches").stdout.splitlines()
+    assert listed[0].split()[:3] == ["KEY", "STATE", "LINES"]
+    assert listed[1].split()[:6] == ["cli", "done", "5", "0", "0", "5"]
+    of_lines = pool.cli("jobs", "--batch", "cli").stdout
+    assert "p4" in of_lines and "LINE" in of_lines
+    again = pool.cli("fetch", "--batch", "cli")
+    assert again.stdout == output.read_text()
+    assert pool.cli("release", "--batch", "cli").returncode == 0
+
+
+def test_the_command_line_names_bad_lines(pool: Pool) -> None:
+    text = '{"id": "a", "prompt": "p0"}\n{"id": "b"}\n'
+    refused = pool.cli("submit", "--batch", "-", "m", stdin=text)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "line 2 (id 'b'): give one of prompt, messages, tokens" in refused.stderr
+    flags = ("--allow-bad-lines", "--wait", "--max-tokens", "3", "--key", "listed")
+    taken = pool.cli("submit", "--batch", "-", "m", *flags, stdin=text)
+    assert (taken.returncode, taken.stdout) == (1, "listed\n")
+    assert taken.stderr == "listed: done, 1 done, 1 failed\n"
+    (good, bad) = map(json.loads, pool.cli("fetch", "--batch", "listed").stdout.splitlines())
+    assert good["state"] == "done" and bad["error"]["code"] == "bad_request"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("submit",), "give MODEL and PROMPT, or --batch FILE"),
+        (("submit", "m", "x", "--batch", "-"), "give no PROMPT"),
+        (("submit", "m", "x", "--wait"), "--wait goes with --batch FILE"),
+        (("submit", "m", "--batch", "-", "--chat"), "--chat is of a single job"),
+        (("submit", "m", "--batch", "/none/there"), "/none/there"),
+        (("fetch", "x", "--output", "y"), "--output goes with --batch"),
+        (("fetch", "--batch", "nosuch"), "there is no batch 'nosuch'"),
+        (("cancel", "--batch", "nosuch"), "there is no batch 'nosuch'"),
+        (("retry", "--batch", "nosuch"), "there is no batch 'nosuch'"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(
+    pool: Pool, words: tuple[str, ...], said: str
+) -> None:
+    refused = pool.cli(*words, stdin="")
+    assert refused.returncode in (1, 2) and said in refused.stderr

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,18 +44,31 @@ def started(
         process.wait()
 
 
+def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
+    """Raises SystemExit with the end of the log if the broker ends or does not answer in time."""
+    from mlxpool.cli.admin import ask
+    from mlxpool.common.errors import BrokerLost
+
+    end = time.monotonic() + START_TIMEOUT
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            ask(run_dir, "ps")
+        except BrokerLost:
+            time.sleep(0.05)
+        else:
+            return
+    raise SystemExit(f"the broker did not start: {log.read_text(errors='replace')[-2000:]}")
+
+
 @contextmanager
 def serving(
     run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a broker with this TOML meanwhile; entered when it answers."""
-    from mlxpool.client import Client
-
     file = run_dir / "mlxpool.toml"
     file.write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
     log = run_dir / "broker.log"
     with started([*command, "--config", str(file)], log, environment) as process:
-        with Client(run_dir, connect_timeout=START_TIMEOUT) as client:
-            client.models()
+        _wait_until_it_answers(process, run_dir, log)
         yield process

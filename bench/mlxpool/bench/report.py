@@ -39,7 +39,7 @@ def machine() -> str:
     except ImportError:
         return f"{found}; no MLX"
     if mx.default_device().type == mx.DeviceType.cpu:
-        blas = "on" if "blas" in os.environ.get("LD_PRELOAD", "") else "absent"
+        blas = "preloaded" if "blas" in os.environ.get("LD_PRELOAD", "") else "not preloaded"
         return f"{found}; no GPU; OpenBLAS {blas}"
     return f"{found}; {mx.device_info().get('device_name', 'a GPU')}"
 

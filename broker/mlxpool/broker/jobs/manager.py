@@ -128,7 +128,8 @@ class JobManager:
 
     def figures(self) -> JobFigures:
         """How many jobs there are, and what they take."""
-        return JobFigures.of(self._stored, len(self.runs.active), len(self.readers.all))
+        running, readers = len(self.runs.active), len(self.readers.all)
+        return JobFigures.of(self._stored, running, readers, len(self.batches.live))
 
     def _on_asked(self, event: ev.Asked, now: float) -> None:
         if not self._open:

@@ -206,6 +206,7 @@ BROKER = (
     Family("mlxpool_gateway_restarts_total", COUNTER, "Ends of it that nobody asked for",
            (), _gateway(lambda gateway: gateway.restarts)),
     Family("mlxpool_jobs", GAUGE, "Jobs in the store", ("state",), _job_states, JOB_STATES),
+    Family("mlxpool_batches", GAUGE, "Batches that have not ended", (), _jobs(lambda j: j.batches)),
     Family("mlxpool_job_readers", GAUGE, "Readers of jobs", (), _jobs(lambda j: j.readers)),
     Family("mlxpool_job_store_up", GAUGE, "1 while the store of jobs takes writes",
            (), _jobs(lambda j: j.store == "ok")),

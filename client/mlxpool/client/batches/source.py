@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.checks import shown
-from mlxpool.common.errors import BadRequest, PoolError, TooLarge
+from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.batch_lines import MAX_LINE, BadLine, parse_line
 from mlxpool.common.protocol.file_messages import PART_BYTES
 
@@ -122,11 +122,3 @@ def _line_bytes(number: int, line: object) -> bytes:
     if b"\n" in data.rstrip(b"\r\n"):
         raise BadRequest(f"line {number} has a line end in it: give one JSON object a line")
     return data
-
-
-def next_part(parts: Iterator[Part]) -> Part | PoolError | None:
-    """The next part, the error of its lines, or None behind the last."""
-    try:
-        return next(parts, None)
-    except PoolError as error:
-        return error

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlxpool.client.batches.outcome import Page
-from mlxpool.client.batches.source import Part, Source, next_part
+from mlxpool.client.batches.source import Part, Source
 from mlxpool.client.request import Question
 from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, StoreUnavailable, UnknownJob
 from mlxpool.common.protocol import batch_messages as messages
@@ -108,12 +108,13 @@ def _send(source: Source, name: KeyName, on_sent: OnSent | None) -> Steps[None]:
     """Send the file, part by part: each is on the disk before the next one goes out."""
     parts = source.parts()
     while True:
-        part = yield Work(partial(next_part, parts))
+        try:
+            part = yield Work(partial(next, parts, None))
+        except PoolError:  # of a line
+            yield from _drop_incomplete(name)
+            raise
         if part is None:
             return
-        if isinstance(part, PoolError):
-            yield from _drop_incomplete(name)
-            raise part
         yield from _put(part, name)
         if on_sent is not None:
             on_sent(part.start + len(part.data))

@@ -38,7 +38,7 @@ const showProblems = (problems) => {
 
 const hidden = (n, command) => n ? `and ${whole(n)} more, which are quiet; ${command} shows all` : "";
 
-const jobsOf = ({ jobs }) => jobs ? ` · jobs: ${whole(jobs.waiting)} waiting, ${whole(jobs.running)} running, ${whole(jobs.done)} done, ${whole(jobs.dead)} dead` : "";
+const jobsOf = ({ jobs }) => jobs ? ` · jobs: ${whole(jobs.waiting)} waiting, ${whole(jobs.running)} running, ${whole(jobs.done)} done, ${whole(jobs.dead)} dead${jobs.batches ? `, ${whole(jobs.batches)} ${jobs.batches === 1 ? "batch" : "batches"}` : ""}` : "";
 
 const show = (status) => {
   const { broker, problems } = status;
