@@ -14,6 +14,7 @@ import pytest
 from mlxpool.gateway.openai.batches import fields, upload
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, keys_file, openai_client
 from support.openapi_answers import faults, unknown_members
 from support.pool import Pool, until
 
@@ -30,7 +31,6 @@ context = 64
 path = "builtin:counting"
 counting.step_us = 60000000
 """
-ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 OVER = ("completed", "failed", "expired", "cancelled")
 
@@ -50,12 +50,8 @@ def url(pool: Pool) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with client_of(url) as made:
+    with openai_client(url) as made:
         yield made
-
-
-def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
 def line(name: str, endpoint: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
@@ -284,12 +280,11 @@ def test_more_lines_than_the_bound(client: openai.OpenAI, monkeypatch: pytest.Mo
 
 
 def test_a_key_sees_its_own_files_and_batches_alone(pool: Pool, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    keys = keys_file(tmp_path)
     with (
         GatewayThread(pool.run_dir, keys=keys) as gateway,
-        client_of(gateway.url, ALICE) as alice,
-        client_of(gateway.url, BOB) as bob,
+        openai_client(gateway.url, ALICE) as alice,
+        openai_client(gateway.url, BOB) as bob,
     ):
         file = sent(alice, [line("mine")])
         batch = over(alice, begin(alice, file).id)
@@ -312,7 +307,7 @@ def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
     flags = ("--state-dir", str(tmp_path / "jobs"))
     names = [f"line {number}" for number in range(60)]
     with Pool(tmp_path, CONFIG, arguments=flags) as pool:
-        with GatewayThread(pool.run_dir) as gateway, client_of(gateway.url) as client:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
             made = begin(client, sent(client, [line(name, max_tokens=40) for name in names]))
 
             def some() -> bool:
@@ -324,7 +319,7 @@ def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
             pool.kill_worker("m/0")
         pool.kill()
         pool.start()
-        with GatewayThread(pool.run_dir) as gateway, client_of(gateway.url) as client:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
             batch = over(client, made.id)
             assert batch.status == "completed" and batch.request_counts.completed == 60
             found = results(client, batch.output_file_id)

@@ -14,6 +14,7 @@ import pytest
 
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, http_client, keys_file
 from support.openapi_answers import faults, unknown_members
 from support.pool import PATIENCE, Pool, until
 
@@ -27,7 +28,6 @@ counting.step_us = 5000
 path = "builtin:counting"
 counting.step_us = 60000000
 """
-ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def http(pool: Pool) -> Iterator[httpx.Client]:
-    with GatewayThread(pool.run_dir) as gateway, client_of(gateway.url) as made:
+    with GatewayThread(pool.run_dir) as gateway, http_client(gateway.url) as made:
         yield made
-
-
-def client_of(url: str, key: str = "none") -> httpx.Client:
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=url, headers=headers, timeout=PATIENCE)
 
 
 def submit(http: httpx.Client, key: str, count: int, model: str = "m", **more: Any) -> Any:
@@ -217,12 +212,11 @@ def test_unknown_jobs_and_queries(http: httpx.Client) -> None:
 
 
 def test_keys_are_owners(pool: Pool, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    keys = keys_file(tmp_path)
     with (
         GatewayThread(pool.run_dir, keys=keys) as gateway,
-        client_of(gateway.url, ALICE) as alice,
-        client_of(gateway.url, BOB) as bob,
+        http_client(gateway.url, ALICE) as alice,
+        http_client(gateway.url, BOB) as bob,
     ):
         made = submit(alice, "own", 3)
         other = submit(bob, "own", 5)  # keys of jobs are apart, too
@@ -238,7 +232,7 @@ def test_keys_are_owners(pool: Pool, tmp_path: Path) -> None:
 def test_readers_outlive_broker_worker_and_gateway(tmp_path: Path) -> None:
     flags = ("--state-dir", str(tmp_path / "jobs"))
     with Pool(tmp_path, CONFIG, arguments=flags) as pool:
-        with GatewayThread(pool.run_dir) as gateway, client_of(gateway.url) as http:
+        with GatewayThread(pool.run_dir) as gateway, http_client(gateway.url) as http:
             submit(http, "kill", 300)
             with reading(http, "kill") as events:
                 found = [next(events) for _ in range(2)]
@@ -248,7 +242,7 @@ def test_readers_outlive_broker_worker_and_gateway(tmp_path: Path) -> None:
         pool.kill_worker("m/0")
         with (
             GatewayThread(pool.run_dir) as gateway,
-            client_of(gateway.url) as http,
+            http_client(gateway.url) as http,
             reading(http, "kill", found[-1].id) as events,
         ):
             found += list(events)

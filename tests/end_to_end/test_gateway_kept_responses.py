@@ -13,6 +13,7 @@ import pytest
 
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, keys_file, openai_client
 from support.openapi_answers import faults, unknown_members
 from support.pool import Pool, until
 
@@ -26,7 +27,6 @@ counting.step_us = 4000
 path = "builtin:counting"
 counting.step_us = 60000000
 """
-ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
 SEED: Any = {"extra_body": {"seed": 7}}
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"x" * 40).decode()
 
@@ -47,12 +47,8 @@ def url(pool: Pool) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with client_of(url) as made:
+    with openai_client(url) as made:
         yield made
-
-
-def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
 def told(line: str, count: int) -> str:
@@ -200,12 +196,11 @@ def test_what_is_refused(client: openai.OpenAI, url: str) -> None:
 
 
 def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    keys = keys_file(tmp_path)
     with (
         GatewayThread(pool.run_dir, keys=keys) as gateway,
-        client_of(gateway.url, ALICE) as alice,
-        client_of(gateway.url, BOB) as bob,
+        openai_client(gateway.url, ALICE) as alice,
+        openai_client(gateway.url, BOB) as bob,
     ):
         made = begin(alice, "mine", 5)
         for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
@@ -214,7 +209,7 @@ def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
         assert ended(alice, made.id).output_text == told("user: mine\n", 5)
     with (
         GatewayThread(pool.run_dir, keys=keys, name_owners=False) as gateway,
-        client_of(gateway.url, ALICE) as alice,
+        openai_client(gateway.url, ALICE) as alice,
         pytest.raises(openai.InternalServerError, match="--name-owners"),
     ):
         begin(alice, "mine", 5)
@@ -223,7 +218,7 @@ def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
 def test_a_broker_and_a_gateway_that_end_meanwhile(tmp_path: Path) -> None:
     flags = ("--state-dir", str(tmp_path / "jobs"))
     with Pool(tmp_path, CONFIG, arguments=flags) as pool:
-        with GatewayThread(pool.run_dir) as gateway, client_of(gateway.url) as client:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
             stream = begin(client, "killed", 400, stream=True)
             events = [next(stream) for _ in range(10)]
             pool.kill()
@@ -231,7 +226,7 @@ def test_a_broker_and_a_gateway_that_end_meanwhile(tmp_path: Path) -> None:
             events += [next(stream) for _ in range(20)]
             stream.close()
         pool.kill_worker("slow/0")
-        with GatewayThread(pool.run_dir) as gateway, client_of(gateway.url) as client:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
             id, after = events[0].response.id, events[-1].sequence_number
             events += list(client.responses.retrieve(id, stream=True, starting_after=after))
         assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -11,10 +11,10 @@ import pytest
 
 from mlxpool.common.errors import OverQuota, Unauthorized, UnknownJob
 from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, http_client, keys_file
 from support.pool import PATIENCE, until
 from support.secure_pool import COUNTING_MODEL, SecurePool
 
-ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
 ENDLESS: Any = {"max_tokens": 10**6}
 
 
@@ -70,13 +70,11 @@ def test_a_key_without_the_setting_is_refused_by_name(secure: SecurePool) -> Non
 
 
 def test_keys_of_http_are_owners_of_the_pool(secure: SecurePool, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    keys = keys_file(tmp_path)
     body = {"model": "counting", "prompt": "x", "stream": True, **ENDLESS}
 
     def begun(gateway: GatewayThread, key: str) -> Any:
-        headers = {"authorization": f"Bearer {key}"}
-        client = httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE)
+        client = http_client(gateway.url, key)
         request = client.build_request("POST", "/v1/completions", json=body)
         return client, client.send(request, stream=True)
 

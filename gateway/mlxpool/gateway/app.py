@@ -39,7 +39,8 @@ from mlxpool.gateway.operation_routes import OperationRoutes
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.route_table import ANTHROPIC, NOT_BUILT, ROUTES, Call, RouteSpec, Services
+from mlxpool.gateway.route_spec import ANTHROPIC, Call, RouteSpec, Services
+from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")

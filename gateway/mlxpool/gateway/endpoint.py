@@ -36,7 +36,7 @@ from mlxpool.gateway.operations.exchange import (
     request_id,
 )
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.route_table import OPENAI, Interface
+from mlxpool.gateway.route_spec import OPENAI, Interface
 
 log = logging.getLogger("mlxpool.gateway")
 access_log = logging.getLogger("mlxpool.gateway.access")

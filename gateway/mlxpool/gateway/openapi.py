@@ -9,7 +9,7 @@ from typing import Any
 from mlxpool.gateway.answers import COMPONENTS
 from mlxpool.gateway.openai.batches.fields import FORM
 from mlxpool.gateway.operations.exchange import REQUEST_ID
-from mlxpool.gateway.route_table import RouteSpec
+from mlxpool.gateway.route_spec import RouteSpec
 from mlxpool.gateway.schemas import ref
 
 DESCRIPTION = (
