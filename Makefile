@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The MLX back end: cpu on Linux, nothing more on a Mac; `make demo EXTRA=cuda13` on an NVIDIA GPU.
 EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
-# Most tests wait for processes; a file stays together, for its tests may share a pool.
-JOBS ?= 2
+# Files of tests that run at once; half as many again as cores, for most tests wait for processes.
+JOBS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(n + (n + 1) // 2)')
 COMMA := ,
+SECONDS_RECORD := .pytest_cache/seconds.xml  # of each test of the last `make test`
 SERVES := $(VENV)/.serves-$(EXTRA)
 READY := $(VENV)/.ready-$(EXTRA)
 # What draws the diagrams of the site in the reader's browser; mkdocs.yml names the same version.
@@ -20,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
 	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
 
-.PHONY: all demo test chaos soak check format pages docs demo-model bench lock upgrade licences images audit clean
+.PHONY: all demo test slowest chaos soak check format-check lint types imports conflicts format pages docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
@@ -39,8 +40,15 @@ $(READY): $(SERVES)        # and what its tests need besides
 demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model
 	@$(BIN)/python examples/demo.py
 
+# A file stays together, for its tests may share a pool. Folders follow each other by name, so that
+# the last files are short ones of one process. The processes that tests start read bytecode that
+# the first of them has written, whatever the environment says.
 test: $(READY)            ## the whole test suite, JOBS files of it at once
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
+		--no-loadscope-reorder --junitxml=$(SECONDS_RECORD)
+
+slowest: $(READY)         ## where the time of the last `make test` went: files and tests
+	@$(BIN)/python tests/support/slowest.py $(SECONDS_RECORD)
 
 chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
 	$(BIN)/python -m pytest tests/chaos -m ''
@@ -51,12 +59,23 @@ soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simula
 	$(BIN)/python tests/broker/core/simulator.py --seeds 100000
 	MLXPOOL_HYPOTHESIS=random $(BIN)/python -m pytest -k 'properties or fuzz or prefix or sampler'
 
-check: $(READY)           ## format, lint, types, import rules
+check: $(READY)           ## format, lint, types, import rules; all of them at once
+	@$(MAKE) --no-print-directory --jobs=5 types imports lint format-check conflicts
+
+format-check: $(READY)
 	$(BIN)/ruff format --check
+
+lint: $(READY)
 	$(BIN)/ruff check
+
+types: $(READY)
 	$(BIN)/mypy
+
+imports: $(READY)
 	$(BIN)/lint-imports
-	@! git grep -nE '^(<{7}|>{7}) '  # what a merge left behind
+
+conflicts:                # what a merge left behind
+	@! git grep -nE '^(<{7}|>{7}) '
 
 format: $(READY)          ## put the code in form
 	$(BIN)/ruff format

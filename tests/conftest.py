@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from support.slowest import PROCESSOR
 
 # The gate depends on nobody's luck: each run tries the same cases. `make soak` looks for new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -14,3 +19,45 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 settings.load_profile(os.environ.get("MLXPOOL_HYPOTHESIS", "fixed"))
 # Nor on the settings of whoever runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
+# Nor on how they were started: a shell's background command ignores Ctrl-C, and so do its children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+STARTED = pytest.StashKey[float]()
+COMPUTING = "worker"  # the folder whose files compute most of the time; the others mostly wait
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mixes files that compute with files that wait, so that processes beside each other use all
+    cores; without such processes the files stay in the order of their names.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files = list(dict.fromkeys(item.path for item in items))
+    computing = [path for path in files if COMPUTING in path.parts]
+    waiting = [path for path in files if COMPUTING not in path.parts]
+    place = {
+        path: number / len(group)
+        for group in (computing, waiting)
+        for number, path in enumerate(group)
+    }
+    items.sort(key=lambda item: (place[item.path], str(item.path)))
+
+
+def processor_seconds() -> float:
+    """Of this process, and of those that it has waited for."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[STARTED] = processor_seconds()
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Notes the processor time of each test, for `make slowest`."""
+    yield
+    spent = processor_seconds() - item.stash[STARTED]
+    item.user_properties.append((PROCESSOR, f"{spent:.3f}"))

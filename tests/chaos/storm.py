@@ -88,6 +88,7 @@ class Storm:
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.expected: dict[str, list[int]] = {}
+        self.injector_error: BaseException | None = None  # there are no faults after it
         self.numbers = itertools.count()
         self.finished = threading.Event()
 
@@ -121,9 +122,13 @@ class Storm:
             thread.join()
         self.finished.set()
         injector.join(timeout=PATIENCE)
-        self._finish()
-        for client in clients:
-            client.close()
+        try:
+            if self.injector_error is not None:
+                raise self.injector_error
+            self._finish()
+        finally:
+            for client in clients:
+                client.close()
 
     def _finish(self) -> None:
         """What is left to do when there are no faults any more."""
@@ -132,6 +137,8 @@ class Storm:
 
     def _reader(self, client: Client) -> None:
         while (number := next(self.numbers)) < self.plan.streams or self._faults_left():
+            if self.injector_error is not None:
+                return
             self._stream(client, number)
 
     def _stream(self, client: Client, number: int) -> None:
@@ -150,7 +157,7 @@ class Storm:
     # ---- faults --------------------------------------------------------------------------------
 
     def _faults_left(self) -> bool:
-        return self.faults.total() < self.plan.faults
+        return self.injector_error is None and self.faults.total() < self.plan.faults
 
     def _faults(self, relay: Relay) -> dict[str, Callable[[], None]]:
         return {
@@ -165,6 +172,13 @@ class Storm:
         }
 
     def _inject_faults(self, relay: Relay) -> None:
+        """Strike until all faults have happened; an error ends the storm and is raised by `run`."""
+        try:
+            self._strike(relay)
+        except BaseException as error:
+            self.injector_error = error
+
+    def _strike(self, relay: Relay) -> None:
         faults = self._faults(relay)
         names, weights = list(self.weights), list(self.weights.values())
         while self._faults_left() and not self.finished.is_set():

@@ -17,6 +17,7 @@ import pytest
 
 import mlxpool.client
 from mlxpool.cli import request_flags
+from mlxpool.cli.commands import pool as pool_commands
 from mlxpool.cli.main import UNREACHABLE, USAGE, main
 from mlxpool.cli.reach import check_socket
 from mlxpool.client.connection import Connection
@@ -174,6 +175,21 @@ def test_connect_timeout_waits_for_a_broker(tmp_path: Path) -> None:
         assert printed.decode() == text_of(expected_ids("hello", 7, 3)) + "\n", said
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(("given", "waited"), [((), 2.0), (("--connect-timeout", "30"), 30.0)])
+def test_load_waits_as_long_for_a_broker(
+    given: tuple[str, ...], waited: float, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[float] = []
+
+    def ask(*_: object, timeout: float) -> dict[str, str]:
+        timeouts.append(timeout)
+        return {"model": "m"}
+
+    monkeypatch.setattr(pool_commands, "ask", ask)
+    assert main(["load", "m", "--run-dir", str(empty), *given]) == 0
+    assert timeouts == [waited]
 
 
 def test_connect_timeout_ends(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:

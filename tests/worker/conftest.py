@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
+MAX_INT = 2**31 - 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def freed_memory_is_kept() -> None:
+    """Lets arrays of this process reuse memory.
+
+    By default the C library gives that of a large array back, and the kernel clears each page of
+    the next one, which takes longer than the computation of a small model.
+    """
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "mallopt"):  # not every C library has it
+            library.mallopt(M_MMAP_MAX, 0)
+            library.mallopt(M_TRIM_THRESHOLD, MAX_INT)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         default=math.inf,
         help="with --wait: exit code 1 if it is not loaded by then (default: no limit)",
     )
+    add_connect_timeout(sub)
     sub.set_defaults(run=load)
     sub = commands.add_parser(
         "unload", parents=[common], help="end a model's workers and the streams they run"
@@ -112,7 +113,8 @@ def _show(options: argparse.Namespace, answer: Mapping[str, Any], *lines: str) -
 
 
 def load(options: argparse.Namespace) -> int:
-    answer = ask(options.admin_target, "load", {"model": options.model})
+    patience = max(admin.ANSWER_TIMEOUT, options.connect_timeout or 0.0)
+    answer = ask(options.admin_target, "load", {"model": options.model}, timeout=patience)
     if not options.wait:
         return _show(options, answer, f"{answer['model']}: starting")
     from mlxpool.cli.load_progress import wait_for
