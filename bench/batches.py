@@ -7,7 +7,9 @@ Each round runs both sides in turn in a pool of its own. The streams are those o
 asyncio, which has so many open at a time that no place is ever free, and reads every id. The batch
 is sent as a file, followed, and its results are read. A side's time is from the first byte that is
 sent to the last result; the ids of both are compared. The broker's memory is the peak of its
-resident set, from the start of the broker to the end of the side.
+resident set, from the start of the broker to the end of the side. Processor time is that of the
+broker, and that of this process, which is the client; other programs on the machine change it less
+than they change the rates.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mlxpool.bench import report
 from mlxpool.bench.pools import serving
@@ -42,12 +46,14 @@ COUNTING = 'path = "builtin:counting"\ncounting.step_us = {step_us}'
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one side of a round took. Memory is MB."""
+    """What one side of a round took. Memory is MB, processor time seconds."""
 
     seconds: float
     tokens: int
     memory: float
     digest: str
+    broker_cpu: float
+    client_cpu: float
     sent: float = 0.0  # seconds until the batch was accepted
     worked: float = 0.0  # seconds until it had ended
 
@@ -130,10 +136,15 @@ def measured(side: Callable[..., Any], given: argparse.Namespace) -> Side:
         settings = SETTINGS.format(folder=folder, model=model, sequences=given.sequences)
         with serving(run_dir, settings) as broker, Client(run_dir) as client:
             client.generate("bench", "warm", max_tokens=2)
+            process, own = psutil.Process(broker.pid), time.process_time()
+            before = sum(process.cpu_times()[:2])
             seconds, results, sent, worked = side(run_dir, texts, options, 2 * given.sequences)
+            broker_cpu = sum(process.cpu_times()[:2]) - before
+            client_cpu = time.process_time() - own
             memory = peak_memory(broker.pid)
     tokens = sum(map(len, results))
-    return Side(seconds, tokens, memory, digest_of(results), sent, worked)
+    digest = digest_of(results)
+    return Side(seconds, tokens, memory, digest, broker_cpu, client_cpu, sent, worked)
 
 
 def main() -> None:
@@ -159,7 +170,9 @@ def main() -> None:
             f"round {number + 1}: streams {streams.rate:,.0f} tokens/s, batch {batch.rate:,.0f},"
             f" ratio {batch.rate / streams.rate:.3f}; sent in {batch.sent:.1f} s, worked off after"
             f" {batch.worked:.1f} s, read after {batch.seconds:.1f} s; broker"
-            f" {streams.memory:.0f} / {batch.memory:.0f} MB; load before {load:.1f}",
+            f" {streams.memory:.0f} / {batch.memory:.0f} MB; processor time of the broker"
+            f" {streams.broker_cpu:.1f} / {batch.broker_cpu:.1f} s, of the client"
+            f" {streams.client_cpu:.1f} / {batch.client_cpu:.1f} s; load before {load:.1f}",
             flush=True,
         )
     figures = {
@@ -168,6 +181,10 @@ def main() -> None:
         "streams tokens/s": statistics.median(streams.rate for streams, _ in pairs),
         "batch tokens/s": statistics.median(batch.rate for _, batch in pairs),
         "ratio": statistics.median(batch.rate / streams.rate for streams, batch in pairs),
+        "broker s with streams": statistics.median(streams.broker_cpu for streams, _ in pairs),
+        "broker s with the batch": statistics.median(batch.broker_cpu for _, batch in pairs),
+        "client s with streams": statistics.median(streams.client_cpu for streams, _ in pairs),
+        "client s with the batch": statistics.median(batch.client_cpu for _, batch in pairs),
         "broker MB with streams": max(streams.memory for streams, _ in pairs),
         "broker MB with the batch": max(batch.memory for _, batch in pairs),
     }

@@ -185,19 +185,27 @@ def test_another_file_under_the_key_of_an_unfinished_one_replaces_it(
 def test_everything_is_killed_and_no_line_is_lost_or_doubled(tmp_path: Path) -> None:
     count = 1500
     path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in prompts(count)))
+    lines = [{**line, "options": {"stop": ["x" * 500]}} for line in prompts(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with make_pool(tmp_path) as pool:
+
+        def kill_broker(sent: int) -> None:
+            pool.kill()
+            pool.start()
+
         with Client(pool.run_dir, broker_grace=60) as client:
-            batch = client.submit_batch(path, "m", key="killed", **OPTIONS)
+            batch = client.submit_batch(path, "m", key="killed", on_sent=kill_broker, **OPTIONS)
             for share in (0.2, 0.5, 0.7):
                 wait_for_done(client, batch.key, share * count)
                 pool.kill_worker("m/0")
-                pool.kill()
-                pool.start()
+                kill_broker(0)
             assert batch.wait()["done"] == count
-            pool.kill()
-            pool.start()
-            check(list(batch.results()), count)
+            results = []
+            for result in batch.results():
+                results.append(result)
+                if len(results) == count // 2:
+                    kill_broker(0)
+            check(results, count)
         assert pool.ask("stats")["internal_errors"] == 0
 
 

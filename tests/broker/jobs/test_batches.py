@@ -360,6 +360,20 @@ def test_a_lost_store_tells_those_who_wait(story: BatchStory) -> None:
     assert story.batch("b")["done"] == 300
 
 
+def test_batches_are_looked_for_again_if_the_first_look_is_refused(story: BatchStory) -> None:
+    story.submit_batch("b", prompts(3))
+    story.tell_manager(ev.StoreLost())
+    story.store.refusal = Refused("store_busy", "busy")
+    story.tell_manager(ev.StoreOpened())
+    story.settle()
+    assert not story.manager.batches.live
+    story.store.refusal = None
+    story.pass_time(1.5)
+    assert story.manager.batches.live
+    story.work_off(story.ready_worker(sequences=4))
+    assert story.batch("b")["done"] == 3
+
+
 # ---- lists and files -----------------------------------------------------------------------------
 
 
