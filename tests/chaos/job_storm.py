@@ -62,7 +62,8 @@ class JobStorm(Storm):
         if number == 0:
             self._submit_batch(client)
         key, count = f"storm {number}", self._count(number)
-        self._submit(client, key, number, count)
+        if not self._submit(client, key, number, count):
+            return
         self.counts[key], self.clients[key] = count, client
         if number % 4 == 0:
             self._read(client, key)
@@ -103,16 +104,18 @@ class JobStorm(Storm):
             if result.result is None or list(result.result.ids) != wanted:
                 self.wrong.append(f"line {n}: {result.state} {result.error}")
 
-    def _submit(self, client: Client, key: str, number: int, count: int) -> None:
-        """Submit until it is accepted: the same key is the same job."""
-        while True:
+    def _submit(self, client: Client, key: str, number: int, count: int) -> bool:
+        """Submit until it is accepted: the same key is the same job. False: refused for good."""
+        while self.injector_error is None:
             try:
                 client.submit("m", key, key=key, max_tokens=count, seed=10_000 + number)
-                return
+                return True
             except PoolError as error:
                 if not error.retryable:
                     self.errors[f"{error.code}: {error.message}"] += 1
+                    return False
                 time.sleep(PAUSE)
+        return False
 
     def _wanted(self, key: str) -> list[int]:
         return expected_ids(key, 10_000 + int(key.split()[1]), self.counts[key])
