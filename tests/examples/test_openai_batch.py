@@ -41,7 +41,7 @@ def test_lines_are_answered_or_named(tmp_path: Path) -> None:
             text = one["response"]["body"]["choices"][0]["text"]
             assert text == text_of(expected_ids(f"line {number}", 7, 3))
         assert len(found) == 10
-        batch = done.stderr.rpartition("\r")[2].partition(":")[0]
+        batch = done.stderr.splitlines()[-1].partition(":")[0]
         assert run("--batch", batch, answers, *flags).returncode == 0
         requests.write_text(line("bad", bogus=1))
         refused = run(requests, answers, *flags)
