@@ -17,11 +17,11 @@ from starlette.routing import Route
 from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway import queries
 from mlxpool.gateway.anthropic.routes import MessageRoutes
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
 from mlxpool.gateway.endpoint import READ, ByMethod, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.jobs.routes import JobRoutes

@@ -9,8 +9,9 @@ from typing import Any
 from mlxpool.client import AsyncClient, AsyncStream
 from mlxpool.common.errors import JobRestarted, PoolError
 from mlxpool.common.protocol.job_messages import DEFAULT_LISTED, JOB_STATES, MAX_LISTED
-from mlxpool.gateway import errors, queries
+from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.generation.kept_answers import drawn_key, has_failed, submitted
 from mlxpool.gateway.http import ResponseWriter

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.generation.queries import page_fields
 from mlxpool.gateway.openai.responses_api.fields import METADATA
-from mlxpool.gateway.queries import page_fields
 from mlxpool.gateway.schemas import NAME, TEXT, choice, described, integer
 
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 from mlxpool.common.errors import UnknownJob
-from mlxpool.gateway import queries
 from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.generation.kept_answers import drawn_key
 from mlxpool.gateway.http import ResponseWriter

@@ -10,8 +10,9 @@ from typing import Any
 from mlxpool.common.errors import PoolError, UnknownJob
 from mlxpool.common.protocol.batch_messages import SubmitBatch
 from mlxpool.common.protocol.file_messages import KeyName
-from mlxpool.gateway import errors, queries
+from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.generation.kept_answers import KEY_BYTES, drawn_key
 from mlxpool.gateway.http import ResponseWriter

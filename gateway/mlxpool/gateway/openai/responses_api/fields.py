@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
 from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.generation.queries import page_fields
 from mlxpool.gateway.openai.fields import ACCEPTED, COMMON
 from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
-from mlxpool.gateway.queries import page_fields
 from mlxpool.gateway.schemas import (
     ANY,
     FLAG,

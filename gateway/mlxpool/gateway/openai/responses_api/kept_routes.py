@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.common.errors import Gone, JobsOff, PoolError, UnknownJob
-from mlxpool.gateway import queries
 from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
     PoolAccess,
