@@ -151,6 +151,8 @@ class KeyConfig:
     role: Annotated[str, OneOf(PEERS)]
     # 40 characters, as `mlxpool keygen` prints it.
     public: str
+    # Of a client: a gateway, which asks on behalf of owners that it names.
+    may_name_owners: bool = False
 
 
 @dataclass(frozen=True, slots=True)

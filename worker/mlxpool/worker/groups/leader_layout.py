@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.layouts import PagedLayout
-from mlxpool.worker.attention.row_batch import PassOutput, RowSpan
+from mlxpool.worker.attention.row_batch import Ids, PassOutput, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.messages import CompileAhead, CopyBlock, MakePool, Pass
@@ -100,7 +100,7 @@ class LeaderLayout(PagedLayout):
     def step(
         self,
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
@@ -120,7 +120,7 @@ class LeaderLayout(PagedLayout):
         self,
         spans: Sequence[RowSpan],
         rows: Sequence[NumberedRow],
-        ids: Sequence[int],
+        ids: Ids,
         drawn: int,
         wanted: Sequence[int],
     ) -> None:
