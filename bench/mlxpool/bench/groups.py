@@ -20,6 +20,7 @@ from typing import Any
 from mlxpool.bench import checkpoint
 from mlxpool.bench.pools import START_TIMEOUT, interrupt_at_signals, serving
 from mlxpool.bench.swarm import MODEL, Arrivals, Job, run, summarise
+from mlxpool.common.transport import question, sockets
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
 CLIENTS = 4  # processes that share the streams
@@ -109,15 +110,13 @@ def _round(
 
 def _ready_worker(run_dir: Path) -> dict[str, Any]:
     """The worker of the model, when it is ready. Raises RuntimeError where it does not come."""
-    from mlxpool.cli.admin import ask
-
-    end = time.monotonic() + START_TIMEOUT
+    endpoint, end = sockets.ipc(run_dir, "admin"), time.monotonic() + START_TIMEOUT
     while time.monotonic() < end:
-        (worker,) = ask(run_dir, "ps")["workers"]
-        if worker["state"] == "ready":
-            return dict(worker)
-        if worker["restarts"]:
-            raise RuntimeError(f"the worker ended: {worker['last_exit']}")
+        for worker in (question.ask(endpoint, None, "ps", {}) or {}).get("workers", ()):
+            if worker["state"] == "ready":
+                return dict(worker)
+            if worker["restarts"]:
+                raise RuntimeError(f"the worker ended: {worker['last_exit']}")
         time.sleep(0.1)
     raise RuntimeError(f"the worker is not ready after {START_TIMEOUT:.0f} s")
 
