@@ -21,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
 	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
 
-.PHONY: all demo test slowest chaos soak check format-check lint types imports conflicts format pages docs demo-model bench lock upgrade licences images audit clean
+.PHONY: all demo test test-ray slowest chaos soak check format-check lint types imports conflicts format pages docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
@@ -53,6 +53,10 @@ slowest: $(READY)         ## where the time of the last `make test` went: files 
 chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
 	$(BIN)/python -m pytest tests/chaos -m ''
 	$(BIN)/python bench/storm.py --streams 10000 --faults 1000 --step-us 8000
+
+test-ray: $(READY)        ## a pool on several Ray nodes of this machine, some of them killed; installs Ray
+	$(PIP) install --editable '.[ray]'
+	$(BIN)/python -m pytest tests/cluster/test_ray_pool.py
 
 soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator, new random cases
 	$(BIN)/python bench/soak.py

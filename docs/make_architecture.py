@@ -24,7 +24,7 @@ PART = re.compile(
 
 SOURCES = {  # folder of the sources of each package below mlxpool
     "bench": "bench", "broker": "broker", "cli": "client", "client": "client",
-    "common": "common", "gateway": "gateway", "worker": "worker",
+    "cluster": "cluster", "common": "common", "gateway": "gateway", "worker": "worker",
 }  # fmt: skip
 TABLE = re.compile(r"^TRANSITIONS\b", re.M)
 SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")

@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("bench", "broker", "client", "common", "gateway", "worker")
+SOURCES = ("bench", "broker", "client", "cluster", "common", "gateway", "worker")
 PACKAGES = (*SOURCES, "cli")  # the command line lies beside the client
 OF_NAMESPACE = {ROOT / "client" / "mlxpool" / "__main__.py"}  # modules that no package has
 

@@ -19,7 +19,7 @@ CALLS = (
     "cancel classify close decide decide_all describe detokenize embed fetch generate job jobs keep"
     " models release rerank retry stream submit token_texts tokenize tokenize_chat"
 )
-ROOMS = ("broker", "client", "common", "gateway", "worker")
+ROOMS = ("broker", "client", "cluster", "common", "gateway", "worker")
 
 
 def modules(room: str) -> Iterator[Path]:

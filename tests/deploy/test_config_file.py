@@ -31,7 +31,7 @@ def names(kind: type) -> set[str]:
 def test_the_file_names_every_setting() -> None:
     table = tomllib.loads(FILE.read_text("utf-8"))
     assert set(table["pool"]) == names(PoolConfig) - {"models", "keys"} - SHOWN_AS_COMMENT
-    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "within"}
+    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "scaling", "within"}
     assert set(table["models"]["counting"]["counting"]) == names(Counting)
 
 

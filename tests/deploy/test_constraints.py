@@ -96,7 +96,7 @@ def test_make_installs_with_the_constraints() -> None:
     text = (ROOT / "Makefile").read_text("utf-8")
     assert re.search(r"PIP_CONSTRAINT=\$\(CURDIR\)/\$\(CONSTRAINTS\) PIP_BUILD_CONSTRAINT=", text)
     ours = [line for line in text.splitlines() if "install --editable" in line]
-    assert len(ours) == 2 and all(line.startswith("\t$(PIP) install") for line in ours)
+    assert len(ours) == 3 and all(line.startswith("\t$(PIP) install") for line in ours)
 
 
 # ---- licences ------------------------------------------------------------------------------------

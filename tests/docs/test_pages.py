@@ -124,6 +124,7 @@ PAGES = {
     "docs/prefix-cache.md": Page(),
     "docs/quickstart.md": Page(needs=("openai",), programs=("curl",)),
     "docs/reliability.md": Page(),
+    "docs/scale.md": Page(("mkdir -p /data/small",)),
     "docs/security.md": Page(
         instead={
             "/home/mlxpool": unquoted("$HOME"),

@@ -54,12 +54,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one round: tokens/s, processor time a token, share of a core, delays."""
+    """The cost of one round: tokens/s, processor time a token, share of a core, delays, bytes."""
 
     per_s: float
     cpu_us: float
     share: float
     delays_ms: Sequence[float]
+    resident: int  # bytes of the broker's process at the end
 
     def delay(self, share: float) -> float:
         """The delay in ms that this share of the rows does not exceed."""
@@ -109,11 +110,16 @@ class CountingClient:
         self.delays += [(now - int(stamp)) / 1e6 for text in texts for stamp in text.split()]
 
 
-def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
-    """One round. With `batch` a frame carries the rows of all streams of a client."""
+def through_broker(
+    flood: Flood, clients: int, *, batch: bool, delays: bool = False, settings: str = SETTINGS
+) -> Cost:
+    """One round. With `batch` a frame carries the rows of all streams of a client.
+
+    The model `m` of the settings has room for all streams in its one worker.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
-        broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))
+        broker = stack.enter_context(serving(folder, settings, environment(folder, flood)))
         counters = stack.enter_context(_counters(sockets.ipc(folder, "front"), clients))
         for counter in counters:
             counter.ask(flood.streams // clients, flood.tokens, batch=batch)
@@ -177,7 +183,8 @@ def cost_of(
         raise SystemExit(f"all {first_ids} tokens came in one message; measure with more")
     cpu = (after.user - before.user) + (after.system - before.system)
     waits = [delay for one in counters for delay in one.delays]
-    return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits)
+    resident = process.memory_info().rss
+    return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits, resident)
 
 
 def _read_first(counter: CountingClient) -> None:

@@ -16,6 +16,7 @@ GROUPS = MappingProxyType(
             "broker": f"{_COMMANDS}.serve",
             "worker": f"{_COMMANDS}.worker",
             "gateway": f"{_COMMANDS}.gateway",
+            "ray": f"{_COMMANDS}.ray",
             "stop": f"{_COMMANDS}.pool",
         },
         "use its models": {
@@ -64,8 +65,8 @@ GROUPS = MappingProxyType(
 )
 COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-# The modules whose commands take --endpoint, --server-key and --key. Those of jobs add them by
-# themselves, for the --key of `submit` is a job's.
+# The modules whose commands take --endpoint, --server-key and --key. Others add them by
+# themselves: the --key of `submit` is a job's, and a gateway has several endpoints.
 REMOTE_MODULES = frozenset(
     COMMAND_MODULES[name]
     for name in (
@@ -77,7 +78,6 @@ REMOTE_MODULES = frozenset(
         "stats",
         "top",
         "load",
-        "gateway",
         "revoke",
     )
 )

@@ -19,21 +19,33 @@ ENDPOINT_VARIABLES = {  # by the broker's socket that a command connects to
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, *, with_key: bool = True) -> None:
-    """Add `--endpoint`, `--server-key` and, if `with_key`, `--key`."""
+def add_flags(
+    parser: argparse.ArgumentParser, *, with_key: bool = True, several: bool = False
+) -> None:
+    """Add `--endpoint`, `--server-key` and, if `with_key`, `--key`.
+
+    `several`: the first two may be repeated, for several brokers (`targets_of`).
+    """
+    action, ending = ("append", "s") if several else ("store", "")
+    repeated = "; may be repeated: one gateway for several pools" if several else ""
     front, admin, back = (ENDPOINT_VARIABLES[name] for name in ("front", "admin", "back"))
     parser.add_argument(
         "--endpoint",
+        action=action,
+        dest=f"endpoint{ending}",
         default=argparse.SUPPRESS,
         help="the broker's endpoint for this command, such as tcp://pool:7200 (default: the local"
         f" broker's; ${front}, ${admin} for what operators ask,"
-        f" ${back} for `worker`)",
+        f" ${back} for `worker`){repeated}",
     )
     parser.add_argument(
         "--server-key",
+        action=action,
+        dest=f"server_key{ending}",
         default=argparse.SUPPRESS,
         metavar="PUBLIC",
-        help=f"the broker's public key, or a file with it (default: ${SERVER_KEY_VARIABLE})",
+        help=f"the broker's public key, or a file with it (default: ${SERVER_KEY_VARIABLE})"
+        f"{'; repeated: one for each --endpoint' if several else ''}",
     )
     if not with_key:
         return
@@ -69,6 +81,27 @@ class Target:
         if (fault := endpoints.dial_fault(self.endpoint)) is not None:
             raise BadRequest(fault)
         return self.endpoint
+
+
+def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
+    """The targets that repeated flags name; that of `target_of` without any.
+
+    Raises BadRequest unless there is one server key for all endpoints, or one for each.
+    """
+    endpoints: list[str | None] = [*getattr(options, "endpoints", ())] or [None]
+    server_keys: list[str | None] = [*getattr(options, "server_keys", ())] or [None]
+    if len(server_keys) not in (1, len(endpoints)):
+        raise BadRequest(
+            f"--server-key is given {len(server_keys)} times and --endpoint {len(endpoints)} times:"
+            " give one key for all, or one for each, in their order"
+        )
+    if len(server_keys) == 1:
+        server_keys *= len(endpoints)
+    given = vars(options)
+    return [
+        target_of(argparse.Namespace(**{**given, "endpoint": one, "server_key": key}), socket)
+        for one, key in zip(endpoints, server_keys, strict=True)
+    ]
 
 
 def target_of(options: argparse.Namespace, socket: str) -> Target:

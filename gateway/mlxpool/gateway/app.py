@@ -35,7 +35,7 @@ from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
 from mlxpool.gateway.route_table import ANTHROPIC, NOT_BUILT, ROUTES, Call, RouteSpec, Services
-from mlxpool.gateway.settings import Settings
+from mlxpool.gateway.settings import Broker, Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
@@ -67,20 +67,26 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        settings = self.settings
-        async with AsyncClient(
-            settings.run_dir,
-            settings.endpoint,
-            server_key=settings.server_key,
-            key=settings.key,
-            broker_grace=settings.broker_grace,
-        ) as client:
-            pool = PoolAccess(settings, client)
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(self._client(broker))
+                for broker in self.settings.brokers
+            ]
+            pool = PoolAccess(self.settings, *clients)
             app.router.routes[:] = self.routes(pool)
+            pool.models.start()
             probe = asyncio.create_task(_log_broker(pool))
             yield
             probe.cancel()
             await pool.close()
+
+    def _client(self, broker: Broker) -> AsyncClient:
+        return AsyncClient(
+            endpoint=broker.endpoint,
+            server_key=broker.server_key,
+            key=None if broker.endpoint.startswith("ipc:") else self.settings.key,
+            broker_grace=self.settings.broker_grace,
+        )
 
     async def finish(self) -> None:
         """Refuse new requests, and wait for the running ones as long as the settings say."""
@@ -160,8 +166,8 @@ class Gateway:
 
 
 async def _log_broker(pool: PoolAccess) -> None:
-    """Log the broker's endpoint, and whether it answers."""
-    endpoint = pool.settings.broker
+    """Log the brokers' endpoints, and whether one answers."""
+    endpoint = " ".join(broker.endpoint for broker in pool.settings.brokers)
     log.info("asking for a broker", extra={"endpoint": endpoint})
     try:
         await pool.models.all()

@@ -39,6 +39,8 @@ class ModelInfo:
     features: tuple[str, ...] = ()
     parameters: int = 0
     modified: int | None = None  # seconds since 1970
+    requests: int = 0  # that wait for it, or that its workers have
+    workers: int = 0  # that serve it
     expires_in: float | None = None  # seconds; below 0: it stays; None: it is not loaded
     about: Mapping[str, Any] = field(default_factory=dict)  # what its files say, if asked for
 
@@ -66,6 +68,8 @@ class ModelInfo:
             features=tuple(row.get("features") or ()),
             parameters=row.get("parameters") or 0,
             modified=row.get("modified"),
+            requests=(row.get("queued") or 0) + (row.get("running") or 0),
+            workers=row.get("workers") or 0,
             expires_in=row.get("expires_in"),
             about=row.get("about") or {},
         )
@@ -93,12 +97,12 @@ class ModelList:
         Before that it is not known how its chats and its calls of tools are written. Raises
         UnknownModel, ModelUnavailable for a model whose inspection takes too long, and see `all`.
         """
-        found = self._find(name)
+        found = self.known(name)
         if found is None or not found.inspected:
             await self._refresh()
         elif time.monotonic() - self._read_at > MAX_AGE:
             self._start_refresh()
-        model = self._find(name)
+        model = self.known(name)
         if model is None:
             raise UnknownModel(f"there is no model {name!r:.80}; {self._hint(name)}")
         return model if model.inspected else await self._inspected(model.name)
@@ -109,7 +113,7 @@ class ModelList:
         while time.monotonic() < end:
             await asyncio.sleep(INSPECTION_PAUSE)
             await self._refresh()
-            model = self._find(name)
+            model = self.known(name)
             if model is None:
                 raise UnknownModel(f"there is no model {name!r:.80} any more; {self._hint(name)}")
             if model.inspected:
@@ -139,7 +143,8 @@ class ModelList:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
 
-    def _find(self, name: str) -> ModelInfo | None:
+    def known(self, name: str) -> ModelInfo | None:
+        """A model as it was when the list was read; NAME:latest is NAME."""
         return self._models.get(name) or self._models.get(name.removesuffix(LATEST))
 
     async def _refresh(self) -> None:

@@ -10,8 +10,7 @@ from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.metrics import Metrics
-
-CLOSED = frozenset({"draining", "drained"})  # states of a model; of all while the broker drains
+from mlxpool.gateway.pools import CLOSED
 
 
 class OperationRoutes:

@@ -11,12 +11,19 @@ from mlxpool.common.transport import sockets
 
 
 @dataclass(frozen=True, slots=True)
+class Broker:
+    """A broker that the gateway asks."""
+
+    endpoint: str
+    server_key: str | None = None  # its public key, or a file with it
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Raises ValueError for a value out of bounds, and for an open host without keys."""
 
     run_dir: Path | None = None  # of the broker
-    endpoint: str | None = None  # of the broker, instead of a run directory
-    server_key: str | None = None  # the broker's public key, or a file with it
+    remote: tuple[Broker, ...] = ()  # the brokers of one or several pools, instead of it
     key: str | None = None  # the file of our own key
     host: str = "127.0.0.1"
     port: int = 11434  # that of Ollama, where its clients look for it; 0: any free port
@@ -35,9 +42,9 @@ class Settings:
     access_log: bool = True  # a line for each request
 
     @property
-    def broker(self) -> str:
-        """The broker's endpoint."""
-        return self.endpoint or sockets.ipc(self.run_dir or default_run_dir(), "front")
+    def brokers(self) -> tuple[Broker, ...]:
+        """The brokers of the pools, at least one."""
+        return self.remote or (Broker(sockets.ipc(self.run_dir or default_run_dir(), "front")),)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -217,6 +217,8 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "name": "a",
         "state": "cold",
         "queued": 0,
+        "running": 0,
+        "workers": 0,
         "context": 64,
         "inspected": True,
         "type": "llama",

@@ -12,7 +12,14 @@ import pytest
 
 from mlxpool.common.config.bounds import ConfigError, seconds, size
 from mlxpool.common.config.loading import check_run_dir, load
-from mlxpool.common.config.schema import BUILTIN, Counting, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.config.schema import (
+    BUILTIN,
+    Counting,
+    ModelConfig,
+    PoolConfig,
+    Scaling,
+    WorkerConfig,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +84,15 @@ def test_a_model_of_the_file(file: Path) -> None:
     config = loaded(
         file,
         '[models.a]\npath = "/models/a"\nreplicas = 2\nkeep_alive = "-1"\n'
-        '[models.b]\npath = "builtin:counting"\ncounting = { step_us = 5, fault = "kill" }\n',
+        '[models.b]\npath = "builtin:counting"\ncounting = { step_us = 5, fault = "kill" }\n'
+        '[models.c]\npath = "/models/c"\nreplicas = { min = 2, max = 4, cool_down = "1m" }\n'
+        '[models.d]\npath = "/models/d"\nreplicas = { min = 0, max = 4 }\n',
     )
     assert config.models["a"] == ModelConfig(path="/models/a", replicas=2, keep_alive=-1.0)
     assert config.models["b"].counting == Counting(step_us=5, fault="kill")
+    scaling = Scaling(min=2, max=4, cool_down=60.0)
+    assert config.models["c"] == ModelConfig(path="/models/c", replicas=2, scaling=scaling)
+    assert config.models["d"].replicas == 1 and config.models["d"].scaling.min == 0
     assert config.models["demo"] == BUILTIN["demo"]
 
 
@@ -136,6 +148,17 @@ def test_models_by_flag(file: Path) -> None:
         ('[models.a]\npath = "/a"\nreplica = 3', ["models.a", "did you mean 'replicas'?"]),
         ("[models.a]\ncontext = 3", ["models.a.path is missing"]),
         ('[models.a]\npath = "/a"\nreplicas = 0', ["models.a.replicas is 0", "from 1 to 64"]),
+        ('[models.a]\npath = "/a"\nreplicas = {min = 1}', ["models.a.replicas.max is missing"]),
+        (
+            '[models.a]\npath = "/a"\nreplicas = {min = 5, max = 4}',
+            ["models.a.replicas: min is 5", "above max, which is 4"],
+        ),
+        ('[models.a]\npath = "/a"\nreplicas = {max = 0}', ["replicas.max is 0", "from 1 to 1024"]),
+        (
+            '[models.a]\npath = "/a"\nreplicas = {max = 2, mni = 1}',
+            ["models.a.replicas: unknown key 'mni'", "did you mean 'min'?"],
+        ),
+        ('[models.a]\npath = "/a"\ngpus = 65', ["models.a.gpus is 65, must be from -1 to 64"]),
         ('[models.a]\npath = "/a"\nprefix_cache = "all"', ["'all'", "single"]),
         (
             '[models.a]\npath = "/a"\ndeterministic = 1',
@@ -371,7 +394,8 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path, name: str) -> None:
 
 
 def test_what_a_worker_is_told_comes_back() -> None:
-    spec = ModelConfig(path="/a", counting=Counting(step_us=7, fault="gil"))
+    counting = Counting(step_us=7, fault="gil")
+    spec = ModelConfig(path="/a", counting=counting, scaling=Scaling(max=3))
     told = WorkerConfig("ipc:///x", "m/0", "token", "m", spec, "json", 5, 6, 2)
     assert WorkerConfig.from_environment(told.to_environment()) == told
 

@@ -32,6 +32,7 @@ counting.step_us = 5
 [models.inline]
 path = "builtin:counting"
 counting = { vocab = 300 }
+replicas = { max = 3 }
 """
 
 
@@ -67,6 +68,9 @@ def test_lines_of_the_file(file: Path) -> None:
     assert told['models."org/name".counting.step_us'] == (5, f"{file}:14")
     assert told["models.inline.counting.vocab"] == (300, f"{file}:18")
     assert told["models.inline.counting.step_us"] == (1000, "default")
+    assert told["models.inline.replicas.max"] == (3, f"{file}:19")
+    assert told["models.inline.replicas.min"] == (1, "default")
+    assert told["models.mine.replicas"] == (1, "default")
     assert told["models.demo.path"] == ("builtin:demo", "default")
 
 

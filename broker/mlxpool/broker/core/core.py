@@ -21,6 +21,7 @@ from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.operations import Operations
 from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.scaling import ReplicaScaling
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
 from mlxpool.broker.core.worker_events import WorkerEvents
@@ -61,6 +62,7 @@ class Core:
         self.admission = admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
         failover = Failover(state, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
+        self._scaling = ReplicaScaling(state, outbox, pool, drainer)
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
         self._endings = endings = Endings(state, outbox, ended, delivery, calls)
@@ -129,9 +131,15 @@ class Core:
                     self._drainer.on_worker_timer(slot, epoch, now)
                 case ("drained", str(name)):
                     self._drainer.on_timer(name, now)
-                case ("idle" | "restart" as what, str(name)):
-                    self.pool.on_timer(what, name, now)
+                case ("idle" | "restart" | "replicas" as what, str(name)):
+                    self._on_model_timer(what, name, now)
                 case "tombstones":
                     self.ended.expire_tombstones(now)
                 case "quarantine":
                     self.ended.expire_quarantine(now)
+
+    def _on_model_timer(self, what: str, name: str, now: float) -> None:
+        if what == "replicas":
+            self._scaling.on_timer(name, now)
+        else:
+            self.pool.on_timer(what, name, now)

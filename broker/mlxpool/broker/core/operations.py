@@ -115,3 +115,5 @@ class Operations:
             model = self._state.model_of_worker(worker)
             worker.replace = registry.slots[worker.slot] in model.local_slots
             self._drainer.drain_worker(worker.slot, event.grace, now)
+        if (name := registry.names.model_of(event.name)) is not None:
+            self._pool.watch_load(registry.models[name], now)  # the least may be lower now

@@ -8,6 +8,7 @@ from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.model_states import DEMANDED, ModelState
+from mlxpool.broker.models.replica_scaling import ReplicaScale
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
@@ -17,6 +18,7 @@ from mlxpool.common.protocol.from_client import Cancel
 from mlxpool.common.protocol.from_worker import Credit, Hello
 from mlxpool.common.protocol.to_worker import Welcome
 
+LOOK_INTERVAL = 1.0  # seconds between two looks at the load of a model
 ROUNDING = 1e-9  # seconds by which a timer may fire early
 
 
@@ -35,6 +37,7 @@ class WorkerPool:
         if state.phase is PoolPhase.CLOSING:
             return
         model.move("want")
+        self.watch_load(model, now)
         if now < model.retry_at:
             state.timers.set(("restart", model.name), model.retry_at)
             return
@@ -49,6 +52,12 @@ class WorkerPool:
                 return
             slot.worker = Worker(slot.name, model.name, started_at=now)
             self._outbox.add(StartWorker(slot.name, model.name))
+
+    def watch_load(self, model: Model, now: float) -> None:
+        """Have its load looked at, if its number of workers follows it (`core.scaling`)."""
+        key, timers = ("replicas", model.name), self._state.timers
+        if model.scales and key not in timers:
+            timers.set(key, now + LOOK_INTERVAL)
 
     def memory_used(self) -> int:
         """Bytes that all local workers take, those that are ending included."""
@@ -133,6 +142,7 @@ class WorkerPool:
         """
         self._end_demand(model, "unload")
         model.idle_since = 0.0
+        model.scale = ReplicaScale()
         for worker in model.workers if remote else model.local_workers:
             self.stop(worker, why)
 

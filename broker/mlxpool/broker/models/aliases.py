@@ -101,6 +101,7 @@ class Names:
         return replace(
             self.known[model].config,
             replicas=max(config.replicas for config in configs),
+            scaling=max((config.scaling for config in configs), key=lambda scaling: scaling.max),
             keep_alive=-1.0 if forever else max(config.keep_alive for config in configs),
             pin=any(config.pin for config in configs),
         )

@@ -9,6 +9,7 @@ from typing import Any
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import SERVING
 from mlxpool.common.checks import mapping
 
 DIGEST_DIGITS = 12  # that are shown
@@ -18,6 +19,8 @@ BRIEF_KEYS = (
     "name",
     "state",
     "queued",
+    "running",
+    "workers",
     "context",
     "chat",
     "inspected",
@@ -74,6 +77,8 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "name": name,
         "state": state,
         "queued": len(model.queue),
+        "running": sum(len(worker.leases) for worker in workers),
+        "workers": sum(worker.state in SERVING for worker in workers),
         "context": context or usual,
         # The files of a model that only workers elsewhere have are not inspected here.
         "inspected": bool(about) or not model.local_slots,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mlxpool.broker.models.model_states import ADMITTING, TRANSITIONS, ModelState, shown_state
+from mlxpool.broker.models.replica_scaling import ReplicaScale
 from mlxpool.broker.requests.call import CallQueue
 from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.routing.route_cost import MAX_OUTPUT
@@ -32,6 +33,7 @@ class Model:
     idle_since: float = 0.0  # 0: it is in use or has no ready worker
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # of its workers together
     answer_tokens: float = MAX_OUTPUT  # of an answer, an average
+    scale: ReplicaScale = field(default_factory=ReplicaScale)  # if replicas follow the load
     kept: float | None = None  # seconds that a client keeps it when idle; None: the setting counts
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported
@@ -60,7 +62,35 @@ class Model:
     @property
     def local_slots(self) -> list[Slot]:
         """The slots that this broker fills: fewer than there are after replicas were reduced."""
-        return [slot for slot in self.slots if not slot.remote][: self.config.replicas]
+        return self._own_slots[: self._own_replicas]
+
+    @property
+    def surplus_slots(self) -> list[Slot]:
+        """The slots whose workers were started when more were wanted."""
+        return [slot for slot in self._own_slots[self._own_replicas :] if slot.worker is not None]
+
+    @property
+    def _own_slots(self) -> list[Slot]:
+        return [slot for slot in self.slots if not slot.remote]
+
+    @property
+    def _own_replicas(self) -> int:
+        """How many of its workers this broker starts; 0 if all of them dial in."""
+        starts = self.config.replicas > 0
+        return max(1, self.replicas_wanted) if starts and self.scales else self.config.replicas
+
+    @property
+    def scales(self) -> bool:
+        """Whether its number of workers follows the load."""
+        return self.config.scaling.max > 0
+
+    @property
+    def replicas_wanted(self) -> int:
+        """How many workers it should have now, whoever starts them; 0: nobody has said."""
+        rules = self.config.scaling
+        if not self.scales:
+            return self.config.replicas
+        return max(rules.min, min(rules.max, self.scale.wanted))
 
     @property
     def admits(self) -> bool:

@@ -148,7 +148,9 @@ class Registry:
         """As many slots as the name with the most replicas asks for."""
         model.config = self.names.config_of(model.name)
         local = sum(not slot.remote for slot in model.slots)
-        for number in range(len(model.slots), len(model.slots) + model.config.replicas - local):
+        config = model.config
+        most = max(config.replicas, config.scaling.max) if config.replicas else 0
+        for number in range(len(model.slots), len(model.slots) + most - local):
             self._add_slot(model, Slot(f"{model.name}/{number}", model.name))
 
     def _add_slot(self, model: Model, slot: Slot) -> Slot:

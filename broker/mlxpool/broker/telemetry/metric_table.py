@@ -266,6 +266,8 @@ REQUESTS = (
 )  # fmt: skip
 
 WORKERS = (
+    Family("mlxpool_replicas_wanted", GAUGE, "Workers that a model should have for its load",
+           ("model",), _model(lambda model: model.replicas_wanted)),
     Family("mlxpool_workers", GAUGE, "Workers", ("model", "state"), _worker_states, WORKER_STATES),
     Family("mlxpool_worker_restarts_total", COUNTER, "Ends that nobody asked for",
            _WORKER, _worker(lambda worker: worker.restarts)),

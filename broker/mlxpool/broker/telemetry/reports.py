@@ -47,6 +47,9 @@ def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
         "auth_failures": counters.auth_failures,
         "internal_errors": counters.internal_errors,
         "queued": sum(model.waiting for model in snapshot.models),
+        "replicas_wanted": {
+            model.name: model.replicas_wanted for model in snapshot.models if model.used
+        },
         "tombstones": sizes["tombstones"],
         "poisoned": sizes["poisoned"],
         "sizes": dict(sizes),

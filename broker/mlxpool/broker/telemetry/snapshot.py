@@ -73,6 +73,7 @@ class ModelSnapshot:
     oldest_wait: float  # seconds for which the oldest in its queue has waited; 0: none waits
     running: int  # requests that workers have
     workers: Mapping[str, int]  # by state
+    replicas_wanted: int  # workers that it should have; 0: those that dial in are counted elsewhere
     counts: Mapping[str, int]  # the integer counters of metrics.histograms.Figures, by name
     outcomes: Mapping[str, int]
     histograms: Mapping[str, Frozen]
@@ -259,6 +260,7 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
         max(0.0, now - model.queue.waiting_since()),
         sum(len(worker.leases) for worker in model.workers),
         Counter(worker.state.shown for worker in model.workers),
+        model.replicas_wanted,
         {name: value for name, value in vars(figures).items() if type(value) is int},
         dict(figures.outcomes),
         _histograms(figures) if figures.accepted else {},

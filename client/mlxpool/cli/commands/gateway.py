@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.target import target_of
+from mlxpool.cli.target import add_flags, targets_of
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -15,8 +15,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
-        help="answer HTTP as OpenAI, Anthropic, Ollama do, for a pool",
+        help="answer HTTP as OpenAI, Anthropic, Ollama do, for pools",
     )
+    add_flags(gateway, several=True)
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     gateway.add_argument(
         "--port", type=int, default=11434, help="0: any that is free (11434, as Ollama's)"
@@ -64,15 +65,14 @@ def run(options: argparse.Namespace) -> int:
     # Here and not above: only this command needs the gateway and its packages.
     from mlxpool.common import logs
     from mlxpool.gateway import server
-    from mlxpool.gateway.settings import Settings
+    from mlxpool.gateway.settings import Broker, Settings
 
     logs.set_up(json_lines=options.log_format == "json")
-    target = target_of(options, "front")
+    targets = targets_of(options, "front")
     settings = Settings(
-        run_dir=None if target.endpoint else target.run_dir,
-        endpoint=target.endpoint,
-        server_key=target.server_key,
-        key=target.key,
+        run_dir=targets[0].run_dir,
+        remote=tuple(Broker(one.endpoint, one.server_key) for one in targets if one.endpoint),
+        key=next((one.key for one in targets if one.key), None),
         host=options.host,
         port=options.port,
         keys=options.keys,

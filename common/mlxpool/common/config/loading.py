@@ -34,6 +34,7 @@ from mlxpool.common.config.schema import (
     KeyConfig,
     ModelConfig,
     PoolConfig,
+    Scaling,
 )
 from mlxpool.common.transport import endpoints
 from mlxpool.common.transport.keys import NAME, PUBLIC
@@ -157,7 +158,10 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     fault = fault_of_name(name)
     if fault is not None:
         raise ConfigError(f"[models.{name!r:.80}]: the name {fault}")
-    built = _build(ModelConfig, table, where)
+    if isinstance(table.get("replicas"), Mapping):
+        built = _scaled(table, where)
+    else:
+        built = _build(ModelConfig, table, where)
     if built.path.startswith("~"):
         built = replace(built, path=str(Path(built.path).expanduser()))
     if 0 < built.batch <= built.sequences:
@@ -175,8 +179,28 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     return replace(built, keep_alive=-1.0)
 
 
+def _scaled(table: Mapping[str, Any], where: str) -> ModelConfig:
+    """A model whose `replicas` are a table. Raises ConfigError with every problem of both."""
+    problems, scaling = Problems(), Scaling()
+    with problems.collected():
+        scaling = _build(Scaling, table["replicas"], f"{where}.replicas")
+        if not scaling.max:
+            raise ConfigError(f"{where}.replicas.max is missing")
+        if scaling.min > scaling.max:
+            raise ConfigError(
+                f"{where}.replicas: min is {scaling.min}, must not be above max, which is"
+                f" {scaling.max}"
+            )
+    rest = {key: value for key, value in table.items() if key != "replicas"}
+    built = ModelConfig()
+    with problems.collected():
+        built = _build(ModelConfig, rest, where)
+    problems.check()
+    return replace(built, replicas=max(1, scaling.min), scaling=scaling)
+
+
 PATH_HINT = ": a folder, a reference, or builtin:demo"
-Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, KeyConfig)
+Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, Scaling, KeyConfig)
 
 
 def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:

@@ -116,7 +116,10 @@ def _model(
     else:
         origin = DEFAULT
     from_file = name not in folders  # --model replaces the whole section
-    for key, value in _flat(asdict(model)):
+    table = asdict(model)
+    if model.scaling.max:
+        table["replicas"] = table["scaling"]
+    for key, value in _flat(table):
         in_file = source.origin("models", name, *key) if from_file else None
         if in_file is None and key == ("keep_alive",) and model.pin:
             in_file = source.origin("models", name, "pin")

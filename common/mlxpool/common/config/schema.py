@@ -72,6 +72,20 @@ class Counting:
     fault_times: Annotated[int, Within(0, MAX_COUNT)] = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """`replicas = { min = 1, max = 4 }` of a model: how its number of workers follows its load."""
+
+    # Workers that there are at least.
+    min: Annotated[int, Within(0, 64)] = 1
+    # At most; 0: the number is fixed.
+    max: Annotated[int, Within(1, 1024)] = 0
+    # Waiting for each worker, above which workers are added: of prompts and of their answers.
+    waiting_tokens: Annotated[int, Within(1, MAX_COUNT)] = 4096
+    # For which fewer must have been enough before workers are ended.
+    cool_down: Annotated[Seconds, Within(0.0, 10**6)] = 300.0
+
+
 CACHE_AWARE = "cache_aware"
 ROUTINGS = (CACHE_AWARE, "least_loaded")
 
@@ -86,6 +100,10 @@ class ModelConfig:
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
     # Workers of this model.
     replicas: Annotated[int, Within(1, 64)] = 1
+    # Not a setting by this name: `replicas` as a table; max is 0 if it is a number.
+    scaling: Scaling = field(default_factory=Scaling)
+    # That a worker takes of its machine, for `mlxpool ray`; -1: one where the cluster has any.
+    gpus: Annotated[int, Within(-1, 64)] = -1
     # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
     # its prefix cache saves included. least_loaded: the one with most free sequences.
     routing: Annotated[str, OneOf(ROUTINGS)] = CACHE_AWARE
@@ -119,7 +137,8 @@ class ModelConfig:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
         """Undo `asdict`."""
-        return cls(**{**table, "counting": Counting(**table["counting"])})
+        inner = {"counting": Counting(**table["counting"]), "scaling": Scaling(**table["scaling"])}
+        return cls(**{**table, **inner})
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,4 +339,9 @@ BUILTIN = {
     "counting": ModelConfig(path=f"{BUILTIN_PREFIX}counting"),
 }
 
-NO_SETTINGS = ("models", "keys", "within")  # fields that are not settings of their section
+NO_SETTINGS = (
+    "models",
+    "keys",
+    "within",
+    "scaling",
+)  # fields that are not settings of their section

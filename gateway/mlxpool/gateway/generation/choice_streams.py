@@ -18,8 +18,8 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
 from mlxpool.gateway.http import ResponseWriter
-from mlxpool.gateway.models import ModelList
 from mlxpool.gateway.operations.exchange import Exchange
+from mlxpool.gateway.pools import Pool, Pools
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
@@ -256,16 +256,22 @@ def milliseconds(seconds: float | None) -> int | None:
 
 
 class PoolAccess:
-    """What the routes share: the gateway's settings, its connection to the pool, the models."""
+    """What the routes share: the gateway's settings, its pools, their models."""
 
-    def __init__(self, settings: Settings, client: AsyncClient) -> None:
+    def __init__(self, settings: Settings, *clients: AsyncClient) -> None:
+        """One client for each of the settings' brokers, in their order."""
         self.settings = settings
-        self.client = client
-        self.models = ModelList(client)
+        pairs = zip(settings.brokers, clients, strict=True)
+        self.models = Pools([Pool(broker.endpoint, client) for broker, client in pairs])
         self._unloading: set[asyncio.Task[None]] = set()
 
+    @property
+    def client(self) -> AsyncClient:
+        """The client of the pool that this request's model was found in."""
+        return self.models.client
+
     async def close(self) -> None:
-        """Cancel what is in flight; the client stays open."""
+        """Cancel what is in flight; the clients stay open."""
         for task in self._unloading:
             task.cancel()
         await asyncio.gather(*self._unloading, return_exceptions=True)

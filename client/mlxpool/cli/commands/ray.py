@@ -1,0 +1,144 @@
+"""`mlxpool ray`: a pool on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxpool.cli.columns import Column
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.style import print_table
+from mlxpool.common.errors import BadRequest
+
+PATIENCE = 60.0  # seconds
+MODELS = (Column("MODEL", 0, "text"), Column("REPLICAS"), Column("READY"), Column("STARTED"))
+WORKERS = (Column("WORKER"), Column("MODEL", 0, "text"), Column("STATE"), Column("NODE", 1))
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `ray` with `up`, `down` and `status`."""
+    group = commands.add_parser(
+        "ray",
+        parents=[common],
+        help="a pool on a Ray cluster",
+        description="Runs the broker on the node with the resource mlxpool_broker, and workers"
+        " wherever the cluster has room for them: docs/scale.md. Needs `pip install"
+        " 'mlxpool[ray]'` on every node.",
+    )
+    verbs = group.add_subparsers(dest="verb", metavar="up | down | status", required=True)
+    up = verbs.add_parser(
+        "up", parents=[common], help="start a pool, or give one that runs new settings"
+    )
+    down = verbs.add_parser("down", parents=[common], help="end a pool; its files stay")
+    status = verbs.add_parser("status", parents=[common], help="the broker and its workers")
+    up.add_argument("file", type=Path, metavar="FILE", help="the settings of the pool, TOML")
+    for parser in (down, status):
+        parser.add_argument(
+            "file", type=Path, nargs="?", metavar="FILE", help="the settings; only its name is used"
+        )
+    for parser in (up, down, status):
+        parser.add_argument("--name", help="of the pool (default: that of FILE, without .toml)")
+        parser.add_argument(
+            "--address",
+            default="auto",
+            help="of the Ray cluster (default: $RAY_ADDRESS, or that of this machine)",
+        )
+    up.add_argument(
+        "--folder",
+        default="",
+        help="for the broker's key, sockets and log on its machine (~/.mlxpool/ray/NAME)",
+    )
+    up.add_argument("--front-port", type=int, default=7200, help="for clients (7200)")
+    up.add_argument("--back-port", type=int, default=7201, help="for workers (7201)")
+    up.set_defaults(run=run_up)
+    down.set_defaults(run=run_down)
+    status.set_defaults(run=run_status)
+
+
+def run_up(options: argparse.Namespace) -> int:
+    """Start a pool, or change its settings."""
+    from mlxpool.cluster import pool_spec
+
+    spec = pool_spec.read(
+        options.file, name_of(options), options.folder, options.front_port, options.back_port
+    )
+    ray = _ray_cluster()
+    with ray.connected(options.address):
+        found = ray.up(spec, PATIENCE)
+    print_status(options, found)
+    return 0
+
+
+def run_down(options: argparse.Namespace) -> int:
+    """End a pool."""
+    name = name_of(options)
+    ray = _ray_cluster()
+    with ray.connected(options.address):
+        actors = ray.down(name)
+    found = f"{name}: ended" if actors else f"{name}: there is no such pool"
+    print(json_text({"name": name, "actors": actors}) if options.json else found)
+    return 0
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Print a pool's status; exit code 1 if its broker does not answer."""
+    ray = _ray_cluster()
+    with ray.connected(options.address):
+        found = ray.status(name_of(options))
+    print_status(options, found)
+    return 0 if found.get("broker") else 1
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """The pool's name: --name, or the file's. Raises BadRequest without both."""
+    from mlxpool.cluster.pool_spec import check_name
+
+    if options.name is None and options.file is None:
+        raise BadRequest("name the pool: its file of settings, or --name")
+    return check_name(options.name or options.file.stem)
+
+
+def print_status(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """Print a status, for people or as JSON."""
+    if options.json:
+        print(json_text(found))
+        return
+    if found["fault"]:
+        print(f"{found['name']}: no broker: {found['fault']}")
+        return
+    answers = "does not answer" if found["broker"] is None else "answers"
+    print_table(
+        MODELS,
+        [(row["name"], _bounds(row), str(row["ready"]), str(row["started"]))
+         for row in found["models"]],
+        above=[
+            f"pool {found['name']}: the broker {answers}",
+            f"--endpoint {found['endpoint']} --server-key '{found['server_key']}'",
+        ],
+    )  # fmt: skip
+    print_table(
+        WORKERS,
+        [(row["id"], row["model"], row["state"], row["address"] or "-")
+         for row in found["workers"]],
+        above=[""],
+    )  # fmt: skip
+
+
+def _bounds(row: Mapping[str, Any]) -> str:
+    """The workers that a model should have: a number, or the least and the most."""
+    return str(row["min"]) if row["min"] == row["max"] else f"{row['min']} to {row['max']}"
+
+
+def _ray_cluster() -> Any:
+    """The module that speaks to Ray. Raises BadRequest where Ray is not installed."""
+    try:
+        from mlxpool.cluster import ray_cluster
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("ray"):
+            raise
+        raise BadRequest(
+            "`mlxpool ray` needs Ray, which is not installed here: pip install 'mlxpool[ray]'"
+        ) from None
+    return ray_cluster

@@ -1,0 +1,279 @@
+"""The actor on the machine of the store: keeps the broker, and as many workers as are wanted.
+
+Its machine is the one whose Ray node has the resource BROKER_RESOURCE: the store of jobs and the
+broker's key are in folders of that machine, so the pool never moves to another by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlxpool.cluster.broker_child import BrokerChild
+from mlxpool.cluster.plan import Changes, NodeView, WorkerView, changes, choose_node, gpus_of
+from mlxpool.cluster.pool_spec import ModelSpec, PoolSpec
+from mlxpool.cluster.worker_table import WorkerRecord, WorkerTable, replace_text
+from mlxpool.common.config.loading import check_run_dir
+
+log = logging.getLogger("mlxpool.cluster")
+
+TICK = 0.5  # seconds between two looks
+MARK = "pool-id"  # the file that tells this pool's folder from an empty one
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """What a worker host is started with. It has no secret: Ray shows it to others."""
+
+    pool: str
+    id: str
+    model: str
+    settings: str  # the text of the TOML file
+    gpus: int
+    node: str  # the id of the node that it should be on; "": any
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What an admitted worker dials."""
+
+    endpoint: str
+    server_key: str
+
+
+class Cluster(Protocol):
+    """What a broker host needs of Ray: see ray_cluster.RayCluster."""
+
+    def own_address(self) -> str:
+        """The address at which others reach this machine."""
+
+    def nodes(self) -> list[NodeView]:
+        """The machines that are alive."""
+
+    def worker_ids(self, pool: str) -> set[str]:
+        """The workers that have an actor, wherever it is, or that wait for a place."""
+
+    def start_worker(self, order: WorkerOrder) -> None:
+        """Have a worker host started where there is room, now or later."""
+
+    def end_worker(self, pool: str, id: str) -> None:
+        """Have it hand back its streams, and end it. Waits for that."""
+
+
+def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:
+    """Why a broker that is started again must not start: its folders are not here; else ""."""
+    mark = folder / MARK
+    if not mark.exists() or mark.read_text("utf-8") != pool_id:
+        return (
+            f"{folder} of this machine is not the folder of the pool {spec.name!r}: its broker ran"
+            " on another. Start Ray there with the resource, or end the pool with `mlxpool ray"
+            " down` and begin a new one here with `up`"
+        )
+    state = Path(spec.state_dir).expanduser()
+    if spec.state_dir and "://" not in spec.state_dir and not any(state.glob("jobs-*.db")):
+        return (
+            f"there is no store of jobs in {state}, where the pool {spec.name!r} had one: is its"
+            " disk mounted? `mlxpool ray down` and `up` begin with an empty store"
+        )
+    return ""
+
+
+class BrokerHost:
+    """An actor of Ray with several threads; its methods may be called by any of them."""
+
+    def __init__(
+        self, cluster: Cluster, spec: PoolSpec, pool_id: str, *, started_again: bool
+    ) -> None:
+        """`pool_id` is made by `up`; `started_again`: Ray has started this actor before."""
+        self._cluster = cluster
+        self._spec = spec
+        self._lock = threading.RLock()
+        self._stopping = threading.Event()
+        self._ending: dict[str, str] = {}  # workers that are being ended -> their models
+        self.fault = ""  # why there is no broker
+        folder = spec.folder_path()
+        if started_again:
+            self.fault = store_fault(spec, folder, pool_id)
+        if self.fault:
+            log.error("no broker: %s", self.fault)
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_run_dir(folder / "run")
+        replace_text(folder / MARK, pool_id)
+        self._table = WorkerTable(folder)
+        self._child = BrokerChild(spec, folder, cluster.own_address())
+        self._write_settings()
+        self._thread = threading.Thread(target=self._run, name="pool", daemon=True)
+        self._thread.start()
+
+    # ---- what others call ----------------------------------------------------------------------
+
+    def admit(self, id: str, public: str, node: str) -> Admission | None:
+        """A worker host made a key: the broker takes it from now on. None: it is not wanted."""
+        with self._lock:
+            if self.fault or id not in self._table.by_id or id in self._ending:
+                return None
+            self._table.admit(id, public, node)
+            self._write_settings()
+        self._child.reload()  # a broker that does not run reads them when it starts
+        return Admission(self._child.back, self._child.server_key)
+
+    def apply(self, spec: PoolSpec) -> str:
+        """Take new settings; returns why they cannot be taken, else ""."""
+        with self._lock:
+            if self.fault:
+                return self.fault
+            for name in ("folder", "front_port", "back_port", "state_dir"):
+                if getattr(spec, name) != getattr(self._spec, name):
+                    return f"{name} has changed: `mlxpool ray down` first, then `up`"
+            self._spec = spec
+            self._write_settings()
+        self._child.reload()
+        return ""
+
+    def status(self) -> dict[str, Any]:
+        """The pool as `mlxpool ray status --json` prints it."""
+        if self.fault:
+            return {"name": self._spec.name, "fault": self.fault}
+        answer = self._child.ask("ps")
+        with self._lock:
+            alive = {node.id: node.address for node in self._cluster.nodes()}
+            return {
+                "name": self._spec.name,
+                "fault": None,
+                "broker": None if answer is None else answer["broker"],
+                "endpoint": self._child.front,
+                "server_key": self._child.server_key,
+                "folder": str(self._child.folder),
+                "starts": self._child.starts,
+                "models": [self._model_row(model, answer) for model in self._spec.models],
+                "workers": [self._worker_row(each, alive) for each in self._table.by_id.values()],
+            }
+
+    def _model_row(self, model: ModelSpec, answer: dict[str, Any] | None) -> dict[str, Any]:
+        rows = [] if answer is None else answer["workers"]
+        ready = sum(row["model"] == model.name and row["state"] == "ready" for row in rows)
+        started = sum(each.model == model.name for each in self._table.by_id.values())
+        return {
+            "name": model.name,
+            "min": model.min,
+            "max": model.max,
+            "started": started,
+            "ready": ready,
+        }
+
+    def _worker_row(self, record: WorkerRecord, alive: dict[str, str]) -> dict[str, Any]:
+        if record.id in self._ending:
+            state = "ending"
+        else:
+            placed = record.public and record.node in alive
+            state = "placed" if placed else "waits for a place"
+        address = alive.get(record.node)
+        return {"id": record.id, "model": record.model, "state": state, "address": address}
+
+    def shut_down(self) -> None:
+        """End all workers, then the broker. Returns when they have ended."""
+        self._stopping.set()
+        if self.fault:
+            return
+        self._thread.join()
+        threads = [self._end(id) for id in list(self._table.by_id) if id not in self._ending]
+        for thread in threads:
+            thread.join()
+        self._child.stop()
+
+    # ---- its own thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._tick(time.monotonic())
+            except Exception:  # Ray's, while its head is away: the next look may find it again
+                log.exception("a look at the pool failed")
+            self._stopping.wait(TICK)
+
+    def _tick(self, now: float) -> None:
+        self._child.keep(now)
+        report = self._child.report()
+        known = self._cluster.worker_ids(self._spec.name)
+        with self._lock:
+            nodes = self._cluster.nodes()
+            for id in known - self._table.by_id.keys():
+                self._end(id)  # of a table that was lost
+            for record in self._table.by_id.values():
+                if record.id not in known and record.id not in self._ending:
+                    self._start(record, nodes)
+            found = changes(self._spec.models, report, self._views(nodes), self._ending_models())
+            self._perform(found, nodes)
+
+    def _views(self, nodes: list[NodeView]) -> list[WorkerView]:
+        alive = {node.id for node in nodes}
+        return [
+            WorkerView(
+                each.id,
+                each.model,
+                each.fingerprint,
+                each.node if each.node in alive else "",
+                placed=bool(each.public) and each.node in alive,
+            )
+            for each in self._table.by_id.values()
+            if each.id not in self._ending
+        ]
+
+    def _ending_models(self) -> dict[str, int]:
+        models = list(self._ending.values())
+        return {model: models.count(model) for model in models}
+
+    def _perform(self, found: Changes, nodes: list[NodeView]) -> None:
+        for id in found.end:
+            self._end(id)
+        by_name = {model.name: model for model in self._spec.models}
+        for name in found.start:
+            self._start(self._table.add(name, by_name[name].fingerprint), nodes)
+
+    def _start(self, record: WorkerRecord, nodes: list[NodeView]) -> None:
+        model = next((each for each in self._spec.models if each.name == record.model), None)
+        if model is None:  # it has left the settings: `changes` ends it
+            return
+        gpus = gpus_of(model, nodes)
+        node = choose_node(nodes, self._views(nodes), model, gpus)
+        order = WorkerOrder(
+            self._spec.name, record.id, record.model, self._spec.settings, gpus, node
+        )
+        self._cluster.start_worker(order)
+        # Until it is admitted it counts where it should be: others that start now go elsewhere.
+        self._table.place(record.id, model.fingerprint, node)
+        log.info("worker started", extra={"id": record.id, "model": record.model, "gpus": gpus})
+
+    def _end(self, id: str) -> threading.Thread:
+        """Begin to end a worker; the thread ends with it."""
+        record = self._table.by_id.get(id)
+        self._ending[id] = record.model if record else ""
+        thread = threading.Thread(target=self._end_worker, args=(id,), name=f"end {id}")
+        thread.start()
+        return thread
+
+    def _end_worker(self, id: str) -> None:
+        try:
+            self._cluster.end_worker(self._spec.name, id)
+        except Exception:
+            log.exception("a worker could not be ended in order")
+        with self._lock:
+            self._table.remove(id)
+            self._ending.pop(id, None)
+            self._write_settings()
+        self._child.reload()  # revokes its key
+        log.info("worker ended", extra={"id": id})
+
+    def _write_settings(self) -> None:
+        replace_text(self._child.settings, f"{self._spec.settings}\n{self._table.sections()}")
+
+
+def new_pool_id() -> str:
+    """What tells the folder of this pool from those of others."""
+    return secrets.token_hex(16)

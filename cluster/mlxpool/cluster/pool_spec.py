@@ -1,0 +1,111 @@
+"""What `mlxpool ray up` hands to the cluster: the settings of a pool, and what Ray needs of them.
+
+Ray keeps it in its own store, where others of the cluster may read it: it has no secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from mlxpool.cluster.worker_table import KEY_PREFIX
+from mlxpool.common.config import loading
+from mlxpool.common.config.bounds import ConfigError
+from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+MADE = ("run_dir", "front", "back", "admin", "secret_key", "local_workers")  # settings of [pool]
+COUNTING = f"{BUILTIN_PREFIX}counting"
+FRONT_PORT, BACK_PORT = 7200, 7201
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model that the cluster runs workers of: `min` to `max` of them."""
+
+    name: str
+    min: int
+    max: int
+    gpus: int  # of one worker; -1: one where the cluster has any
+    cool_down: float  # seconds, see the setting
+    fingerprint: str  # changes with the settings that a worker is started with
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A pool as `up` was asked for it."""
+
+    name: str
+    settings: str  # the text of the TOML file
+    models: tuple[ModelSpec, ...]
+    state_dir: str = ""  # of its jobs, see the setting
+    folder: str = ""  # on the broker's machine; "": ~/.mlxpool/ray/NAME
+    front_port: int = FRONT_PORT
+    back_port: int = BACK_PORT
+
+    def folder_path(self) -> Path:
+        """The folder of the pool on the machine of the broker, which calls this."""
+        home = Path.home() / ".mlxpool" / "ray" / self.name
+        return Path(self.folder).expanduser() if self.folder else home
+
+
+def read(path: Path, name: str, folder: str, front_port: int, back_port: int) -> PoolSpec:
+    """The pool that a file describes. Raises ConfigError with all that is wrong."""
+    config = loading.load(path)
+    text = path.read_text("utf-8")
+    table = tomllib.loads(text)
+    named = table.get("models", {})
+    problems = [
+        f"pool.{key} is made by `mlxpool ray up`: leave it out of {path}"
+        for key in MADE
+        if key in table.get("pool", {})
+    ]
+    if not named:
+        problems.append(
+            f"{path} names no model: the cluster starts workers of the models that have a section,"
+            " such as [models.small]"
+        )
+    problems += [
+        f"keys.{key}: names that begin with {KEY_PREFIX!r} are those of the cluster's workers"
+        for key in config.keys
+        if key.startswith(KEY_PREFIX)
+    ]
+    for key, port in (("front", front_port), ("back", back_port)):
+        if not 1 <= port <= 65535:
+            problems.append(f"the port of {key} is {port}, must be from 1 to 65535")
+    if front_port == back_port:
+        problems.append(f"front and back have one port, {back_port}; give two")
+    if problems:
+        raise ConfigError(*problems)
+    return PoolSpec(
+        check_name(name),
+        text,
+        tuple(model_spec(name, config.models[name]) for name in named),
+        config.state_dir,
+        folder,
+        front_port,
+        back_port,
+    )
+
+
+def check_name(name: str) -> str:
+    """The name of a pool. Raises ConfigError for one that no folder or actor can have."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"the name of the pool is {name!r:.80}: it has letters, digits, dashes and underlines,"
+            " at most 40; give one with --name"
+        )
+    return name
+
+
+def model_spec(name: str, config: ModelConfig) -> ModelSpec:
+    """What the cluster has to know of a model."""
+    scaling = config.scaling
+    fewest, most = (scaling.min, scaling.max) if scaling.max else (config.replicas,) * 2
+    gpus = 0 if config.path == COUNTING and config.gpus < 0 else config.gpus
+    same = replace(config, replicas=1, scaling=type(scaling)())
+    digest = hashlib.blake2b(repr(asdict(same)).encode(), digest_size=8).hexdigest()
+    return ModelSpec(name, fewest, most, gpus, scaling.cool_down, digest)

@@ -1,0 +1,79 @@
+"""`python -m mlxpool.cluster.tied_process COMMAND…`: a command that ends with whoever started it.
+
+An actor of Ray can be killed without a word, and its children would go on. Whoever starts this
+process holds its standard input: when that ends, so does the command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STDIN = 0
+KILL = signal.SIGUSR1  # that has it kill its command: SIGKILL to itself would leave that alone
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+
+
+def start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a `mlxpool` command that ends with this process; its output is appended to `log`.
+
+    It stays in our process group, which Ray kills with an actor.
+    """
+    python = (sys.executable, "-P", "-m")
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [*python, "mlxpool.cluster.tied_process", *python, "mlxpool.cli.main", *command],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **(environment or {})},
+        )
+
+
+def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+    """Wait for the end of what `start` has started; returns the exit code.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    code = process.wait(timeout)
+    assert process.stdin is not None
+    process.stdin.close()
+    return code
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the command of what `start` has started; both end at once."""
+    process.send_signal(KILL)
+
+
+def main(command: Sequence[str]) -> int:
+    """Run the command until it ends or standard input does; returns its exit code."""
+    signal.signal(KILL, signal.SIG_IGN)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(KILL, lambda number, frame: process.kill())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+
+    def end_with_starter() -> None:
+        while os.read(STDIN, 4096):
+            pass
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    threading.Thread(target=end_with_starter, name="stdin", daemon=True).start()
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""The actor beside one worker: makes its key, has the broker admit it, keeps `mlxpool worker`.
+
+Ray starts it again elsewhere when its node is lost. The secret key never leaves the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from mlxpool.cluster import tied_process
+from mlxpool.cluster.broker_host import Admission, WorkerOrder
+from mlxpool.common.folder_lock import lock_folder
+from mlxpool.common.transport import keys
+
+log = logging.getLogger("mlxpool.cluster")
+
+FOLDER_PREFIX = "mlxpool-ray-worker-"  # in the machine's folder for temporary files
+LOCK_TIME = 60.0  # seconds after which a new folder has surely been locked
+ORPHAN_GRACE = 30.0  # seconds without the broker until the worker asks its host for the address
+FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a start after ends in a row
+PROVEN_AFTER = 60.0  # seconds: an end after so long a life is the first in a row
+
+
+class Pool(Protocol):
+    """What a worker host needs of the cluster: see ray_cluster.PoolOfWorker."""
+
+    def admit(self, id: str, public: str) -> Admission | None:
+        """Ask the broker host for admission, here. None: it does not want this worker.
+
+        Raises an error of Ray's while there is no broker host.
+        """
+
+
+def make_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder for a host, and the descriptor of its lock, held as long as it is open.
+
+    Folders of hosts that were killed are removed: nobody holds their locks.
+    """
+    for left in parent.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # FolderLocked among them: its host lives
+            if time.time() - left.stat().st_mtime > LOCK_TIME:
+                os.close(lock_folder(left))
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+    return folder, lock_folder(folder)
+
+
+class WorkerHost:
+    """An actor of Ray with two threads: one of its own, one for the methods."""
+
+    def __init__(self, pool: Pool, order: WorkerOrder) -> None:
+        self._pool = pool
+        self._order = order
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self.folder, self._folder_lock = make_folder(Path(tempfile.gettempdir()))
+        self.settings = self.folder / "pool.toml"
+        self.settings.write_text(order.settings, "utf-8")
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._thread.start()
+
+    def end(self, grace: float) -> None:
+        """Have the worker hand back its streams and end; kill it after `grace` seconds."""
+        self._stopping.set()
+        with self._lock:
+            process = self._process
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(grace)
+            except subprocess.TimeoutExpired:
+                tied_process.kill(process)
+        self._thread.join(grace)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._folder_lock)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            try:
+                self._live()
+            except Exception as error:  # Ray's, while there is no broker host; or of the disk
+                log.warning("no worker yet", extra={"id": self._order.id, "why": str(error)})
+            failures = 1 if time.monotonic() - started > PROVEN_AFTER else failures + 1
+            self._stopping.wait(min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(failures - 1, 16)))
+
+    def _live(self) -> None:
+        """Be admitted with a new key, and run the worker until it ends."""
+        path = self.folder / f"{self._order.id}.key"
+        path.unlink(missing_ok=True)
+        pair = keys.make(self._order.id, "worker")
+        keys.write(pair, self.folder)
+        admission = self._pool.admit(self._order.id, pair.public)
+        if admission is None:
+            log.info("this worker is not wanted", extra={"id": self._order.id})
+            return
+        command = [
+            *("--run-dir", str(self.folder / "run"), "worker", self._order.model),
+            *("--config", str(self.settings), "--endpoint", admission.endpoint),
+            *("--server-key", admission.server_key, "--key", str(path)),
+            *("--orphan-grace", str(ORPHAN_GRACE)),
+        ]
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            self._process = tied_process.start(command, self.folder / "worker.log")
+        code = tied_process.wait(self._process)
+        log.info("worker ended", extra={"id": self._order.id, "exit_code": code})

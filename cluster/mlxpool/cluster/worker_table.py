@@ -1,0 +1,90 @@
+"""The workers that a pool's broker host has started, and their public keys, in a file.
+
+The broker reads the keys as sections of its settings. A worker that is started again, because its
+node or its process was lost, brings a new key under its old id: the old key is revoked with it, so
+a worker of a node that is only cut off cannot come back beside its successor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from mlxpool.common.transport import keys
+
+FILE = "workers.json"
+KEY_PREFIX = "ray-"  # of the names of workers' keys
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """A worker; `public` is empty until it was admitted, and `node` then where it should be."""
+
+    id: str
+    model: str
+    fingerprint: str
+    public: str = ""
+    node: str = ""
+
+
+class WorkerTable:
+    """Read from its folder and written there at each change. Used by one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError and ValueError for a file that cannot be read."""
+        self._path = folder / FILE
+        self._last = 0
+        self.by_id: dict[str, WorkerRecord] = {}
+        if self._path.exists():
+            table = json.loads(self._path.read_text("utf-8"))
+            self._last = int(table["last"])
+            self.by_id = {row["id"]: WorkerRecord(**row) for row in table["workers"]}
+
+    def add(self, model: str, fingerprint: str) -> WorkerRecord:
+        """A new worker, with an id that no other has had."""
+        self._last += 1
+        record = WorkerRecord(f"w{self._last}", model, fingerprint)
+        self.by_id[record.id] = record
+        self._write()
+        return record
+
+    def admit(self, id: str, public: str, node: str) -> None:
+        """A worker has this key and this place now. Raises KeyError for an unknown id."""
+        self.by_id[id] = replace(self.by_id[id], public=public, node=node)
+        self._write()
+
+    def place(self, id: str, fingerprint: str, node: str) -> None:
+        """A worker is started with these settings, and should be on this node; it has no key."""
+        self.by_id[id] = replace(self.by_id[id], fingerprint=fingerprint, public="", node=node)
+        self._write()
+
+    def remove(self, id: str) -> None:
+        if self.by_id.pop(id, None) is not None:
+            self._write()
+
+    def sections(self) -> str:
+        """The sections of the settings that allow their keys."""
+        return "".join(self._sections())
+
+    def _sections(self) -> Iterator[str]:
+        for record in self.by_id.values():
+            if record.public:
+                head = keys.section(f"{KEY_PREFIX}{record.id}")
+                yield f'\n{head}\nrole = "worker"\npublic = "{record.public}"\n'
+
+    def _write(self) -> None:
+        rows = [asdict(record) for record in self.by_id.values()]
+        replace_text(self._path, json.dumps({"last": self._last, "workers": rows}))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of which a reader sees the old or the new text, never a part."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

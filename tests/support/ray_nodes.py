@@ -1,0 +1,124 @@
+"""Several nodes of a Ray cluster on this machine, whose processes can be killed.
+
+A node is `ray start --block` and all that descends from it: killing it is what the loss of a
+machine is to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from mlxpool.common.closing import Closing
+from support.pool import until
+
+FAST = {  # a lost node is noticed in about 2 s, not in 14
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 2,
+}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+PATIENCE = 90.0  # seconds
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """A process and all below it; none if it is gone."""
+    try:
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class RayNode:
+    """One `ray start`; `processes` notes whom it started, for they may lose their parents."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        program = str(Path(sys.executable).parent / "ray")
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [program, "start", "--block", "--node-ip-address=127.0.0.1", *arguments],
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **QUIET},
+            )
+        self.seen: dict[int, psutil.Process] = {}
+
+    def note(self) -> list[psutil.Process]:
+        """Its processes that run now."""
+        found = descendants(self.process.pid)
+        self.seen.update((each.pid, each) for each in found)
+        return found
+
+    def has(self, pid: int) -> bool:
+        return any(each.pid == pid for each in self.note())
+
+    def kill(self) -> None:
+        """SIGKILL to every process of it, those first that might start others."""
+        self.note()
+        for process in self.seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):  # which compares its time of start
+                process.kill()
+        self.process.wait()
+
+
+class RayNodes(Closing):
+    """A head without room for workers, which the broker runs on, and nodes of two CPUs each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.log = folder / "ray.log"
+        self.temp = Path(tempfile.mkdtemp(prefix="ray-"))
+        self.nodes: list[RayNode] = []
+        self.head = RayNode(
+            self.log,
+            *("--head", f"--port={self.port}", "--num-cpus=0", "--num-gpus=0"),
+            *("--include-dashboard=false", f"--temp-dir={self.temp}"),
+            *("--object-store-memory=80000000", f"--system-config={json.dumps(FAST)}"),
+            *("--resources", json.dumps({"mlxpool_broker": 1})),
+        )
+
+        def listens() -> bool:
+            assert self.head.process.poll() is None, self.log.read_text()
+            with socket.socket() as trial:
+                return trial.connect_ex(("127.0.0.1", self.port)) == 0
+
+        until(listens, "the head listens", PATIENCE)
+
+    def add(self) -> RayNode:
+        """Start a node of two CPUs; it joins soon."""
+        node = RayNode(
+            self.log,
+            *(f"--address={self.address}", "--num-cpus=2", "--num-gpus=0"),
+            "--object-store-memory=80000000",
+        )
+        self.nodes.append(node)
+        return node
+
+    def kill(self, node: RayNode) -> None:
+        self.nodes.remove(node)
+        node.kill()
+
+    def close(self) -> None:
+        """Kill all, and remove their files."""
+        for node in (*self.nodes, self.head):
+            node.kill()
+        shutil.rmtree(self.temp, ignore_errors=True)
