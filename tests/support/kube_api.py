@@ -1,4 +1,4 @@
-"""An API server of Kubernetes on loopback, with its store and nothing else: no node, no controller."""
+"""An API server of Kubernetes on loopback, with its store; no node and no controller."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class KubeApi(Closing):
         self._url = f"https://127.0.0.1:{port}"
         self._processes: list[subprocess.Popen[bytes]] = []
         key = folder / "sa.key"
-        for words in (("genrsa", "-out", key, "2048"), ("rsa", "-in", key, "-pubout", "-out", f"{key}.pub")):
+        for words in (
+            ("genrsa", "-out", key, "2048"),
+            ("rsa", "-in", key, "-pubout", "-out", f"{key}.pub"),
+        ):
             subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True)
         (folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
         try:
