@@ -58,6 +58,7 @@ from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.engine.engine import Engine, MemoryUse, StepResult
+from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.process.edge import Edge, Mailbox
 from mlxpool.worker.process.link import Link
@@ -131,6 +132,7 @@ class StubEngine:
         self.cost = StepCost()
         self.blocks = BlockManager(self, capacity=1 << 30)
         self.spent = 0.0  # processor seconds of `submit` and `collect`
+        self.encoded: EncodedImages[Any] = EncodedImages(0)
         self._on_step = on_step
         self._flights: deque[list[Sequence]] = deque()
         self._collected = 0

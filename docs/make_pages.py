@@ -223,7 +223,7 @@ def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
         yield "| field | type | default | is |\n|---|---|---|---|"
         fields = dataclasses.fields(kind)
         yield "\n".join(_field(each, said.get(each.name, "")) for each in fields) + "\n"
-    for key, value in vars(kind).items():
+    for key, value in _members(kind).items():
         if key.startswith("_") or not _is_documented(value):
             continue
         if isinstance(value, property):
@@ -233,7 +233,16 @@ def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
             yield f"### {name}.{key}\n\n`{word}{key}{_signature(value)}`\n\n{_text(value)}\n"
 
 
-NOT_MADE = frozenset({"Stream", "AsyncStream"})  # a client makes them
+NOT_MADE = frozenset({"Batch", "AsyncBatch", "Stream", "AsyncStream"})  # a client makes them
+
+
+def _members(kind: type[Any]) -> dict[str, Any]:
+    """The members of a class, then those that it has of other classes of the client."""
+    members: dict[str, Any] = {}
+    for each in kind.__mro__:
+        if each.__module__.startswith(mlxpool.client.__name__):
+            members = {**members, **{k: v for k, v in vars(each).items() if k not in members}}
+    return members
 
 
 def _is_documented(value: object) -> bool:

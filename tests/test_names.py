@@ -16,8 +16,8 @@ from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "cancel classify close decide decide_all describe detokenize embed fetch generate job jobs keep"
-    " models release rerank retry stream submit token_texts tokenize tokenize_chat"
+    "cancel classify close decide decide_all describe detokenize embed fetch follow_jobs generate"
+    " job jobs keep models release rerank retry stream submit token_texts tokenize tokenize_chat"
 )
 ROOMS = ("broker", "client", "cluster", "common", "gateway", "worker")
 

@@ -1,7 +1,8 @@
 """Runs many jobs under random faults: of their clients, workers and brokers, and of all at once.
 
 Each job has to be done exactly once in result: whoever reads it, when and from where, gets the ids
-of an undisturbed run, and the feed of ends has it once.
+of an undisturbed run, and the feed of ends has it once. The same holds for the lines of a batch,
+which is sent and worked off meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ WEIGHTS = {
     "broker": 20, "all at once": 5,
 }  # fmt: skip
 PAUSE = 0.2  # seconds until a refused submission is sent again
+BATCH = "storm batch"  # its key
 
 
 class JobStorm(Storm):
@@ -53,10 +55,13 @@ class JobStorm(Storm):
         self.clients: dict[str, Client] = {}  # who submitted it: ipc and tcp are two owners
         self.states: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.lines = plan.streams // 2  # of the batch
 
     def _stream(self, client: Client, number: int) -> None:
         """Submit a job; some are read at once, some from the middle, most are left alone."""
-        key, count = f"storm {number}", 1 + (number * 7919) % self.plan.tokens
+        if number == 0:
+            self._submit_batch(client)
+        key, count = f"storm {number}", self._count(number)
         if not self._submit(client, key, number, count):
             return
         self.counts[key], self.clients[key] = count, client
@@ -64,6 +69,44 @@ class JobStorm(Storm):
             self._read(client, key)
         elif number % 4 == 1:
             self._glance(client, key)
+
+    def _count(self, number: int) -> int:
+        """Ids of the job, or of the line, with this number."""
+        return 1 + (number * 7919) % self.plan.tokens
+
+    def _submit_batch(self, client: Client) -> None:
+        """Send a batch until it is accepted: the same key and lines are the same batch."""
+        lines = [
+            {"prompt": f"line {n}", "options": {"max_tokens": self._count(n), "seed": 10_000 + n}}
+            for n in range(self.lines)
+        ]
+        while self.injector_error is None:
+            try:
+                client.submit_batch(lines, "m", key=BATCH)
+                self.clients[BATCH] = client
+                return
+            except PoolError as error:
+                if not error.retryable:
+                    self.errors[f"{error.code}: {error.message}"] += 1
+                    return
+                time.sleep(PAUSE)
+
+    def _check_batch(self) -> None:
+        """Every line is done, once, with its ids."""
+        if (client := self.clients.pop(BATCH, None)) is None:
+            self.wrong.append("the batch was not accepted")
+            return
+        batch = client.batch(BATCH)
+        if batch.wait()["done"] != self.lines:
+            self.wrong.append(f"the batch: {batch.row}")
+        found = list(batch.results())
+        if [result.line for result in found] != list(range(self.lines)):
+            self.wrong.append(f"lines of the batch: {len(found)} of {self.lines}")
+        for result in found:
+            n = result.line
+            wanted = expected_ids(f"line {n}", 10_000 + n, self._count(n))
+            if result.result is None or list(result.result.ids) != wanted:
+                self.wrong.append(f"line {n}: {result.state} {result.error}")
 
     def _submit(self, client: Client, key: str, number: int, count: int) -> bool:
         """Submit until it is accepted: the same key is the same job. False: refused for good."""
@@ -102,14 +145,17 @@ class JobStorm(Storm):
 
     def _finish(self) -> None:
         """Wait for all jobs; each has one end, and its ids."""
+        self._check_batch()
         end = time.monotonic() + 5 * PATIENCE
         while time.monotonic() < end:
-            rows = [row for one in set(self.clients.values()) for row in one.jobs(after=0)]
+            ends = [row for one in set(self.clients.values()) for row in one.jobs(after=0)]
+            rows = [row for row in ends if "line" not in row]
             if len(rows) >= len(self.counts):
                 break
             time.sleep(PAUSE)
         self.states.update(str(row["state"]) for row in rows)
-        ended = Counter(str(row["key"]) for row in rows)
+        ended = Counter(str(row["key"]) for row in ends)
+        self.wrong += [key for key, count in ended.items() if count != 1]
         self.wrong += [key for key in self.counts if ended[key] != 1]
         self.wrong += [row["key"] for row in rows if row["ids"] != self.counts[row["key"]]]
         for key, client in self.clients.items():
@@ -123,4 +169,9 @@ class JobStorm(Storm):
 
     def report(self) -> dict[str, Any]:
         """Figures beside those of the outcome."""
-        return {"jobs": len(self.counts), "states": dict(self.states), "wrong": self.wrong}
+        return {
+            "jobs": len(self.counts),
+            "lines": self.lines,
+            "states": dict(self.states),
+            "wrong": self.wrong,
+        }

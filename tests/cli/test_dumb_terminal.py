@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlxpool.cli.commands import chat
-from mlxpool.cli.load_progress import StatusLine
+from mlxpool.cli.status_line import StatusLine
 from mlxpool.cli.terminal import ALL_LINES, screen
 
 

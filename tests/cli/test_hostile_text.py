@@ -12,8 +12,8 @@ import pytest
 from mlxpool.cli import conversation, load_progress
 from mlxpool.cli.commands import check, pool, reports, settings, stats
 from mlxpool.cli.commands.top import View
-from mlxpool.cli.load_progress import StatusLine
 from mlxpool.cli.main import main
+from mlxpool.cli.status_line import StatusLine
 from mlxpool.cli.style import Paint, plain
 from mlxpool.cli.target import Target
 from mlxpool.common.config.bounds import ConfigError

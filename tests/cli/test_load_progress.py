@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import load_progress
+from mlxpool.cli import load_progress, status_line
 from mlxpool.cli.load_progress import (
     LoadProgress,
-    StatusLine,
-    in_one_line,
     progress_text,
     remote_worker_needed,
 )
+from mlxpool.cli.status_line import StatusLine, in_one_line
 from mlxpool.cli.target import Target
 from support.pool import PATIENCE
 
@@ -106,7 +105,7 @@ def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
         return seen(LOADING)
 
     monkeypatch.setattr(load_progress, "ask", ask)
-    monkeypatch.setattr(load_progress, "takes_controls", lambda stream: True)
+    monkeypatch.setattr(status_line, "takes_controls", lambda stream: True)
     monkeypatch.setattr(load_progress, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(StatusLine, "show", lambda line, text: shown.append(text))
     before = set(threading.enumerate())

@@ -34,6 +34,7 @@ POOLS = {
     "draining",
     "store_full",
     "store_unavailable",
+    "damaged",
     "internal",
 }
 

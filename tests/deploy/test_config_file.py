@@ -14,7 +14,14 @@ from mlxpool.common.config.schema import BUILTIN, Counting, KeyConfig, ModelConf
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
 # Their defaults depend on the machine, or they have none.
-SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key", "http_keys", "metrics_admin_token"}
+SHOWN_AS_COMMENT = {
+    "run_dir",
+    "models_dir",
+    "secret_key",
+    "http_keys",
+    "metrics_admin_token",
+    "job_notify_secret",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "error": metric_table.FAILURES,
     "kind": metric_table.MEMORY,
     "reason": metric_table.REASONS,
-    "state": (*metric_table.BROKER_STATES, *metric_table.MODEL_STATES, *metric_table.WORKER_STATES),
+    "state": (
+        *metric_table.BROKER_STATES,
+        *metric_table.MODEL_STATES,
+        *metric_table.WORKER_STATES,
+        *metric_table.JOB_STATES,
+        *metric_table.NOTICE_STATES,
+    ),
     "job": ("mlxpool", "mlxpool-gateway"),
     "cause": CAUSES,
     "route": (*ROUTES, *FURTHER_ROUTES),
@@ -150,11 +156,6 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
     unused = {f.name for f in FAMILIES if not used & set(f.series())}
     assert unused == {
         "mlxpool_broker_uptime_seconds",
-        "mlxpool_job_readers",
-        "mlxpool_job_store_bytes",
-        "mlxpool_job_store_max_bytes",
-        "mlxpool_job_store_up",
-        "mlxpool_jobs",
         "mlxpool_poisoned_requests",
         "mlxpool_prefix_cache_tokens_total",
         "mlxpool_request_inference_time_seconds",
@@ -352,6 +353,25 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "MlxpoolSlowConsumers": (
         {f'mlxpool_request_failures_total{_M},error="slow_consumer"}}': "0+1x60"},
         {f'mlxpool_request_failures_total{_M},error="slow_consumer"}}': "0x50 1x10"},
+    ),
+    "MlxpoolJobStoreDown": (
+        {f"mlxpool_job_store_up{_B}}}": "0x60"},
+        {f"mlxpool_job_store_up{_B}}}": "1x57 0 1 1"},
+    ),
+    "MlxpoolJobStoreFull": (
+        {f"mlxpool_job_store_bytes{_B}}}": "80x60", f"mlxpool_job_store_max_bytes{_B}}}": "100x60"},
+        {f"mlxpool_job_store_bytes{_B}}}": "70x60", f"mlxpool_job_store_max_bytes{_B}}}": "100x60"},
+    ),
+    "MlxpoolJobsDead": (
+        {f'mlxpool_jobs{_B},state="dead"}}': "1x30 3x30"},
+        {
+            f'mlxpool_jobs{_B},state="dead"}}': "5x30 4x30",
+            f'mlxpool_jobs{_B},state="done"}}': "0+9x60",
+        },
+    ),
+    "MlxpoolNoticesGivenUp": (
+        {f'mlxpool_job_notices{_B},state="given_up"}}': "0x30 1x30"},
+        {f'mlxpool_job_notices{_B},state="waiting"}}': "0+1x60"},
     ),
 }  # fmt: skip
 

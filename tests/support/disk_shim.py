@@ -45,37 +45,22 @@ def library() -> Path:
     return built
 
 
-class ShimmedProcess(Closing):
-    """A program of tests/support in a process of its own, on the folder `root` with so much room.
+class ShimmedDisk(Closing):
+    """What the library does to the folder `root`, for processes that run in `environment`."""
 
-    Lines that it prints are read by `line`; it is told to go on by `tell`.
-    """
-
-    def __init__(
-        self, module: str, root: Path, *flags: str, log: Path | None = None, room: int = NO_BOUND
-    ) -> None:
+    def __init__(self, root: Path, log: Path | None = None, room: int = NO_BOUND) -> None:
         root.mkdir(exist_ok=True)
         control = root.with_name(root.name + ".control")
         control.write_bytes(struct.pack("<4q", 0, room, 0, 0))
         self._control_file = control.open("r+b")
         self._control = mmap.mmap(self._control_file.fileno(), 32)
-        environment = {
-            **os.environ,
+        self.environment = {
             "LD_PRELOAD": str(library()),
             "DISK_SHIM_ROOT": str(root.resolve()),
             "DISK_SHIM_CONTROL": str(control),
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         }
         if log is not None:
-            environment["DISK_SHIM_LOG"] = str(log)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"support.{module}", str(root), *flags],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+            self.environment["DISK_SHIM_LOG"] = str(log)
 
     def _set(self, index: int, value: int) -> None:
         self._control[8 * index : 8 * index + 8] = struct.pack("<q", value)
@@ -98,6 +83,31 @@ class ShimmedProcess(Closing):
     def fail_syncs(self, count: int) -> None:
         """The next syncs fail with EIO."""
         self._set(2, count)
+
+    def close(self) -> None:
+        self._control.close()
+        self._control_file.close()
+
+
+class ShimmedProcess(ShimmedDisk):
+    """A program of tests/support in a process of its own, on the folder `root` with so much room.
+
+    Lines that it prints are read by `line`; it is told to go on by `tell`.
+    """
+
+    def __init__(
+        self, module: str, root: Path, *flags: str, log: Path | None = None, room: int = NO_BOUND
+    ) -> None:
+        super().__init__(root, log, room)
+        path = os.pathsep.join([str(TESTS), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"support.{module}", str(root), *flags],
+            env={**os.environ, **self.environment, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
 
     def line(self) -> str:
         """The next line that the program prints; "" at its end."""
@@ -133,5 +143,4 @@ class ShimmedProcess(Closing):
                     stream.close()
                 except BrokenPipeError:
                     pass
-        self._control.close()
-        self._control_file.close()
+        super().close()

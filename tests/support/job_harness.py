@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from mlxpool.broker.core import actions as core_actions
 from mlxpool.broker.core.state import JOBS_LINK
@@ -16,7 +16,7 @@ from mlxpool.broker.edge.job_ports import CoreView, job_event
 from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.manager import JobManager
-from mlxpool.broker.jobs.questions import JobPolicy
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol.job_messages import AboutJob, Fetch, JobName, ListJobs, Submit
@@ -24,6 +24,7 @@ from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import unpack_ids
 from support.core_harness import BOOT, ENTROPY, OWNER, Story, request_id
 from support.store_model import StoreModel
+from support.stored_jobs import StoredJobs
 
 WALL = 1_000_000.0  # wall time at the begin of a story
 
@@ -43,17 +44,25 @@ class Reading:
 class JobStory(Story):
     """`settle` lets core, manager and store work until nothing is left to do at this time."""
 
-    def __init__(self, store: StoreModel | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        store: StoreModel | StoredJobs | None = None,
+        policy: JobPolicy = JobPolicy(60.0, 1e9),  # noqa: B008  # frozen
+        **settings: Any,
+    ) -> None:
         self.offset = WALL
         self.told: list[act.Tell] = []
         self.readings: dict[tuple[bytes, int], Reading] = {}
         self.late = False  # commits wait for `settle`
         self.forgotten: list[int] = []  # links
-        self.inbox: list[core_actions.ToClient] = []
+        self.posts: list[act.Post] = []  # notices
+        self.inbox: list[core_actions.ToClient | core_actions.JobSetBack] = []
         self.checks: list[Callable[[Reading, int], None]] = []
         super().__init__(**settings)
-        self.store = store or StoreModel(lambda: self.now + self.offset)
-        self.manager = JobManager(BOOT, CoreView(self.core), lambda: JobPolicy(60.0, 1e9))
+        self.store: Any = store or StoreModel(lambda: self.now + self.offset)
+        self.store.follow(lambda: self.now + self.offset)
+        self.policy = policy
+        self.manager = JobManager(BOOT, CoreView(self.core), lambda: self.policy)
         self.tell_manager(ev.StoreOpened())
         self.settle()
 
@@ -61,7 +70,9 @@ class JobStory(Story):
 
     def _check(self, action: core_actions.Action) -> None:
         super()._check(action)
-        if isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK:
+        if isinstance(action, core_actions.JobSetBack) or (
+            isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK
+        ):
             self.inbox.append(action)
 
     def tell_manager(self, event: ev.Event) -> None:
@@ -75,6 +86,8 @@ class JobStory(Story):
                 self._told(action)
             elif isinstance(action, act.Forget):
                 self.forgotten.append(action.link)
+            elif isinstance(action, act.Post):
+                self.posts.append(action)
             else:
                 self.do(action.event)
 
@@ -82,7 +95,7 @@ class JobStory(Story):
         """Give the manager what the core and the store have for it."""
         while self.inbox or self.store.results:
             while self.inbox:
-                event = job_event(self.inbox.pop(0))
+                event = job_event(self.inbox.pop(0), lambda slot: f"stacks of {slot}")
                 if event is not None:
                     self.tell_manager(event)
             for operation, result in self.store.take():
@@ -105,12 +118,11 @@ class JobStory(Story):
                 self.tell_manager(ev.Wake())
             self.settle()
 
-    def restart(self) -> JobStory:
+    def restart(self) -> Self:
         """The broker dies and another one opens the same store."""
         self.store.crash()
-        following = type(self)(self.store)
+        following = type(self)(self.store, self.policy)
         following.now, following.offset, following._made = self.now, self.offset, self._made
-        self.store._clock = lambda: following.now + following.offset
         return following
 
     # ---- clients ---------------------------------------------------------------------------------
@@ -184,7 +196,8 @@ class JobStory(Story):
     # ---- what is there ---------------------------------------------------------------------------
 
     def job(self, key: str, owner: str = OWNER) -> JobView:
-        return self.store.job(key, owner)
+        job: JobView = self.store.job(key, owner)
+        return job
 
     def assert_state(self, key: str, state: JobState) -> JobView:
         job = self.job(key)

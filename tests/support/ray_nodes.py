@@ -49,7 +49,8 @@ def descendants(pid: int) -> list[psutil.Process]:
 class RayNode:
     """One `ray start`; `processes` notes whom it started, for they may lose their parents."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, temp: Path, *arguments: str) -> None:
+        """Hosts that are killed leave their folders in `temp`."""
         program = str(Path(sys.executable).parent / "ray")
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -57,7 +58,7 @@ class RayNode:
                 stdout=out,
                 stderr=out,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **QUIET},
+                env={**os.environ, **QUIET, "TMPDIR": str(temp)},
             )
         self.seen: dict[int, psutil.Process] = {}
 
@@ -90,6 +91,7 @@ class RayNodes(Closing):
         self.nodes: list[RayNode] = []
         self.head = RayNode(
             self.log,
+            self.temp,
             *("--head", f"--port={self.port}", "--num-cpus=0", "--num-gpus=0"),
             *("--include-dashboard=false", f"--temp-dir={self.temp}"),
             *("--object-store-memory=80000000", f"--system-config={json.dumps(FAST)}"),
@@ -107,6 +109,7 @@ class RayNodes(Closing):
         """Start a node of two CPUs; it joins soon."""
         node = RayNode(
             self.log,
+            self.temp,
             *(f"--address={self.address}", "--num-cpus=2", "--num-gpus=0"),
             "--object-store-memory=80000000",
         )

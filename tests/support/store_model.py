@@ -13,6 +13,8 @@ from typing import Any
 
 from mlxpool.broker.store import operations as op
 from mlxpool.broker.store import records as rec
+from mlxpool.broker.store.batch_operations import ListBatches
+from mlxpool.broker.store.batch_records import BatchList
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Chunk, JobState, JobView, Result, Scope
 
@@ -28,6 +30,7 @@ class Row:
     blobs: tuple[bytes, ...]
     chunks: list[Chunk] = field(default_factory=list)
     priority: int = 0
+    failures: list[rec.Failure] = field(default_factory=list)
 
 
 class StoreModel:
@@ -36,14 +39,20 @@ class StoreModel:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.rows: dict[bytes, Row] = {}
         self.poisons: dict[bytes, float] = {}
+        self.outbox: dict[int, rec.Notice] = {}
         self.inbox: list[Operation] = []
         self.results: list[tuple[Operation, Result]] = []
         self.ended_twice: list[bytes] = []
+        self.damaged: str = ""  # of every request that is fed
         self.refusing: str = ""  # a code: every operation is refused
         self._clock = clock
         self._seen = 0.0
         self._seq = itertools.count(1)
         self._end_seq = itertools.count(1)
+
+    def follow(self, clock: Callable[[], float]) -> None:
+        """Take the time of another story from now on."""
+        self._clock = clock
 
     @property
     def now(self) -> float:
@@ -125,7 +134,7 @@ class StoreModel:
             row.job = replace(row.job, starts=row.job.starts + 1)
             left = None if row.job.deadline is None else row.job.deadline - now
             ids = b"".join(chunk.ids for chunk in row.chunks)
-            fed.append(rec.FedJob(row.job, row.request, row.blobs, ids, left))
+            fed.append(rec.FedJob(row.job, row.request, row.blobs, ids, left, self.damaged))
         later = [row.job.due for row in waiting if row.job.due > now]
         return rec.Fed(tuple(fed), last, min(later, default=None), now)
 
@@ -164,6 +173,9 @@ class StoreModel:
             end_seq=next(self._end_seq),
             forget=None if row.job.keep is None else now + row.job.keep,
         )
+        if row.job.notify:
+            number = row.job.end_seq
+            self.outbox[number] = rec.Notice(row.job, number, 0, now)
         return rec.Changed(row.job)
 
     def _finish(self, o: op.Finish) -> Result:
@@ -173,7 +185,22 @@ class StoreModel:
         row = self.rows[o.id]
         if o.chunk is not None:
             self._append(row, o.chunk, o.facts)
+        self._note(row, o.cause, o.stacks)
         return self._end(row, o.state, o.end, o.cause)
+
+    def _note(self, row: Row, cause: str, stacks: str) -> None:
+        if cause:
+            number = len(row.failures) + 1
+            row.failures.append(rec.Failure(number, self.now, cause, stacks))
+
+    def _set_back(self, o: op.SetBack) -> Result:
+        unfit = self._unfit(o.id, o.gen, None)
+        if unfit is not None:
+            return unfit
+        row = self.rows[o.id]
+        row.job = replace(row.job, charge=o.charge)
+        self._note(row, o.cause, o.stacks)
+        return rec.Done()
 
     def _defer(self, o: op.Defer) -> Result:
         unfit = self._unfit(o.id, o.gen, None)
@@ -189,6 +216,7 @@ class StoreModel:
             starts=starts,
             cause=o.cause,
         )
+        self._note(row, o.cause, o.stacks)
         return rec.Changed(row.job)
 
     def _new_generation(self, o: op.NewGeneration) -> Result:
@@ -215,6 +243,7 @@ class StoreModel:
         if not isinstance(row, Row):
             return row
         self.poisons.pop(row.job.digest, None)
+        self.outbox.pop(row.job.end_seq, None)
         row.job = replace(
             row.job, state=JobState.WAITING, due=self.now, attempts=0, starts=0, charge=0.0,
             end=None, end_seq=0, ended=None, cause="", forget=None, deadline=None,
@@ -247,6 +276,10 @@ class StoreModel:
         row = self.by_name(o.name)
         return rec.UnknownName() if row is None else rec.Found(row.job)
 
+    def _history(self, o: op.ReadHistory) -> Result:
+        row = self.by_name(o.name)
+        return rec.UnknownName() if row is None else rec.History(row.job, tuple(row.failures))
+
     def _page(self, o: op.FetchPage) -> Result:
         row = self.by_name(o.name)
         if row is None:
@@ -272,7 +305,7 @@ class StoreModel:
 
     def _list_ended(self, o: op.ListEnded) -> Result:
         rows = [row.job for row in self.rows.values() if self._of(row.job, o.owner, o.tenant)]
-        found = [job for job in rows if job.state in rec.ENDED and job.end_seq > o.after]
+        found = [job for job in rows if job.end_seq > o.after]
         found.sort(key=lambda job: job.end_seq)
         return rec.JobList(tuple(found[: o.count]), 0)
 
@@ -301,6 +334,30 @@ class StoreModel:
         now = self.now
         return rec.Poisons(tuple((digest, until - now) for digest, until in self.poisons.items()))
 
+    # ---- notices ---------------------------------------------------------------------------------
+
+    def _read_notices(self, o: op.ReadNotices) -> Result:
+        now = self.now
+        open_ones = [one for one in self.outbox.values() if one.given_up is None]
+        due = [one for one in open_ones if one.due <= now and one.end_seq not in o.held]
+        later = min((one.due for one in open_ones if one.due > now), default=None)
+        due.sort(key=lambda one: (one.due, one.end_seq))
+        return rec.Notices(tuple(due[: o.count]), later, now)
+
+    def _notice_sent(self, o: op.NoticeSent) -> Result:
+        self.outbox.pop(o.end_seq, None)
+        return rec.Done()
+
+    def _notice_failed(self, o: op.NoticeFailed) -> Result:
+        one, now = self.outbox.get(o.end_seq), self.now
+        if one is not None:
+            given_up = now if o.delay is None else None
+            due = now + (o.delay or 0.0)
+            self.outbox[o.end_seq] = replace(
+                one, tries=one.tries + 1, due=due, cause=o.cause, given_up=given_up
+            )
+        return rec.Done()
+
     # ---- what is there ---------------------------------------------------------------------------
 
     def job(self, key: str, owner: str = "uid:1", tenant: str = "") -> JobView:
@@ -327,6 +384,11 @@ HANDLERS: dict[type, Callable[[StoreModel, Any], Result]] = {
     op.Progress: StoreModel._progress,
     op.Finish: StoreModel._finish,
     op.Defer: StoreModel._defer,
+    op.SetBack: StoreModel._set_back,
+    op.ReadHistory: StoreModel._history,
+    op.ReadNotices: StoreModel._read_notices,
+    op.NoticeSent: StoreModel._notice_sent,
+    op.NoticeFailed: StoreModel._notice_failed,
     op.NewGeneration: StoreModel._new_generation,
     op.Cancel: StoreModel._cancel,
     op.Retry: StoreModel._retry,
@@ -338,6 +400,7 @@ HANDLERS: dict[type, Callable[[StoreModel, Any], Result]] = {
     op.ListEnded: StoreModel._list_ended,
     op.ReadBacklog: StoreModel._backlog,
     op.ReadFigures: StoreModel._figures,
+    ListBatches: lambda store, asked: BatchList(()),  # stories about batches have a real store
     op.SetPoison: StoreModel._set_poison,
     op.ReadPoisons: StoreModel._poisons,
 }

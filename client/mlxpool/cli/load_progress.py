@@ -14,7 +14,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration, size
-from mlxpool.cli.style import takes_controls, width_of
+from mlxpool.cli.status_line import StatusLine
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
@@ -83,32 +83,6 @@ def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     if not loaded:
         return ""
     return f": {100 * loaded:.0f} %" + (f" of {size(whole)}" if whole else "")
-
-
-def in_one_line(text: str, width: int) -> str:
-    """The text, or as much as a line of `width` characters has room for; reasons go first."""
-    if len(text) >= width:
-        text = text.partition(" (")[0]
-    return text if len(text) < width else f"{text[: width - 2]}…"
-
-
-class StatusLine:
-    """One line of standard error that is written over, if its terminal can; else nothing."""
-
-    def __init__(self) -> None:
-        self.live = takes_controls(sys.stderr)
-        self._shown = False
-
-    def show(self, text: str) -> None:
-        if self.live:
-            self._shown = True  # before the write, so that `clear` works after a Ctrl-C in it
-            sys.stderr.write(f"\r\x1b[K{in_one_line(escape_line(text), width_of(sys.stderr))}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 class LoadProgress(Closing):

@@ -6,24 +6,26 @@ connection or a broker is lost.
 
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.client.batches.outcome import LineResult
 from mlxpool.client.choices import Choices, ChoicesStream
 from mlxpool.client.decisions import Decision, DecisionList
 from mlxpool.client.jobs import Job
 from mlxpool.client.request import ChatTokens
 from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
-from mlxpool.client.sync import Client, Stream
+from mlxpool.client.sync import Batch, Client, Stream
 from mlxpool.client.vectors import Ranked, Ranking, Vectors
 from mlxpool.common.errors import PoolError
 
 if TYPE_CHECKING:
-    from mlxpool.client.aio import AsyncClient, AsyncStream
-    from mlxpool.client.aio_choices import AsyncChoicesStream
+    from mlxpool.client.aio import AsyncBatch, AsyncChoicesStream, AsyncClient, AsyncStream
 
 __all__ = [
+    "AsyncBatch",
     "AsyncChoicesStream",
     "AsyncClient",
     "AsyncStream",
+    "Batch",
     "ChatTokens",
     "Choices",
     "ChoicesStream",
@@ -32,6 +34,7 @@ __all__ = [
     "DecisionList",
     "Delta",
     "Job",
+    "LineResult",
     "Pace",
     "PoolError",
     "Ranked",
@@ -44,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import `aio` at the first use: asyncio takes as long to import as everything else here."""
-    if name in ("AsyncChoicesStream", "AsyncClient", "AsyncStream"):
+    if name in ("AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"):
         from importlib import import_module
 
         return getattr(import_module("mlxpool.client.aio"), name)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import from_client, job_messages, to_client
+from mlxpool.common.protocol import from_client, kept_questions, to_client
+from mlxpool.common.protocol.batch_messages import WaitForProgress
 from mlxpool.common.protocol.frames import Message
 
 # The others may wait for a model.
@@ -17,9 +18,9 @@ ANSWERED_AT_ONCE = frozenset(
         from_client.ListModels.kind,
         from_client.Keep.kind,
         from_client.Cancel.kind,
-        *job_messages.KINDS,
+        *kept_questions.KINDS,
     }
-)
+) - {WaitForProgress.kind}
 CANCELLABLE = from_client.CALLS
 
 OnReply = Callable[[Message | PoolError], None]

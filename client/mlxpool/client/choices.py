@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
-from mlxpool.client.connection import Connection, OpenStream
+from mlxpool.client.connection import Connection
+from mlxpool.client.open_stream import OpenStream
 from mlxpool.client.request import reports_prompt
 from mlxpool.client.stream import Delta, Result
 from mlxpool.common.checks import is_integer, shown

@@ -13,13 +13,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mlxpool.client.calls import Calls
 from mlxpool.client.dealer import Dealer
+from mlxpool.client.open_stream import OpenStream, front_endpoint
 from mlxpool.client.request import (
     Draft,
     Question,
@@ -32,7 +32,6 @@ from mlxpool.client.request import (
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, Frame, Result, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
-from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Content, Message, encoded
@@ -40,43 +39,11 @@ from mlxpool.common.protocol.from_client import Ack, Cancel, Ping
 from mlxpool.common.protocol.job_messages import Fetch
 from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
-from mlxpool.common.transport import endpoints, sockets
 from mlxpool.common.transport.keys import Credentials
 
 ACK_IDS = 64  # ids read before an ack goes out; the rest follows with the next ping
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(eq=False, slots=True)
-class OpenStream:
-    """A stream on its connection: its state, its retries and where its deltas go."""
-
-    state: StreamState
-    retry: StreamRetry
-    draft: Draft  # as it was sent first
-    deadline: float | None  # the user's own, in monotonic seconds
-    deliver: Callable[[Delta | None], None]  # called on the connection's thread; None: the end
-    read: int = 0  # ids that the reader has taken; written by its thread alone
-    finished: bool = False  # the reader has seen the end, or has left; written by its thread alone
-    acked: int = 0  # ids of which the broker knows that they arrived
-
-    def left(self) -> float | None:
-        """Seconds to the user's deadline; None without one."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
-
-
-def _front(run_dir: str | Path | None, endpoint: str | None) -> str:
-    """The endpoint to connect to. Raises as `Connection` does."""
-    if not endpoint:
-        if "://" in str(run_dir):
-            raise BadRequest(
-                f"run_dir is a folder, got {str(run_dir)!r:.200}; give it as endpoint="
-            )
-        return sockets.ipc(Path(run_dir or default_run_dir()), "front")
-    if (fault := endpoints.dial_fault(endpoint)) is not None:
-        raise BadRequest(fault)
-    return endpoint
 
 
 class Connection:
@@ -93,7 +60,7 @@ class Connection:
 
         Raises ValueError for a run directory whose path is too long for a socket.
         """
-        endpoint = _front(run_dir, endpoint)
+        endpoint = front_endpoint(run_dir, endpoint)
         self.timer = SilenceTimer(pace, time.monotonic())
         self._pace = pace
         self._dealer = Dealer(endpoint, credentials)

@@ -56,6 +56,7 @@ def submit(
     key: str | None,
     keep: float | None,
     not_before: float | None,
+    notify: str | None,
 ) -> Question[Job]:
     """Ask to take a job. Raises BadRequest for what cannot be sent."""
     given = dict(options)
@@ -64,9 +65,11 @@ def submit(
     draft = generate(model, prompt, messages_of_chat, tokens, given, images)  # type: ignore[arg-type]
     settings = {name: value for name, value in draft.settings.items() if name != "batch"}
     if keep is not None:
-        settings["keep_ms"] = _milliseconds("keep", keep)
+        settings["keep_ms"] = milliseconds("keep", keep)
     if not_before is not None:
         settings["not_before"] = not_before
+    if notify is not None:
+        settings["notify"] = {"url": notify}
     named = secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
     content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=named)
     return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
@@ -77,7 +80,8 @@ def _job(body: Mapping[str, Any]) -> Job:
     return Job(found.key, found.job, found.gen, found.seed, found.state, found.warnings)
 
 
-def _milliseconds(name: str, seconds: object) -> int:
+def milliseconds(name: str, seconds: object) -> int:
+    """A time that a result is kept, or a batch may take. Raises BadRequest."""
     if not is_number(seconds) or not 0 <= seconds <= messages.MAX_KEEP_MS / 1000:
         raise BadRequest(
             f"{name} is {shown(seconds)}, must be seconds from 0 to {messages.MAX_KEEP_MS // 1000}"
@@ -120,17 +124,17 @@ def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dic
 class Pages:
     """A list of jobs over as many answers as it takes; see `Client.jobs`."""
 
-    def __init__(self, after: int | None, state: str, limit: int) -> None:
+    def __init__(self, after: int | None, state: str, limit: int, batch: str = "") -> None:
         self.rows: list[dict[str, Any]] = []
         self.complete = False
-        self._after, self._state, self._limit = after, state, limit
+        self._after, self._state, self._limit, self._batch = after, state, limit, batch
         self._before = 0
 
     def question(self) -> Question[JobList]:
         """Ask for the next rows."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_LISTED
         count = min(left, messages.MAX_LISTED)
-        asked = ListJobs(self._after, self._before, self._state, limit=count)
+        asked = ListJobs(self._after, self._before, self._state, limit=count, batch=self._batch)
         return Question(os.urandom(ID_BYTES), asked, lambda answer: JobList.parse(answer.body))
 
     def add(self, answer: JobList) -> None:

@@ -51,14 +51,22 @@ def generate(
     Raises BadRequest unless exactly one of prompt, messages and tokens is given, and for a prompt
     or an image that cannot be sent. The broker checks everything else.
     """
+    sampling, others = divide_options(options)
+    settings = {"batch": True, **others}  # one frame a step for all streams of the client
+    return GenerateDraft(model, _prompt(prompt, messages, tokens, images), sampling, settings)
+
+
+def divide_options(
+    options: Mapping[str, object],
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The sampling options among keyword arguments, and the keys of the request."""
     given = {key: value for key, value in options.items() if value is not None}
-    settings: dict[str, object] = {"batch": True}  # one frame a step for all streams of the client
-    settings.update({key: value for key, value in given.items() if key in REQUEST_KEYS})
+    settings = {key: value for key, value in given.items() if key in REQUEST_KEYS}
     sampling = {key: value for key, value in given.items() if key not in REQUEST_KEYS}
     biases = sampling.get("logit_bias")
     if isinstance(biases, Mapping):  # a map's keys are text on the wire
         sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}
-    return GenerateDraft(model, _prompt(prompt, messages, tokens, images), sampling, settings)
+    return sampling, settings
 
 
 def _digits(token: object) -> str:

@@ -27,6 +27,7 @@
         ├── Draining                 draining              (retryable)
         ├── StoreFull                store_full            (retryable)
         ├── StoreUnavailable         store_unavailable     (retryable)
+        ├── Damaged                  damaged
         └── Internal                 internal
 
 `retryable` says whether the same request can succeed later; `retry_after_ms` says when.
@@ -193,6 +194,12 @@ class StoreFull(PoolFault):
 class StoreUnavailable(PoolFault):
     code = "store_unavailable"
     retryable = True
+
+
+class Damaged(PoolFault):
+    """The disk has changed what is stored of a job, which is therefore not served."""
+
+    code = "damaged"
 
 
 class Internal(PoolFault):

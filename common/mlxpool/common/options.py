@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from mlxpool.common.answer_format import check_format
@@ -211,7 +211,7 @@ class Options:
 
     def to_wire(self) -> dict[str, Any]:
         """The map that `parse` reads back to an equal object."""
-        wire = asdict(self)
+        wire = {name: getattr(self, name) for name in _DECLARED}  # asdict copies, at ten times this
         wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         wire["stop"] = list(self.stop)
         return wire

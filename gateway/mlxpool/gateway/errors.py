@@ -30,6 +30,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "jobs_off": (501, "jobs_off"),
     "store_full": (503, "store_full"),
     "store_unavailable": (503, "store_unavailable"),
+    "damaged": (500, "damaged"),
     "queue_full": (429, "queue_full"),
     "over_quota": (429, "over_quota"),
     "deadline_exceeded": (504, "deadline_exceeded"),

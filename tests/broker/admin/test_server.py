@@ -49,6 +49,7 @@ class Admin:
             self._figures,
             lambda answer, now: answer(now),
             lambda answer, now: self.waiting.append(answer),
+            None,
             story.core.state.counters,
         )
 

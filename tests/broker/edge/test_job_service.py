@@ -104,6 +104,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
         made,
         lambda event, now: performed.append(event),
         fenced.append,
+        lambda slot: "",
     )
     writer: Any = service._writer
     service.start()

@@ -10,18 +10,18 @@ import pytest
 from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.edge.page_cancels import PageCancels
-from mlxpool.broker.http.cancel_queue import CancelQueue
+from mlxpool.broker.http.loop_queue import LoopQueue
 from mlxpool.common.errors import BadRequest
 from support.core_harness import Story
 
 
 @pytest.fixture
-def queue() -> Iterator[CancelQueue]:
-    with CancelQueue() as made:
+def queue() -> Iterator[LoopQueue[str]]:
+    with LoopQueue[str]() as made:
         yield made
 
 
-def page_cancels(story: Story, queue: CancelQueue) -> PageCancels:
+def page_cancels(story: Story, queue: LoopQueue[str]) -> PageCancels:
     unused = Controls(
         snapshot=lambda now, listing: pytest.fail("unused"),
         last_dump=lambda slot: None,
@@ -37,7 +37,7 @@ def page_cancels(story: Story, queue: CancelQueue) -> PageCancels:
     return PageCancels(queue, story.core.state, commands)
 
 
-def test_the_request_whose_id_begins_so_is_cancelled(story: Story, queue: CancelQueue) -> None:
+def test_the_request_whose_id_begins_so_is_cancelled(story: Story, queue: LoopQueue[str]) -> None:
     ids = [bytes.fromhex(f"{digits:<032}") for digits in ("aa01", "aa02", "bb")]
     for each in ids:
         story.generate(each)
@@ -47,7 +47,7 @@ def test_the_request_whose_id_begins_so_is_cancelled(story: Story, queue: Cancel
 
 
 def test_the_log_of_operators_commands_has_the_whole_id(
-    story: Story, queue: CancelQueue, caplog: pytest.LogCaptureFixture
+    story: Story, queue: LoopQueue[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     id = bytes.fromhex(f"{'aa01':<032}")
     story.generate(id)
@@ -56,7 +56,7 @@ def test_the_log_of_operators_commands_has_the_whole_id(
     assert [vars(one)["id"] for one in caplog.records if one.message == "operator"] == [id.hex()]
 
 
-def test_what_is_not_one_live_request_is_refused(story: Story, queue: CancelQueue) -> None:
+def test_what_is_not_one_live_request_is_refused(story: Story, queue: LoopQueue[str]) -> None:
     for digits in ("aa01", "aa02"):
         story.generate(bytes.fromhex(f"{digits:<032}"))
     cancels = page_cancels(story, queue)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.http.cancel_queue import Fate
 from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
+from mlxpool.broker.http.loop_queue import Fate
 from mlxpool.broker.http.server import HttpServer
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.errors import BadRequest
@@ -157,7 +157,7 @@ def test_without_a_token_there_is_no_cancel() -> None:
 
 def test_other_paths_take_no_post(server: HttpServer, cancelled: list[str]) -> None:
     status, told, _ = post(server, path="/metrics")
-    assert (status, told) == (405, "only /cancel takes POST, not '/metrics'\n")
+    assert (status, told) == (405, "only /cancel and /jobs take POST, not '/metrics'\n")
 
 
 def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:

@@ -399,6 +399,49 @@ def test_a_poisoned_job_is_dead_and_its_like_refused_until_it_is_retried() -> No
     assert story.answer(like)["state"] == "waiting"
 
 
+def test_a_charge_and_the_stacks_of_a_lost_worker_are_stored_at_once() -> None:
+    story = JobStory()
+    worker, job = started(story, sequences=1)
+    worker.die("killed by SIGSEGV", own=True)
+    story.settle()
+    assert story.assert_state("a", JobState.WAITING).charge == 1.0
+    ((failure),) = story.store.rows[job.id].failures
+    assert failure.cause == "the worker m/0 ended: killed by SIGSEGV"
+    assert failure.stacks == "stacks of m/0"
+    story = story.restart()  # the charge outlives the broker
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    assert job.id in worker.runs
+    worker.die("killed by SIGSEGV", own=True)
+    story.settle()
+    dead = story.assert_state("a", JobState.DEAD)
+    assert "ended two workers" in dead.cause
+    causes = [failure.cause for failure in story.store.rows[job.id].failures]
+    assert len(causes) == 3 and causes[-1] == dead.cause
+
+
+def test_a_commanded_end_of_a_worker_is_no_failure_of_its_jobs() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.die("stopped")
+    story.settle()
+    assert story.store.rows[job.id].failures == [] and story.job("a").charge == 0.0
+
+
+def test_a_job_whose_request_is_damaged_is_dead() -> None:
+    story = JobStory()
+    story.submit("a")
+    story.settle()
+    story.store.damaged = "the disk has changed what is stored of the job 'a': its request"
+    story.ready_worker()
+    story.pass_time(0.3)
+    dead = story.assert_state("a", JobState.DEAD)
+    assert dead.cause == story.store.damaged
+    reading = story.fetch("a")
+    story.settle()
+    assert reading.end is not None and reading.end["code"] == "damaged"
+
+
 def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
     story = JobStory()
     story.submit("bad")

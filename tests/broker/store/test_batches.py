@@ -19,9 +19,17 @@ from mlxpool.broker.store.batch_operations import (
     ReadFile,
     ReadLines,
     ReadOutcomes,
+    ReleaseBatch,
+    RetryBatch,
     SubmitBatch,
 )
-from mlxpool.broker.store.batch_records import MAX_LINE, BatchState, BatchView, Lines
+from mlxpool.broker.store.batch_records import (
+    MAX_LINE,
+    BatchChanged,
+    BatchState,
+    FileDiffers,
+    Lines,
+)
 from mlxpool.broker.store.operations import ListJobs, ReadJob, Submit, Sweep
 from mlxpool.broker.store.records import (
     DuplicateKey,
@@ -31,6 +39,7 @@ from mlxpool.broker.store.records import (
     Scope,
     UnknownName,
 )
+from mlxpool.broker.store.sql import batches
 from mlxpool.broker.store.sql.files import PART
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
 from support.job_store import BEGIN, OpenedStore, finish, job_id, progress, submit
@@ -41,7 +50,7 @@ SCOPE = Scope("a", "", "batch")
 
 def new_file(store: OpenedStore, data: bytes, **fields: Any) -> None:
     store.do(
-        CreateFile(FILE, "a", "", "lines.jsonl", "batch", **fields),
+        CreateFile(FILE, "a", "", "key", "lines.jsonl", "batch", **fields),
         AppendFile(FILE, "a", "", 0, data, last=True),
     )
 
@@ -77,15 +86,21 @@ def add(store: OpenedStore, found: Lines, failed: tuple[int, ...] = ()) -> Any:
 
 def test_a_file_is_made_of_parts_that_may_come_twice(store: OpenedStore) -> None:
     data = bytes(range(256)) * 3000
-    store.one(CreateFile(FILE, "a", "", "name", "batch", keep=50.0))
+    store.one(CreateFile(FILE, "a", "", "key", "name", "batch", keep=50.0))
     for start, end, last in ((0, 10, False), (5, 10, False), (8, 400_000, False)):
         store.one(AppendFile(FILE, "a", "", start, data[start:end], last))
     ahead = store.one(AppendFile(FILE, "a", "", 500_000, b"x"))
     assert (ahead.size, ahead.complete) == (400_000, False)
     done = store.one(AppendFile(FILE, "a", "", 300_000, data[300_000:], last=True))
     assert (done.size, done.complete, done.forget) == (len(data), True, BEGIN + 50)
-    again = store.one(AppendFile(FILE, "a", "", len(data), b"more"))
-    assert again == done
+    assert store.one(AppendFile(FILE, "a", "", 300_000, data[300_000:], last=True)) == done
+    for start, other, last in (
+        (len(data), b"more", False),
+        (7, b"other", False),
+        (0, data[:10], True),
+    ):
+        differs = store.one(AppendFile(FILE, "a", "", start, other, last))
+        assert differs == FileDiffers(done, start)
     read = b""
     while part := store.one(ReadFile(FILE, "a", "", len(read), PART + 7)).data:
         read += part
@@ -100,7 +115,7 @@ def test_a_file_belongs_to_its_owner_and_tenant(store: OpenedStore) -> None:
         assert store.one(DeleteFile(FILE, owner, tenant)) == UnknownName()
         assert store.one(AppendFile(FILE, owner, tenant, 0, b"x")) == UnknownName()
         assert store.one(ListFiles(owner, tenant)).files == ()
-        foreign = store.one(CreateFile(FILE, owner, tenant, "name", "batch"))
+        foreign = store.one(CreateFile(FILE, owner, tenant, "key", "name", "batch"))
         assert isinstance(foreign, Refused)
     assert [file.name for file in store.one(ListFiles("a", "")).files] == ["lines.jsonl"]
     assert store.one(DeleteFile(FILE, "a", "")).id == FILE
@@ -110,7 +125,7 @@ def test_a_file_belongs_to_its_owner_and_tenant(store: OpenedStore) -> None:
 
 def test_a_file_that_an_open_batch_reads_is_kept(store: OpenedStore) -> None:
     new_batch(store)
-    assert store.one(DeleteFile(FILE, "a", "")).code == "store_busy"
+    assert store.one(DeleteFile(FILE, "a", "")).code == "in_use"
     store.store.database.change("UPDATE file SET forget = ?", BEGIN)
     store.one(Sweep())
     assert store.one(ReadFile(FILE, "a", "")).data == b"one\ntwo\nthree\n"
@@ -214,9 +229,9 @@ def test_a_batch_is_submitted_once(store: OpenedStore) -> None:
 
 
 def test_a_batch_needs_a_complete_file_of_its_owner(store: OpenedStore) -> None:
-    store.one(CreateFile(FILE, "a", "", "name", "batch"))
+    store.one(CreateFile(FILE, "a", "", "key", "name", "batch"))
     incomplete = store.one(SubmitBatch(BATCH, SCOPE, b"digest", FILE))
-    assert isinstance(incomplete, Refused) and "not complete" in incomplete.message
+    assert (incomplete.id, incomplete.complete) == (FILE, False)
     foreign = store.one(SubmitBatch(BATCH, Scope("b", "", "k"), b"digest", FILE))
     assert foreign == UnknownName()
 
@@ -244,23 +259,104 @@ def test_a_batch_ends_when_its_jobs_have(store: OpenedStore) -> None:
 def test_a_cancelled_batch_ends_its_waiting_jobs(store: OpenedStore) -> None:
     new_batch(store)
     add(store, lines(store, count=2))
-    held = frozenset({job_id(100)})
-    batch = store.one(CancelBatch(SCOPE, held))
-    assert isinstance(batch, BatchView) and batch.state is BatchState.CANCELLED
-    assert dict(batch.counts) == {JobState.WAITING: 1, JobState.CANCELLED: 1}
+    first = store.one(CancelBatch(SCOPE, count=1))
+    assert [job.id for job in first.jobs] == [job_id(100)]
+    assert first.batch.state is BatchState.CANCELLED and first.batch.live
+    assert dict(first.batch.counts) == {JobState.WAITING: 1, JobState.CANCELLED: 1}
     assert lines(store).lines == ()  # the third is no job any more
     assert store.one(EndBatch(BATCH)).ended is None
-    assert store.one(CancelBatch(SCOPE, count=1)).counts == ((JobState.CANCELLED, 2),)
+    assert store.one(CancelBatch(SCOPE)).batch.counts == ((JobState.CANCELLED, 2),)
     ended = store.one(EndBatch(BATCH))
-    assert (ended.state, ended.ended) == (BatchState.CANCELLED, BEGIN)
-    assert store.one(CancelBatch(SCOPE)) == ended
+    assert (ended.state, ended.ended, ended.live) == (BatchState.CANCELLED, BEGIN, False)
+    assert store.one(CancelBatch(SCOPE)) == BatchChanged(ended, ())
     assert store.one(ReadJob(job_id(101))).job.cause == "its batch was cancelled"
+
+
+def test_dead_lines_of_a_batch_wait_again(store: OpenedStore) -> None:
+    new_batch(store, keep=10.0)
+    add(store, lines(store))
+    store.do(finish(100), finish(101, JobState.DEAD), finish(102, JobState.EXPIRED))
+    assert store.one(EndBatch(BATCH)).forget == BEGIN + 10
+    retried = store.one(RetryBatch(SCOPE, count=1))
+    assert len(retried.jobs) == 1
+    assert (retried.batch.state, retried.batch.ended) == (BatchState.FED, None)
+    assert store.one(RetryBatch(SCOPE)).batch.counts == (
+        (JobState.DONE, 1),
+        (JobState.WAITING, 2),
+    )
+    assert store.one(RetryBatch(SCOPE)).jobs == ()
+    store.do(finish(101), finish(102))
+    assert store.one(EndBatch(BATCH)).counts == ((JobState.DONE, 3),)
+    assert store.one(RetryBatch(Scope("b", "", "batch"))) == UnknownName()
+
+
+def test_the_results_of_a_batch_go_some_at_a_time(store: OpenedStore) -> None:
+    new_batch(store)
+    add(store, lines(store))
+    assert store.one(ReleaseBatch(SCOPE)).forget is None  # it has not ended
+    store.do(finish(100), finish(101), finish(102), EndBatch(BATCH))
+    assert store.one(ReleaseBatch(SCOPE)).forget == BEGIN
+    assert store.one(Sweep(count=2)).more
+    assert store.one(ReadBatch(BATCH)).state is BatchState.ENDED
+    store.one(Sweep(count=2))
+    assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
+    assert store.one(ReadJob(job_id(102))).job.state is JobState.GONE
+    assert store.one(ListJobs(batch=BATCH)).jobs == ()
+
+
+def test_only_so_many_batches_of_an_owner_are_live(store: OpenedStore) -> None:
+    new_batch(store)
+    other = Scope("a", "", "other")
+    refused = store.one(SubmitBatch(b"c" * 16, other, b"digest", FILE, max_live=1))
+    assert isinstance(refused, Refused) and refused.code == "over_quota"
+    assert store.one(SubmitBatch(b"d" * 16, SCOPE, b"digest", FILE, max_live=1)).new is False
+    store.do(CancelBatch(SCOPE), EndBatch(BATCH))
+    assert store.one(ListBatches(live=True)).batches == ()
+    assert store.one(SubmitBatch(b"c" * 16, other, b"digest", FILE, max_live=1)).new
+
+
+def test_batches_are_listed_in_pages(store: OpenedStore) -> None:
+    new_file(store, b"one")
+    for number in range(5):
+        store.now += number % 2  # some were made at the same time
+        scope = Scope("a", "", f"k{number}")
+        store.one(SubmitBatch(b"%16d" % number, scope, b"digest", FILE))
+    found, before = [], b""
+    while True:
+        page = store.one(ListBatches("a", "", count=2, before=before))
+        found += [batch.scope.key for batch in page.batches]
+        before = page.next
+        if not before:
+            break
+    assert found == ["k3", "k4", "k1", "k2", "k0"]
+
+
+def test_lines_are_no_jobs_of_the_list(store: OpenedStore) -> None:
+    new_batch(store)
+    add(store, lines(store))
+    store.submitted(1)
+    assert [job.id for job in store.one(ListJobs("a", "")).jobs] == [job_id(1)]
+    assert len(store.one(ListJobs("a", "", batch=BATCH)).jobs) == 3
+
+
+def test_output_that_is_too_long_for_a_page_is_left_out(
+    store: OpenedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "MAX_OUTPUT", 100)
+    new_batch(store)
+    add(store, lines(store))
+    store.do(*(progress(100, pos) for pos in range(0, 40, 4)), finish(100), finish(101))
+    long, short, waiting = store.one(ReadOutcomes(SCOPE)).outcomes
+    assert (long.whole, long.text, long.ids) == (False, "", b"")
+    assert long.job is not None and long.job.pos == 40
+    assert (short.whole, waiting.text) == (True, "")
 
 
 def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) -> None:
     new_batch(store, b"\n".join(b"%d" % number for number in range(7)))
     add(store, lines(store), failed=(1, 4))
     store.do(progress(100, 0), progress(100, 4), finish(100), finish(103, JobState.DEAD, cause="x"))
+    store.do(progress(105, 0))
     found, after = [], -1
     while True:
         page = store.one(ReadOutcomes(SCOPE, after, count=3))
@@ -271,5 +367,6 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
     assert [outcome.line for outcome in found] == list(range(7))
     assert found[0].text == "".join(f"<{pos}>" for pos in range(8))
     assert len(found[0].ids) == 32
+    assert found[5].ids == b""  # it runs
     assert [outcome.cause for outcome in found] == ["", "not JSON", "", "x", "not JSON", "", ""]
     assert [outcome.label for outcome in found] == [f"l{line}" for line in range(7)]

@@ -16,17 +16,21 @@ from mlxpool.broker.store.operations import (
     FetchPage,
     ListEnded,
     ListJobs,
+    ListNotices,
     NewGeneration,
     NoticeFailed,
     NoticeSent,
     Operation,
     ReadBacklog,
+    ReadHistory,
     ReadJob,
     ReadNotices,
     Release,
     Retry,
+    SetBack,
     SetPoison,
     Sweep,
+    VerifyJobs,
 )
 from mlxpool.broker.store.records import ENDED, JobView, Scope
 from support.job_store import OpenedStore, finish, job_id, progress, submit
@@ -76,6 +80,11 @@ def operation(draw: random.Random) -> Operation:
         lambda: NoticeSent(draw.randrange(9)),
         lambda: NoticeFailed(draw.randrange(9), 2.0),
         lambda: ExportJobs(count=3),
+        lambda: SetBack(id, gen, draw.random(), "a worker ended", "stacks"),
+        lambda: ReadHistory(name),
+        lambda: ListNotices(draw.choice((None, "a"))),
+        lambda: NoticeFailed(draw.randrange(9), None, "refused"),
+        lambda: VerifyJobs(),
     ]
     asked: Operation = draw.choice(choices)()
     return asked

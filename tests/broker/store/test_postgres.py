@@ -145,9 +145,12 @@ def test_a_server_that_does_not_answer_is_told() -> None:
         PostgresOpener("postgresql:///d?host=/nonexistent", MAX_BYTES).open()
 
 
+NEXT = schema.VERSION + 1
+
+
 def changed(database: PostgresDatabase, steps: schema.Steps) -> None:
-    """Bring the tables to version 2."""
-    schema.bring_up_to_date(database, schema.POSTGRES, lambda version: None, 2, steps)
+    """Bring the tables to the next version."""
+    schema.bring_up_to_date(database, schema.POSTGRES, lambda version: None, NEXT, steps)
 
 
 def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
@@ -155,13 +158,15 @@ def test_schemas_of_other_versions(postgres: PostgresServer) -> None:
     with PostgresOpener(url, MAX_BYTES).open() as store:
         store.begin(7, 1.0)
         store.transaction([submit(1)], 1.0)
-    steps = {1: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
+    steps = {schema.VERSION: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
     with PostgresDatabase(url) as database:
         with pytest.raises(psycopg.Error, match="missing"):
-            changed(database, {1: (*steps[1], "UPDATE missing SET a = 1")})
+            changed(
+                database, {schema.VERSION: (*steps[schema.VERSION], "UPDATE missing SET a = 1")}
+            )
         assert database.read_version() == schema.VERSION
         changed(database, steps)
-        assert database.read_version() == 2
+        assert database.read_version() == NEXT
         assert database.execute("SELECT note FROM job") == [("none",)]
-    with pytest.raises(StoreUnusable, match=r"schema 2.*newer"):
+    with pytest.raises(StoreUnusable, match=rf"schema {NEXT}.*newer"):
         PostgresOpener(url, MAX_BYTES).open()

@@ -26,6 +26,7 @@ from mlxpool.broker.store.operations import (
 )
 from mlxpool.broker.store.records import (
     Chunk,
+    Cursor,
     Export,
     ExportedJob,
     JobList,
@@ -219,17 +220,23 @@ def test_everything_of_every_job_is_exported(store: OpenedStore) -> None:
         store.do(progress(number, 0), progress(number, 4))
     store.do(finish(2), finish(3), Release(job_id(3)))
     found: list[ExportedJob] = []
-    after = 0
-    while True:
-        page = store.one(ExportJobs(after=after, max_bytes=1))
-        assert isinstance(page, Export)
+    cursor: Cursor | None = Cursor()
+    while cursor is not None:
+        page = store.one(ExportJobs(cursor, max_bytes=1))
+        assert isinstance(page, Export) and len(page.jobs) <= 1
         found += page.jobs
-        after = page.next
-        if not after:
-            break
-    assert [each.job.id for each in found] == [job_id(1), job_id(2)]
-    assert found[0].blobs == (b"blob", b"\1") and found[0].request == b"request 1"
-    assert found[1].chunks == (chunk(2, 0), chunk(2, 4)) and found[1].job.end == b"end"
+        cursor = page.next
+    for number in (1, 2):
+        of_job = [each for each in found if each.job.id == job_id(number)]
+        assert len(of_job) == 5  # the request, each of two blobs and of two chunks
+        assert [each.request for each in of_job if each.request is not None] == [
+            b"request %d" % number
+        ]
+        blobs = [blob for each in of_job for blob in each.blobs]
+        assert blobs == [(0, b"blob"), (1, bytes([number]))]
+        chunks = [one for each in of_job for one in each.chunks]
+        assert chunks == [chunk(number, 0), chunk(number, 4)]
+    assert len(found) == 10 and found[9].job.end == b"end"
     assert len(store.one(ExportJobs()).jobs) == 2
 
 

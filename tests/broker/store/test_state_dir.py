@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import subprocess
@@ -13,12 +14,25 @@ import pytest
 from mlxpool.broker.store import sqlite_store, state_dir
 from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
-from mlxpool.broker.store.operations import ReadJob
-from mlxpool.broker.store.records import Found
+from mlxpool.broker.store.operations import FeedNext, FetchPage, ReadJob, VerifyJobs
+from mlxpool.broker.store.records import Changed, Fed, Found, Page, Verified
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, SqliteStore
 from mlxpool.broker.store.state_dir import StateDir, check_file_system, file_system
-from support.job_store import BEGIN, BOOT, MAX_BYTES, RESERVE, job_id, submit
+from support import job_store
+from support.job_store import (
+    BEGIN,
+    BOOT,
+    MAX_BYTES,
+    RESERVE,
+    chunk,
+    finish,
+    job_id,
+    progress,
+    submit,
+)
+
+SCHEMA_1 = Path(job_store.__file__).with_name("store_schema_1.sql")
 
 
 def open_folder(path: Path) -> SqliteOpener:
@@ -295,9 +309,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
             folder.open()
 
 
+NEXT, LAST = schema.VERSION + 1, schema.VERSION + 2
 STEPS = {
-    1: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
-    2: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one INTEGER) STRICT"),
+    schema.VERSION: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
+    NEXT: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one {integer}) {strict}"),
 }
 
 
@@ -306,24 +321,26 @@ def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> N
         with_job(folder)
         with folder.open() as store:
             done = schema.bring_up_to_date(
-                store.database, schema.SQLITE, store.copy_before, 3, STEPS
+                store.database, schema.SQLITE, store.copy_before, LAST, STEPS
             )
-            assert done and store.database.read_version() == 3
+            assert done and store.database.read_version() == LAST
             assert store.database.execute("SELECT note FROM job") == [("two",)]
-    (copy,) = tmp_path.glob("before-schema-3-*.db")
+    (copy,) = tmp_path.glob(f"before-schema-{LAST}-*.db")
     with SqliteDatabase(copy, MAX_BYTES) as database:
-        assert database.read_version() == 1
+        assert database.read_version() == schema.VERSION
         assert database.number("SELECT COUNT(*) FROM job") == 1
 
 
 def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
-        steps = {1: STEPS[1], 2: ("UPDATE missing SET a = 1",)}
+        steps = {schema.VERSION: STEPS[schema.VERSION], NEXT: ("UPDATE missing SET a = 1",)}
         with folder.open() as store:
             with pytest.raises(sqlite3.OperationalError, match="no such table: missing"):
-                schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, 3, steps)
-            assert store.database.read_version() == 1
+                schema.bring_up_to_date(
+                    store.database, schema.SQLITE, store.copy_before, LAST, steps
+                )
+            assert store.database.read_version() == schema.VERSION
             store.begin(BOOT, BEGIN)
             (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
             assert isinstance(found, Found)
@@ -334,6 +351,40 @@ def test_a_version_from_which_nothing_leads_is_refused() -> None:
     schema.check_version(2, 3, {2: ()})
     with pytest.raises(StoreUnusable, match="nothing leads from 1 to 3"):
         schema.check_version(1, 3, {2: ()})
+
+
+def test_a_store_of_schema_1_goes_on(tmp_path: Path) -> None:
+    """Its rows have no checksums; what is written from now on has."""
+    with open_folder(tmp_path) as folder:
+        path = folder.folder.database()
+        with contextlib.closing(sqlite3.connect(path)) as old:
+            old.executescript(SCHEMA_1.read_text())
+            old.execute(
+                "INSERT INTO job (id, owner, tenant, key, digest, gen, kind, model, priority,"
+                " seed, state, pos, starts, attempts, charge, submitted, due, size, line, label,"
+                " notify, cause, facts, request) VALUES (?, 'a', '', 'old', x'00', 0, 'generate',"
+                " 'm', 0, 7, 'waiting', 0, 0, 0, 0, 1, 1, 9, -1, '', '', '', x'01', x'02')",
+                (job_id(1),),
+            )
+            old.commit()
+        with folder.open() as store:
+            store.begin(BOOT, BEGIN)
+            assert store.database.read_version() == schema.VERSION
+            results = store.transaction(
+                [
+                    FeedNext("m", 0, 1),
+                    progress(1, 0, facts=b"other"),
+                    finish(1),
+                    VerifyJobs(),
+                    FetchPage(job_id(1)),
+                ],
+                BEGIN,
+            )
+    fed, _, ended, verified, page = results
+    assert isinstance(fed, Fed) and fed.jobs[0].request == b"\2"
+    assert isinstance(ended, Changed) and ended.job.facts == b"\1"
+    assert isinstance(verified, Verified) and (verified.checked, verified.damaged) == (1, ())
+    assert isinstance(page, Page) and page.chunks == (chunk(1, 0),) and page.job.end == b"end"
 
 
 # ---- the choice ----------------------------------------------------------------------------------

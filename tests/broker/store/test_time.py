@@ -167,18 +167,18 @@ def test_a_back_off_is_over_after_a_clock_that_was_set_back(store: OpenedStore) 
 def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
     store.submitted(1, notify="https://there")
     store.submitted(2)
-    assert store.one(ReadNotices()) == Notices((), None)
+    assert store.one(ReadNotices()) == Notices((), None, BEGIN)
     store.do(finish(1), finish(2))
     due = store.one(ReadNotices()).notices
     assert [(each.job.id, each.tries, each.due) for each in due] == [(job_id(1), 0, BEGIN)]
     assert store.one(NoticeFailed(due[0].job.end_seq, 30.0)) == Done()
-    assert store.one(ReadNotices()) == Notices((), BEGIN + 30)
+    assert store.one(ReadNotices()) == Notices((), BEGIN + 30, BEGIN)
     store.open()  # it survives the broker
     store.now += 30
     again = store.one(ReadNotices()).notices
     assert [(each.job.id, each.tries) for each in again] == [(job_id(1), 1)]
     assert store.one(NoticeSent(again[0].job.end_seq)) == Done()
-    assert store.one(ReadNotices()) == Notices((), None)
+    assert store.one(ReadNotices()) == Notices((), None, BEGIN + 30)
 
 
 def test_poison_outlives_the_broker_and_ends(store: OpenedStore) -> None:

@@ -27,7 +27,6 @@ from mlxpool.worker.compute.steps import MAX_FAILED_JOINT_STEPS
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
-from mlxpool.worker.scheduling.sequence import SampledToken
 from mlxpool.worker.scheduling.spans import Span
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.counting_checker import expected_ids, text_of
@@ -252,17 +251,15 @@ def test_handed_back_runs_send_no_end_and_no_later_row() -> None:
 def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    commit = Generation.commit
+    append = Generation.append
 
-    def fails_late(
-        generation: Generation, drawn: SampledToken, eos: frozenset[int], now: float, **forced: Any
-    ) -> Delta:
-        delta = commit(generation, drawn, eos, now, **forced)
+    def fails_late(generation: Generation, token: int, eos: frozenset[int]) -> Delta | None:
+        delta = append(generation, token, eos)
         if generation.sequence.id[0] == 2 and len(generation.sequence.ids) == 3:
             raise RuntimeError("broken text")
         return delta
 
-    monkeypatch.setattr(Generation, "commit", fails_late)
+    monkeypatch.setattr(Generation, "append", fails_late)
     harness = ComputeHarness(step_us=1000).ready()
     for name, count in ((1, 3), (2, 9), (3, 9)):
         harness.admit(name, count=count)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.detokenizer import Detokenizer, WholeTexts
 
 ALPHABET = ["a", "b", "ab", "c", "é", "こ", "𝄞", "\ufffd"]
 BYTES = [*(char.encode() for char in ALPHABET), b"\xe3", b"\x81", b"\xff", b"\xf0\x9d", b"\x00"]
@@ -88,6 +88,18 @@ def test_a_replayed_completion_continues_with_the_same_text(
         rest = [completion.push(token) for token in range(k, len(pieces))]
         assert [*rest, completion.finish()] == texts[k:]
         assert completion.stopped == whole.stopped
+
+
+@given(pieces, stop_lists, st.integers(0, 30))
+def test_texts_that_completions_share_change_nothing(
+    pieces: list[bytes], stops: list[str], known: int
+) -> None:
+    """Those of the first tokens are made before, the others when they are asked for."""
+    texts = WholeTexts(lambda token: pieces[token], pieces[:known])
+    for _ in range(2):
+        completion = Detokenizer(lambda token: pieces[token], tuple(stops), texts)
+        found = [completion.push(token) for token in range(len(pieces))]
+        assert [*found, completion.finish()] == run(pieces, stops)[0]
 
 
 @given(

@@ -12,13 +12,15 @@ from mlxpool.broker.admin.subscriptions import Subscriptions
 from mlxpool.broker.core.events import AnswerLater
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
-from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol import admin, frames, from_client
-from mlxpool.common.protocol.frames import Header, Message, encoded
+from mlxpool.common.errors import Internal, JobsOff, PoolError
+from mlxpool.common.protocol import admin, frames, from_client, job_operations
+from mlxpool.common.protocol.frames import Content, Header, Message, encoded
+from mlxpool.common.protocol.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 log = logging.getLogger("mlxpool.broker")
 
+AskJobs = Callable[[str, Mapping[str, Any], Callable[[Content], None], float], None]
 MAX_PER_TURN = 64  # messages answered before the other sockets are read
 
 
@@ -32,17 +34,20 @@ class AdminServer:
         figures: Callable[[float], Mapping[str, Any]],
         after_scan: AnswerLater,
         after_reload: AnswerLater,
+        ask_jobs: AskJobs | None,
         counters: Counters,
     ) -> None:
         """`after_scan` calls its argument when the models on the disk are known.
 
         `after_reload` reads the settings anew, and calls its argument when they are in force.
+        `ask_jobs` asks about jobs, None: there are none.
         """
         self.peers = peers
         self.subscriptions = Subscriptions(peers, figures)
         self._commands = commands
         self._after_scan = after_scan
         self._after_reload = after_reload
+        self._ask_jobs = ask_jobs
         self._counters = counters
 
     def serve(self, now: float) -> None:
@@ -70,8 +75,31 @@ class AdminServer:
             self._after_scan(partial(self._answer, number, message), now)
         elif message.kind == admin.RELOAD:
             self._after_reload(partial(self._answer, number, message), now)
+        elif message.kind in job_operations.KINDS:
+            self._about_jobs(number, message, now)
         else:
             self._answer(number, message, now)
+
+    def _about_jobs(self, number: int, message: Message, now: float) -> None:
+        """Have a question about jobs answered, when the store has."""
+        kind, id = message.kind, message.header.id
+
+        def answer(content: Content) -> None:
+            shown = kind if not isinstance(content, Failed) else content.kind
+            try:
+                header = Header(shown, id)
+                self._send(number, frames.encode(header, content.body(), max_body=frames.MAX_FRAME))
+            except PoolError as error:
+                self._send(number, encoded(Failed.of(error), id))
+
+        try:
+            if self._ask_jobs is None:
+                raise JobsOff(JOBS_OFF)
+            if kind in job_operations.CHANGING:
+                log.info("operator", extra={"command": kind, **_named(message.body)})
+            self._ask_jobs(kind, message.body, answer, now)
+        except PoolError as refused:
+            self._send(number, encoded(Failed.of(refused), id))
 
     def _answer(self, number: int, message: Message, now: float) -> None:
         id = message.header.id
@@ -100,3 +128,9 @@ class AdminServer:
         except Exception:  # a bug in the figures must not end the pool
             self._counters.internal_errors += 1
             log.exception("a picture failed")
+
+
+def _named(body: Mapping[str, Any]) -> dict[str, str]:
+    """Which job a command names, for the log."""
+    id = body.get("job")
+    return {"job": id.hex() if isinstance(id, bytes) else repr(body.get("key"))[:80]}

@@ -57,6 +57,20 @@ class DumpStacks:
 
 
 @dataclass(frozen=True, slots=True)
+class JobSetBack:
+    """Tell the job manager that a worker which ran a job was lost; the job's run goes on, or fails.
+
+    `charge` is how far the ends of workers speak against the job now. `cause` is a sentence.
+    """
+
+    id: bytes
+    attempt: int
+    slot: str
+    charge: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopPool:
     """The drain of the pool is complete."""
 
@@ -70,4 +84,14 @@ class Note:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-Action = ToClient | ToWorker | StartWorker | StopWorker | ForgetLink | DumpStacks | StopPool | Note
+Action = (
+    ToClient
+    | ToWorker
+    | StartWorker
+    | StopWorker
+    | ForgetLink
+    | DumpStacks
+    | JobSetBack
+    | StopPool
+    | Note
+)

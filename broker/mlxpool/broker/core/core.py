@@ -60,7 +60,7 @@ class Core:
         dispatcher = Dispatcher(state, outbox, pool, delivery)
         self._calls = calls = Calls(state, outbox, pool)
         self.admission = admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
-        failover = Failover(state, pool, ended, delivery, dispatcher, calls)
+        failover = Failover(state, outbox, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
         self._scaling = ReplicaScaling(state, outbox, pool, drainer)
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)

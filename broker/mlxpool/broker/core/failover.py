@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import JobSetBack
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.state import State
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import JOBS_LINK, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
@@ -25,6 +27,7 @@ class Failover:
     def __init__(
         self,
         state: State,
+        outbox: Outbox,
         pool: WorkerPool,
         ended: EndedRequests,
         delivery: Delivery,
@@ -32,6 +35,7 @@ class Failover:
         calls: Calls,
     ) -> None:
         self._state = state
+        self._outbox = outbox
         self._pool = pool
         self._ended = ended
         self._delivery = delivery
@@ -75,6 +79,8 @@ class Failover:
                 run.batch_bound = blame.batch_bound(run.charge, len(lost))
             cleared = bool(shares) and not share  # another request was named
             run.resumes_without_progress += int(counts and not cleared)
+            if request.reader.link == JOBS_LINK and cause not in exit_causes.COMMANDED:
+                self._tell_jobs(request, worker, cause)
             self._resume(request, worker, cause, now)
         self._calls.worker_lost(worker, cause, shares)
 
@@ -101,6 +107,12 @@ class Failover:
         worker.ended_by_charged_request |= any(
             charge >= blame.ALONE_CHARGE and shares[id] >= 1 for id, charge in charges.items()
         )
+
+    def _tell_jobs(self, request: Request, worker: Worker, cause: str) -> None:
+        """The charge of a job has to outlive this broker, and its history has the loss."""
+        where = exit_causes.ended(worker.slot, cause)
+        attempt, charge = request.reader.attempt, request.run.charge
+        self._outbox.add(JobSetBack(request.id, attempt, worker.slot, charge, where))
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
         """Queue a request of a lost worker again, or fail it with the reason against that."""

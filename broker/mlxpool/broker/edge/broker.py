@@ -28,6 +28,7 @@ from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 from mlxpool.broker.edge.page_cancels import PageCancels
+from mlxpool.broker.edge.page_jobs import PageJobs
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
@@ -37,6 +38,7 @@ from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
+from mlxpool.broker.store.records import MAX_STACKS
 from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
@@ -176,6 +178,7 @@ class Broker:
             self.endpoints.front,
             self.perform,
             on_fenced=lambda now: self.lifecycle.end_at_once(now),
+            stacks=lambda slot: self.supervisor.stacks(slot, MAX_STACKS),
         )
 
     def _build_operations(self, reread: Callable[[], PoolConfig] | None) -> None:
@@ -216,12 +219,16 @@ class Broker:
         self.page_cancels = None
         if self.http is not None and self.http.cancels is not None:
             self.page_cancels = PageCancels(self.http.cancels, self.state, commands)
+        self.page_jobs = None
+        if self.http is not None and self.http.jobs is not None:
+            self.page_jobs = PageJobs(self.http.jobs, self.jobs)
         self.admin = AdminServer(
             self.endpoints.admin,
             commands,
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.reloader.after_reload,
+            None if self.jobs is None else self.jobs.ask,
             self.counters,
         )
         self.signals = Signals(self.lifecycle, self.supervisor.kill_all, self.reloader.begin)
@@ -249,6 +256,8 @@ class Broker:
             add_task(self.jobs.serve, self.jobs.next_wake)
         if self.page_cancels is not None:
             add_source(self.page_cancels.waker, self.page_cancels.serve)
+        if self.page_jobs is not None:
+            add_source(self.page_jobs.waker, self.page_jobs.serve)
         add_task(self.catalogue.answer_waiting, self.catalogue.next_wake)
         add_task(self._wake_core, self.core.next_wake)
         add_task(self.worker_processes.observe, self.supervisor.next_wake)

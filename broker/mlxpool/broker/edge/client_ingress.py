@@ -18,18 +18,14 @@ from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError
-from mlxpool.common.protocol import frames, from_client, job_messages
+from mlxpool.common.protocol import frames, from_client, kept_questions
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
-from mlxpool.common.protocol.job_messages import names_a_job, parse_question
+from mlxpool.common.protocol.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
-JOBS_OFF = (
-    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
-    " state_dir in [pool]"
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -162,13 +158,16 @@ def new_seed() -> int:
 def question_of(
     link: int, owner: str, message: Message, entropy: Callable[[], int]
 ) -> job_events.Asked | None:
-    """The event of a message about jobs; None for another one. Raises BadRequest without an id."""
+    """The event of a question to the job manager; None for another message.
+
+    Raises BadRequest without an id.
+    """
     header, kind = message.header, message.kind
-    if kind not in job_messages.KINDS and not names_a_job(message):
+    if not kept_questions.asks(message):
         return None
     if header.id is None:
         raise BadRequest(f"{kind!r} needs an id of {frames.ID_BYTES} bytes")
-    asked = _parsed(parse_question, kind, message.body, message.blobs)
+    asked = _parsed(kept_questions.parse_question, kind, message.body, message.blobs)
     job_id = secrets.token_bytes(frames.ID_BYTES)
     return job_events.Asked(link, owner, header.id, header.attempt, asked, job_id, entropy())
 

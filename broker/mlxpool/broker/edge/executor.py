@@ -67,7 +67,7 @@ class Actions:
         perform: Perform,
         dump_stacks: Callable[[str], None],
         stop_pool: Callable[[float], None],
-        deliver_to_jobs: Callable[[act.ToClient], None],
+        deliver_to_jobs: Callable[[act.ToClient | act.JobSetBack], None],
     ) -> None:
         self._front = front
         self._sessions = sessions
@@ -105,6 +105,9 @@ class Actions:
     def dump_stacks(self, action: act.DumpStacks, now: float) -> None:
         self._dump_stacks(action.slot)
 
+    def job_set_back(self, action: act.JobSetBack, now: float) -> None:
+        self._deliver_to_jobs(action)
+
     def stop_pool(self, action: act.StopPool, now: float) -> None:
         self._stop_pool(now)
 
@@ -120,6 +123,7 @@ PERFORM: dict[type, Callable[..., None]] = {
     act.StopWorker: Actions.stop_worker,
     act.ForgetLink: Actions.forget_link,
     act.DumpStacks: Actions.dump_stacks,
+    act.JobSetBack: Actions.job_set_back,
     act.StopPool: Actions.stop_pool,
     act.Note: Actions.note,
 }

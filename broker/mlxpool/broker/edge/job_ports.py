@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlxpool.broker.core import actions as core_actions
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.jobs import events as ev
@@ -68,8 +70,14 @@ class CoreView:
         return known is not None and not known.lost
 
 
-def job_event(action: core_actions.ToClient) -> ev.Output | ev.RunEnded | None:
-    """What a message of the core to JOBS_LINK tells the manager; None: nothing."""
+def job_event(
+    action: core_actions.ToClient | core_actions.JobSetBack, stacks: Callable[[str], str]
+) -> ev.Output | ev.RunEnded | ev.SetBack | None:
+    """What the core tells the manager, None: nothing; `stacks` finds those of a slot's worker."""
+    if isinstance(action, core_actions.JobSetBack):
+        return ev.SetBack(
+            action.id, action.attempt, action.charge, action.cause, stacks(action.slot)
+        )
     message, header = action.message, action.header
     if isinstance(message, Deltas):
         return ev.Output(message.rows)

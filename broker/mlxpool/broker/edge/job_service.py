@@ -7,10 +7,12 @@ again while its actions are performed, and what a turn brings is handled togethe
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from mlxpool.broker.core import actions as core_actions
 from mlxpool.broker.core import events as core_events
@@ -21,7 +23,10 @@ from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.manager import JobManager
-from mlxpool.broker.jobs.questions import JobPolicy
+from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
+from mlxpool.broker.notices.posting import Outcome
+from mlxpool.broker.notices.signing import read_secrets
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result
@@ -30,23 +35,27 @@ from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Header, encoded
+from mlxpool.common.protocol import frames, job_operations
+from mlxpool.common.protocol.frames import Content, Header, encoded
 from mlxpool.common.protocol.from_client import Ack
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.transport.waker import Waker
+from mlxpool.common.web_targets import Allowed
 
 log = logging.getLogger("mlxpool.broker")
 
 CLOSE_TIMEOUT = 5.0  # seconds for what jobs have left to write when the broker ends
 CLOSE_POLL = 0.005  # seconds between two looks for results meanwhile
+OPERATORS = -1  # the link of questions that `JobService.ask` brought
+Answer = Callable[[Content], None]
 OPEN = (HealthState.OK, HealthState.FULL)
 
 
 class JobService(Closing):
     """Owned by the broker's thread. `waker` is readable when the store has results.
 
-    Raises StoreError if the store cannot be opened, or another broker has it.
+    Raises StoreError if the store cannot be opened, or another broker has it, and ConfigError if
+    the secrets of notices cannot be read.
     """
 
     def __init__(
@@ -57,22 +66,31 @@ class JobService(Closing):
         peers: Peers,
         perform: Perform,
         on_fenced: Callable[[float], None],
+        stacks: Callable[[str], str],
     ) -> None:
-        """`on_fenced` is called when another broker has taken the store: this one has to end."""
+        """`on_fenced` is called when another broker has taken the store: this one has to end.
+
+        `stacks` finds those that the newest worker of a slot has written.
+        """
         config = settings()
         self._boot = boot
+        if config.job_notify_secret is not None:
+            read_secrets(config.job_notify_secret)  # a wrong one is told at the start
         self.waker = Waker()
         self._writer = StoreWriter(
             opener(config.state_dir, config.state_bytes, config.job_key_life),
             boot,
             self.waker.wake,
         )
+        self._courier = Courier(lambda: _posting_rules(settings()), self.waker.wake)
         self._manager = JobManager(boot, CoreView(core), lambda: _policy(settings()))
         self._counters = core.state.counters
         self._peers = peers
         self._perform = perform
         self._on_fenced = on_fenced
+        self._stacks = stacks
         self._inbox: deque[ev.Event] = deque()
+        self._asking: dict[bytes, Answer] = {}  # questions of operators that are not answered yet
         self._results: deque[tuple[Operation, Result]] = deque()  # refused at once
         self._health = HealthState.CLOSED
 
@@ -83,9 +101,9 @@ class JobService(Closing):
 
     # ---- what comes ----------------------------------------------------------------------------
 
-    def deliver(self, action: core_actions.ToClient) -> None:
-        """The core has sent something to JOBS_LINK."""
-        event = job_event(action)
+    def deliver(self, action: core_actions.ToClient | core_actions.JobSetBack) -> None:
+        """The core has sent something to JOBS_LINK, or a job was set back."""
+        event = job_event(action, self._stacks)
         if event is not None:
             self._inbox.append(event)
 
@@ -99,6 +117,16 @@ class JobService(Closing):
             if isinstance(event, ev.Asked):
                 actions.append(self._answer_of_fault(event))
         self._act(actions, now)
+
+    def ask(self, kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
+        """Have an operator's question answered: `answer` gets its content, now or later.
+
+        Raises BadRequest for a question that cannot be asked.
+        """
+        owner, question = job_operations.parse_question(kind, body)
+        id = secrets.token_bytes(frames.ID_BYTES)
+        self._asking[id] = answer
+        self.handle(ev.Asked(OPERATORS, owner, id, 0, question, operator=True), now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
         """A client has acknowledged ids, perhaps of readings."""
@@ -114,6 +142,8 @@ class JobService(Closing):
         self.waker.drain()
         self._check_health(now)
         self._take_results()
+        for end_seq, outcome in self._courier.take():
+            self._inbox.append(_posted(end_seq, outcome))
         while self._inbox or self._results:
             while self._inbox:
                 self.handle(self._inbox.popleft(), now)
@@ -177,11 +207,16 @@ class JobService(Closing):
                 self._tell(action, now)
             elif isinstance(action, act.Forget):
                 self._peers.forget(action.link)
+            elif isinstance(action, act.Post):
+                self._courier.post(Posting(action.end_seq, action.id, action.url, action.body))
             else:
                 self._perform(action.event, now)
 
     def _tell(self, action: act.Tell, now: float) -> None:
         header, message = action.header, action.message
+        if action.link == OPERATORS:
+            self._asking.pop(header.id or b"")(message)
+            return
         try:
             parts = frames.encode(header, message.body(), message.blobs())
         except PoolError as error:
@@ -201,10 +236,30 @@ class JobService(Closing):
         while self._manager.busy and self._health in OPEN and time.monotonic() < end:
             self.serve(time.monotonic())
             time.sleep(CLOSE_POLL)
+        self._courier.close()
         if not self._writer.close(CLOSE_TIMEOUT):
             log.warning("the store of jobs was not closed in time")
         self.waker.close()
 
 
 def _policy(config: PoolConfig) -> JobPolicy:
-    return JobPolicy(config.job_keep, config.job_keep_max, config.quota_jobs)
+    return JobPolicy(
+        config.job_keep,
+        config.job_keep_max,
+        config.quota_jobs,
+        config.job_notify_url,
+        config.job_notify_for,
+        _allowed(config),
+    )
+
+
+def _allowed(config: PoolConfig) -> Allowed:
+    return Allowed.of(config.job_notify_hosts, config.job_notify_networks)
+
+
+def _posting_rules(config: PoolConfig) -> PostingRules:
+    return PostingRules(_allowed(config), config.job_notify_secret)
+
+
+def _posted(end_seq: int, outcome: Outcome) -> ev.Posted:
+    return ev.Posted(end_seq, outcome.delivered, outcome.why, outcome.final, outcome.retry_after)

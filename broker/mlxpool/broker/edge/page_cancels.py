@@ -11,13 +11,13 @@ from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.from_client import Cancel
 
 if TYPE_CHECKING:
-    from mlxpool.broker.http.cancel_queue import CancelQueue, Fate
+    from mlxpool.broker.http.loop_queue import Fate, LoopQueue
 
 
 class PageCancels:
     """Owned by the broker's thread. `waker` is readable when `serve` is due."""
 
-    def __init__(self, queue: CancelQueue, state: State, commands: Commands) -> None:
+    def __init__(self, queue: LoopQueue[str], state: State, commands: Commands) -> None:
         """`state` is only read: the command changes it."""
         self.waker = queue.waker
         self._queue = queue

@@ -1,7 +1,7 @@
 """Serves the status page, `/metrics`, `/healthz`, `/readyz` and `/stats` over HTTP.
 
-Its threads share two things with the broker's loop: the latest snapshot, and the cancels that
-operators ask for.
+Its threads share two things with the broker's loop: the latest snapshot, and what operators ask
+for.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from socketserver import TCPServer
 from time import monotonic
 from typing import Any
 
-from mlxpool.broker.http import cancel_route
-from mlxpool.broker.http.cancel_queue import CancelQueue
 from mlxpool.broker.http.cancel_route import CancelRoute
 from mlxpool.broker.http.connections import MAX_SECONDS, Connections, Stage
+from mlxpool.broker.http.jobs_route import JobsRoute, Question
 from mlxpool.broker.http.latest_snapshot import LatestSnapshot, Unavailable
+from mlxpool.broker.http.loop_queue import LoopQueue
 from mlxpool.broker.http.operator_access import host_refusal, is_loopback
+from mlxpool.broker.http.operator_route import OperatorRoute
 from mlxpool.broker.http.routes import (
     HEADERS,
     HOME,
@@ -37,6 +38,7 @@ from mlxpool.common.config.bounds import host_port
 
 log = logging.getLogger("mlxpool.broker")
 
+POST_PATHS = (CancelRoute.path, JobsRoute.path)
 BACKLOG = 128  # connections that the kernel queues until they are accepted
 POLL_INTERVAL = 0.1  # seconds between two looks for overdue connections, or for the end
 # Seconds for which a thread that writes text may hold the interpreter while the loop wants it.
@@ -54,17 +56,22 @@ class HttpServer(Closing):
     ) -> None:
         """`history_interval`: seconds between two points of the history.
 
-        `operator_token` is the digest of the token with which requests may be cancelled.
+        `operator_token` is the digest of the token with which operators may change the pool.
         """
         host, port = host_port(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.latest = LatestSnapshot()
-        self.cancels = None if operator_token is None else CancelQueue()
-        route = None
-        if self.cancels is not None and operator_token is not None:
-            route = CancelRoute(self.cancels, operator_token)
+        self.cancels: LoopQueue[str] | None = None
+        self.jobs: LoopQueue[Question] | None = None
+        operator_routes: tuple[OperatorRoute[Any], ...] = ()
+        if operator_token is not None:
+            self.cancels, self.jobs = LoopQueue(), LoopQueue()
+            operator_routes = (
+                CancelRoute(self.cancels, operator_token),
+                JobsRoute(self.jobs, operator_token),
+            )
         try:
-            self._server = _Server((host, port), family, self.latest, route)
+            self._server = _Server((host, port), family, self.latest, operator_routes)
         except OSError as error:
             self._close_exchanges()
             raise OSError(
@@ -113,8 +120,9 @@ class HttpServer(Closing):
     def _close_exchanges(self) -> None:
         """What the threads wait for at the loop; they get Unavailable."""
         self.latest.close()
-        if self.cancels is not None:
-            self.cancels.close()
+        for queue in (self.cancels, self.jobs):
+            if queue is not None:
+                queue.close()
 
     def close(self) -> None:
         self._closing.set()
@@ -137,13 +145,13 @@ class _Server(ThreadingHTTPServer):
         address: tuple[str, int],
         family: socket.AddressFamily,
         latest: LatestSnapshot,
-        cancel_route: CancelRoute | None,
+        operator_routes: tuple[OperatorRoute[Any], ...],
     ) -> None:
         self.address_family = family
         self.loopback = is_loopback(address[0])  # only this machine can ask
         self.latest = latest
-        self.cancel_route = cancel_route
-        self.renderers = Renderers(cancels=cancel_route is not None)
+        self.operator_routes = {route.path: route for route in operator_routes}
+        self.renderers = Renderers(cancels=bool(operator_routes))
         self.connections = Connections()
         super().__init__(address, _Handler)
 
@@ -192,14 +200,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*self._post_answer())
 
     def _post_answer(self) -> Answer:
-        route = self.server.cancel_route
-        if self.path != cancel_route.PATH:
-            only = f"only {cancel_route.PATH} takes POST, not {self.path!r:.80}\n"
+        if self.path not in POST_PATHS:
+            only = f"only {' and '.join(POST_PATHS)} take POST, not {self.path!r:.80}\n"
             return HTTPStatus.METHOD_NOT_ALLOWED, TEXT, only.encode()
+        route = self.server.operator_routes.get(self.path)
         if route is None:
-            off = "requests can be cancelled here only with pool.metrics_admin_token\n"
+            off = "operators can change the pool here only with pool.metrics_admin_token\n"
             return HTTPStatus.NOT_FOUND, TEXT, off.encode()
-        body = cancel_route.read_body(self.headers, self.rfile)
+        body = route.read_body(self.headers, self.rfile)
         self.server.connections.set_stage(self.connection, Stage.ANSWER)
         return route.answer(self.headers, body, self.client_address[0])
 

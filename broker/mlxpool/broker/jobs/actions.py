@@ -43,7 +43,17 @@ class Forget:
     link: int
 
 
-Action = Store | Tell | Perform | Forget
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Post a notice to a URL; what came of it comes back as `Posted`."""
+
+    end_seq: int
+    id: str
+    url: str
+    body: bytes
+
+
+Action = Store | Tell | Perform | Forget | Post
 Then = Callable[[Result, float], None]  # takes the result of an operation, and the time
 
 
@@ -79,6 +89,9 @@ class Outbox:
 
     def perform(self, event: Event) -> None:
         self._actions.append(Perform(event))
+
+    def post(self, notice: Post) -> None:
+        self._actions.append(notice)
 
     def forget(self, link: int) -> None:
         self._actions.append(Forget(link))

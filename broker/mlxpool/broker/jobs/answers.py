@@ -21,6 +21,8 @@ _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
     "store_busy": (errors.QueueFull, BUSY_RETRY_MS),
     "store_closed": (errors.StoreUnavailable, BUSY_RETRY_MS),
     "store_error": (errors.Internal, None),
+    "damaged": (errors.Damaged, None),
+    "in_use": (errors.BadRequest, None),
 }
 
 
@@ -67,6 +69,8 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
         "forget": job.forget,
         "cause": job.cause,
         "bytes": job.size,
+        **({"damaged": job.damaged} if job.damaged else {}),
+        **({} if job.batch is None else {"batch": job.batch, "line": job.line, "id": job.label}),
     }
 
 

@@ -6,25 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol import job_operations
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.job_messages import AboutJob, Fetch, ListJobs, Submit
+from mlxpool.common.protocol.kept_questions import Question
 from mlxpool.common.protocol.to_client import Done, Failed
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client asks about jobs. `message` is the error that parsing raised if the body is bad.
+    """A client asks about jobs, files or batches.
 
-    `new_id` and `seed` are drawn; a job that is new gets them.
+    `message` is the error that parsing raised if the body is bad. `new_id` and `seed` are drawn; a
+    job that is new gets them. `operator`: an operator asks, who may look at and change the jobs of
+    all; then `owner` is the one that the question names.
     """
 
     link: int
     owner: str
     id: bytes
     attempt: int
-    message: Submit | Fetch | ListJobs | AboutJob | PoolError
+    message: Question | job_operations.Question | PoolError
     new_id: bytes = b""
     seed: int = 0
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,31 @@ class RunEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class SetBack:
+    """A worker that ran a job was lost; its run goes on, or `RunEnded` follows.
+
+    `stacks` are those of its threads if it hung or crashed on this machine, "" else.
+    """
+
+    id: bytes
+    attempt: int
+    charge: float
+    cause: str
+    stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A try to post a notice is over. `why` it failed; `final`: no other try can help."""
+
+    end_seq: int
+    delivered: bool
+    why: str = ""
+    final: bool = False
+    retry_after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOpened:
     """The store takes operations: for the first time, or again after a failure of the disk."""
 
@@ -83,5 +112,15 @@ class Wake:
 
 
 Event = (
-    Asked | Acknowledged | ReaderLeft | Output | RunEnded | StoreOpened | StoreLost | Closing | Wake
+    Asked
+    | Acknowledged
+    | ReaderLeft
+    | Output
+    | RunEnded
+    | SetBack
+    | Posted
+    | StoreOpened
+    | StoreLost
+    | Closing
+    | Wake
 )

@@ -9,7 +9,10 @@ from mlxpool.broker.store.records import JobState, StoreFigures
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """Counts of jobs by state, and bytes. The fields are the keys of `jobs` in `ps` and `stats`."""
+    """Counts of jobs by state, and bytes; lines of batches are jobs.
+
+    The fields are the keys of `jobs` in `ps` and `stats`.
+    """
 
     waiting: int
     running: int
@@ -20,10 +23,13 @@ class JobFigures:
     readers: int
     bytes: int  # that the store takes on the disk
     max_bytes: int  # that it may take
+    notices: int = 0  # that were not delivered yet
+    notices_given_up: int = 0
     store: str = "ok"  # opening | ok | full | failed | fenced | closed
+    batches: int = 0  # that have not ended
 
     @classmethod
-    def of(cls, stored: StoreFigures, running: int, readers: int) -> JobFigures:
+    def of(cls, stored: StoreFigures, running: int, readers: int, batches: int) -> JobFigures:
         counts = dict(stored.states)
         waiting = counts.get(JobState.WAITING, 0)
         ended = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
@@ -38,4 +44,7 @@ class JobFigures:
             readers,
             stored.used,
             stored.bound,
+            stored.notices,
+            stored.given_up,
+            batches=batches,
         )

@@ -14,18 +14,33 @@ from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Action, Outbox
 from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.batch_questions import BatchQuestions
+from mlxpool.broker.jobs.batches import Batches
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.figures import JobFigures
-from mlxpool.broker.jobs.questions import JobPolicy, Questions
+from mlxpool.broker.jobs.file_questions import FileQuestions
+from mlxpool.broker.jobs.notices import NoticeQueue
+from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.jobs.questions import Questions
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
 from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store import operations as store
 from mlxpool.broker.store.operations import Operation
-from mlxpool.broker.store.records import Backlog, Poisons, Result, StoreFigures, Swept
-from mlxpool.common.errors import DeadlineExceeded, Draining, StoreUnavailable
+from mlxpool.broker.store.records import (
+    Backlog,
+    Changed,
+    JobView,
+    Poisons,
+    Result,
+    StoreFigures,
+    Swept,
+)
+from mlxpool.common.errors import DeadlineExceeded, Draining, PoolError, StoreUnavailable
+from mlxpool.common.protocol import batch_messages, file_messages, job_operations
 from mlxpool.common.protocol.job_messages import Fetch
+from mlxpool.common.protocol.kept_questions import Question
 from mlxpool.common.protocol.to_client import Failed
 
 POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
@@ -46,14 +61,29 @@ class JobManager:
         self._outbox = outbox = Outbox(boot)
         self._feeder = Feeder()
         self.readers = Readers(outbox, active)
-        self.runs = Runs(outbox, view, self._feeder, self.readers, active)
-        self.questions = Questions(outbox, view, self._feeder, self.runs, self.readers, policy)
+        self.notices = notices = NoticeQueue(outbox, lambda: policy().notify_for)
+        self.runs = Runs(outbox, view, self._feeder, self.readers, notices, active)
+        self.questions = Questions(
+            outbox, view, self._feeder, self.runs, self.readers, notices, policy
+        )
+        self.batches = Batches(
+            outbox,
+            self._feeder,
+            view.check,
+            active,
+            self._on_batch_cancelled,
+            lambda: policy().quota_jobs,
+        )
+        self._batch_questions = BatchQuestions(outbox, self.batches, policy)
+        self._file_questions = FileQuestions(outbox, policy)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Asked: self._on_asked,
             ev.Acknowledged: self._on_acknowledged,
             ev.ReaderLeft: self._on_reader_left,
             ev.Output: self.runs.on_output,
             ev.RunEnded: self.runs.on_ended,
+            ev.SetBack: self.runs.on_set_back,
+            ev.Posted: self.notices.on_posted,
             ev.StoreOpened: self._on_store_opened,
             ev.StoreLost: self._on_store_lost,
             ev.Closing: self._on_closing,
@@ -84,8 +114,11 @@ class JobManager:
     def stored(self, operation: Operation, result: Result, now: float) -> list[Action]:
         """What follows from the result of an operation."""
         self._outbox.resolve(operation, result, now)
+        if isinstance(result, Changed) and result.job.batch is not None:
+            self.batches.touched(result.job.batch, now)
         if self._open:
             self._feed(now)
+            self.notices.read_due(now)
         return self._outbox.take()
 
     def next_wake(self) -> float:
@@ -96,12 +129,15 @@ class JobManager:
             self._figures_at,
             self._readers_at,
             self._backlog_at,
+            self.notices.due,
             self.runs.next_write(),
+            self.batches.next_wake() if self._open else math.inf,
         )
 
     def figures(self) -> JobFigures:
         """How many jobs there are, and what they take."""
-        return JobFigures.of(self._stored, len(self.runs.active), len(self.readers.all))
+        running, readers = len(self.runs.active), len(self.readers.all)
+        return JobFigures.of(self._stored, running, readers, len(self.batches.live))
 
     def _on_asked(self, event: ev.Asked, now: float) -> None:
         if not self._open:
@@ -109,9 +145,25 @@ class JobManager:
                 "the store of jobs does not take anything now; try again", retry_after_ms=1000
             )
             self._outbox.fail(event.link, error, event.id, event.attempt)
-        elif isinstance(event.message, Fetch):
-            self.readers.fetch(event.link, event.owner, event.id, event.attempt, event.message, now)
+            return
+        try:
+            self._ask(event, event.message, now)
+        except PoolError as error:
+            self._outbox.fail(event.link, error, event.id, event.attempt)
+
+    def _ask(
+        self, event: ev.Asked, message: Question | job_operations.Question | PoolError, now: float
+    ) -> None:
+        """Have the component answer that a question is for. Raises PoolError."""
+        if isinstance(message, PoolError):
+            raise message
+        if isinstance(message, Fetch):
+            self.readers.fetch(event.link, event.owner, event.id, event.attempt, message, now)
             self._readers_at = min(self._readers_at, now + READER_INTERVAL)
+        elif isinstance(message, file_messages.Question):
+            self._file_questions.on_asked(event, message)
+        elif isinstance(message, batch_messages.Question):
+            self._batch_questions.on_asked(event, message, now)
         else:
             self.questions.on_asked(event, now)
 
@@ -138,6 +190,8 @@ class JobManager:
             self._sweep(now)
         if now >= self._figures_at:
             self._count(now)
+        self.notices.read_due(now)
+        self.batches.work(now)
         self._feed(now)
 
     def _feed(self, now: float) -> None:
@@ -151,8 +205,11 @@ class JobManager:
         self._open = True
         self._outbox.store(store.ReadPoisons(), self._poisons_read)
         self._read_backlog()
+        self.batches.find()
         self._sweep(now)
         self._count(now)
+        self.notices.opened(now)
+        self.notices.read_due(now)
         self.readers.read_again(now)
 
     def _poisons_read(self, result: Result, now: float) -> None:
@@ -175,13 +232,22 @@ class JobManager:
     def _on_store_lost(self, event: ev.StoreLost, now: float) -> None:
         self._open = False
         self.runs.drop_all()
+        self.notices.lost()
+        self.batches.lost()
         self._feeder.groups.clear()
         self._sweeping = self._counting = False
         self._poll_at = self._sweep_at = self._figures_at = self._backlog_at = math.inf
 
     def _on_closing(self, event: ev.Closing, now: float) -> None:
         retry = None if event.final else BROKER_RETRY_MS
-        self.readers.end_all(Draining("the broker is going down", retry_after_ms=retry))
+        error = Draining("the broker is going down", retry_after_ms=retry)
+        self.readers.end_all(error)
+        if event.final:  # else the next broker answers them: their clients ask it again
+            self.batches.end_all(error)
+
+    def _on_batch_cancelled(self, job: JobView, now: float) -> None:
+        self.runs.drop(job.id)
+        self.readers.job_changed(job, now)
 
     def _sweep(self, now: float) -> None:
         self._sweep_at = now + SWEEP_INTERVAL
@@ -199,6 +265,9 @@ class JobManager:
         if isinstance(result, Swept):
             for job in result.expired:
                 self.readers.job_changed(job, now)
+                self.notices.came(job, now)
+                if job.batch is not None:
+                    self.batches.touched(job.batch, now)
             if result.more:
                 self._sweep(now)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
@@ -13,16 +12,22 @@ from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
+from mlxpool.broker.jobs.notices import NoticeQueue
+from mlxpool.broker.jobs.operator_questions import OperatorQuestions, with_owner
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.terminals import packed_end
 from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store import operations as store
+from mlxpool.broker.store.batch_operations import ReadBatch
+from mlxpool.broker.store.batch_records import BatchView
 from mlxpool.broker.store.records import (
     Changed,
     DuplicateKey,
     Fate,
     Found,
+    History,
     JobList,
     JobState,
     JobView,
@@ -32,8 +37,16 @@ from mlxpool.broker.store.records import (
     Result,
     Scope,
     Submitted,
+    UnknownName,
 )
-from mlxpool.common.errors import BadRequest, DuplicateId, Gone, Internal, PoolError
+from mlxpool.common.errors import (
+    BadRequest,
+    DuplicateId,
+    Gone,
+    Internal,
+    PoolError,
+    UnknownJob,
+)
 from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.job_messages import AboutJob, JobAccepted, JobRow, ListJobs, Submit
@@ -48,15 +61,6 @@ RUNNING = JobPhase.RUNNING.value
 ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
-@dataclass(frozen=True, slots=True)
-class JobPolicy:
-    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
-
-    keep: float
-    keep_max: float
-    quota_jobs: int = 0
-
-
 class Questions:
     """Each is answered once, after the commit that it needs."""
 
@@ -67,6 +71,7 @@ class Questions:
         feeder: Feeder,
         runs: Runs,
         readers: Readers,
+        notices: NoticeQueue,
         policy: Callable[[], JobPolicy],
     ) -> None:
         """`policy` returns the settings in force."""
@@ -76,20 +81,19 @@ class Questions:
         self._feeder = feeder
         self._runs = runs
         self._readers = readers
+        self._notices = notices
+        self._of_operators = OperatorQuestions(outbox, self._row_for_operators)
 
     def on_asked(self, event: ev.Asked, now: float) -> None:
         message = event.message
-        try:
-            if isinstance(message, PoolError):
-                raise message
-            if isinstance(message, Submit):
-                self._submit(event, message, now)
-            elif isinstance(message, ListJobs):
-                self._list(event, message)
-            elif isinstance(message, AboutJob):
-                self._about(event, message)
-        except PoolError as error:
-            self._fail(event, error)
+        if isinstance(message, Submit):
+            self._submit(event, message, now)
+        elif event.operator and self._of_operators.on_asked(event, message):
+            return
+        elif isinstance(message, ListJobs):
+            self._list(event, message)
+        elif isinstance(message, AboutJob):
+            self._about(event, message)
 
     def _fail(self, event: ev.Asked, error: PoolError) -> None:
         self._outbox.fail(event.link, error, event.id, event.attempt)
@@ -109,7 +113,6 @@ class Questions:
             self._refuse_unless_known(event, message, digest, error)
             return
         drawn = generate.options.seed < 0
-        keep = policy.keep if message.keep_ms is None else message.keep_ms / 1000
         deadline_ms = generate.deadline_ms
         operation = store.Submit(
             event.new_id,
@@ -123,7 +126,8 @@ class Questions:
             message.priority,
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
-            keep=min(keep, policy.keep_max),
+            keep=policy.kept(message.keep_ms),
+            notify=_notify_url(message, policy),
             max_jobs=policy.quota_jobs,
         )
 
@@ -176,21 +180,49 @@ class Questions:
     # ---- lists ---------------------------------------------------------------------------------
 
     def _list(self, event: ev.Asked, message: ListJobs) -> None:
+        if not message.batch:
+            self._list_of(event, message, message.batch_id)
+            return
+
+        def found(result: Result, now: float) -> None:
+            if isinstance(result, BatchView):
+                self._list_of(event, message, result.id)
+            elif isinstance(result, UnknownName):
+                why = f"there is no batch {message.batch!r} of this owner"
+                self._fail(event, UnknownJob(why))
+            else:
+                self._fail(event, _other_error(result))
+
+        self._outbox.store(
+            ReadBatch(Scope(event.owner, message.tenant or "", message.batch)), found
+        )
+
+    def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
         states = () if not message.state else (_stored(message.state),)
+        owner = message.owner if event.operator else event.owner
+        tenant = None if event.operator else message.tenant
         operation: store.Operation
         if message.after is None:
             operation = store.ListJobs(
-                event.owner, message.tenant, states, message.before, message.limit, reverse=True
+                owner,
+                tenant,
+                states,
+                message.before,
+                message.limit,
+                batch,
+                reverse=True,
+                model=message.model,
             )
         else:
-            operation = store.ListEnded(event.owner, message.tenant, message.after, message.limit)
+            operation = store.ListEnded(owner, tenant, message.after, message.limit)
 
         def then(result: Result, now: float) -> None:
             if not isinstance(result, JobList):
                 self._fail(event, _other_error(result))
                 return
-            rows = self._rows(result.jobs)
+            row = self._row_for_operators if event.operator else self._row
+            rows = list(map(row, result.jobs))
             shown = answers.fitting(rows)
             following = result.next
             if len(shown) < len(rows):
@@ -201,9 +233,11 @@ class Questions:
 
         self._outbox.store(operation, then)
 
-    def _rows(self, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
-        active = self._runs.active
-        return [answers.row_of(job, runs=job.id in active) for job in jobs]
+    def _row(self, job: JobView) -> dict[str, Any]:
+        return answers.row_of(job, runs=job.id in self._runs.active)
+
+    def _row_for_operators(self, job: JobView) -> dict[str, Any]:
+        return with_owner(self._row(job), job)
 
     # ---- one job -------------------------------------------------------------------------------
 
@@ -215,18 +249,23 @@ class Questions:
             return
 
         def then(result: Result, now: float) -> None:
-            job = result.job if isinstance(result, Found) else None
+            job = result.job if isinstance(result, Found | History) else None
             mine = (event.owner, message.name.tenant)
             if isinstance(result, Refused):
                 self._fail(event, answers.store_error(result))
-            elif job is None or (job.scope.owner, job.scope.tenant) != mine:
+            elif job is None or (
+                not event.operator and (job.scope.owner, job.scope.tenant) != mine
+            ):
                 self._fail(event, answers.unknown(message.name))
             elif message.kind == messages.READ:
-                self._send(event, JobRow(self._rows([job])[0]))
+                failures = result.failures if isinstance(result, History) else ()
+                told = [{"at": one.at, "cause": one.cause} for one in failures]
+                self._send(event, JobRow({**self._row(job), "failures": told}))
             else:
                 self._change(event, message, job.id)
 
-        self._outbox.store(store.ReadJob(name), then)
+        reads = message.kind == messages.READ
+        self._outbox.store(store.ReadHistory(name) if reads else store.ReadJob(name), then)
 
     def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)
@@ -244,6 +283,7 @@ class Questions:
                 if isinstance(result, Changed):
                     state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
                     self._readers.job_changed(job, now)
+                    self._notices.came(job, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:
                 self._fail(event, self._error_of_change(message, result))
@@ -276,7 +316,7 @@ class Questions:
         """Answer with the job, also one that is as it was asked for: questions may come twice."""
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
-            self._send(event, JobRow(self._rows([result.job])[0]))
+            self._send(event, JobRow(self._row(result.job)))
         else:
             self._fail(event, self._error_of_change(message, result))
 
@@ -297,6 +337,16 @@ CHANGES = {
     messages.RETRY: Questions._retry,
     messages.RELEASE: Questions._release,
 }
+
+
+def _notify_url(message: Submit, policy: JobPolicy) -> str:
+    """To which URL the end of a job is told, "" to none. Raises BadRequest."""
+    if message.notify is None:
+        return policy.notify_url
+    refused = policy.notify_allowed.refusal(message.notify.target)
+    if refused:
+        raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends of jobs")
+    return message.notify.url
 
 
 def _stored(state: str) -> JobState:

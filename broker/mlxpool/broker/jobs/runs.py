@@ -1,7 +1,7 @@
 """Runs jobs: gives them to the core, writes what comes of them, and ends or defers them.
 
-Invariants: a job has at most one operation under way; an id is told to readers only when it is
-durable; the end of a job is written after all its ids.
+Invariants: a job has at most one operation on its output under way; an id is told to readers only
+when it is durable; the end of a job is written after all its ids.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mlxpool.broker.jobs import retries
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.feeding import Feeder, Group
+from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.retries import Verdict
 from mlxpool.broker.jobs.terminals import packed_end
@@ -28,6 +29,7 @@ from mlxpool.broker.store.operations import (
     NewGeneration,
     Operation,
     Progress,
+    SetBack,
     SetPoison,
 )
 from mlxpool.broker.store.records import (
@@ -41,7 +43,7 @@ from mlxpool.broker.store.records import (
     Refused,
     Result,
 )
-from mlxpool.common.errors import Internal, Poisoned, PoolError
+from mlxpool.common.errors import Damaged, Internal, Poisoned, PoolError
 from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.from_client import Ack, Generate
 from mlxpool.common.protocol.job_messages import IDLE
@@ -64,6 +66,7 @@ class Runs:
         view: PoolView,
         feeder: Feeder,
         readers: Readers,
+        notices: NoticeQueue,
         active: dict[bytes, ActiveJob],
     ) -> None:
         """`active` is filled and emptied here; others may read it."""
@@ -72,6 +75,7 @@ class Runs:
         self._view = view
         self._feeder = feeder
         self._readers = readers
+        self._notices = notices
         self._last_attempt = 0
 
     # ---- starts --------------------------------------------------------------------------------
@@ -115,6 +119,10 @@ class Runs:
         active = ActiveJob.of(fed, self._last_attempt, view.model_of(job.model) or "", now)
         self.active[job.id] = active
         self._feeder.started(_group(job))
+        self._readers.job_changed(job, now)  # the store may have begun a new generation
+        if fed.damaged:
+            self._leave(active, self._dead(active, Damaged(fed.damaged)), now)
+            return
         if job.starts > retries.MAX_STARTS:
             why = f"the broker ended {retries.MAX_STARTS} times after this job was started"
             self._leave(active, self._dead(active, Poisoned(why)), now)
@@ -169,6 +177,15 @@ class Runs:
             self._leave(active, self._done(active, event.terminal), now)
         else:
             self._leave(active, self._failed(active, event.terminal, now), now)
+
+    def on_set_back(self, event: ev.SetBack, now: float) -> None:
+        """Note the loss at once: the broker may be the next that ends."""
+        active = self.active.get(event.id)
+        if active is None or active.attempt != event.attempt:
+            return
+        job = active.job = replace(active.job, charge=event.charge)
+        noted = SetBack(job.id, job.gen, event.charge, event.cause, event.stacks)
+        self._outbox.store(noted, lambda result, now: None)
 
     def write_due(self, now: float) -> None:
         """Write what has been gathered for long enough."""
@@ -317,6 +334,8 @@ class Runs:
             self._feeder.came(_group(job), now + outcome.delay, suspect=suspect)
         elif isinstance(outcome, NewGeneration):
             self._feeder.came(_group(job), now)
+        else:
+            self._notices.came(job, now)
 
 
 def _next_operation(active: ActiveJob, chunk: Chunk | None) -> Operation | None:

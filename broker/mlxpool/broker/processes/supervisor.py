@@ -39,7 +39,7 @@ class Child:
     oom_kills: int = 0  # the kernel's count when it was started
     kill_at: float = 0.0  # when SIGKILL follows; 0: not being stopped
     commanded: bool = False
-    dumped: bool = False
+    dumped: bool = False  # it was asked for its stacks
     used_token: str = ""  # opened the newest connection; valid until `welcome` has surely arrived
 
     @property
@@ -219,6 +219,17 @@ class Supervisor:
         ]
         return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
+    def stacks(self, slot: str, limit: int) -> str:
+        """The stacks that the newest worker of a slot wrote, its last `limit` bytes; "" if none."""
+        number = self._started.get(slot, 0) - 1
+        try:
+            with self._dump_path(slot, number).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - limit))
+                return file.read(limit).decode(errors="replace")
+        except OSError:
+            return ""
+
     # ---- end -----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
@@ -270,8 +281,8 @@ class Supervisor:
             child.process.stdin.close()
         look = child.block.read()
         child.block.close()
-        if not child.dumped:
-            child.dump_path.unlink(missing_ok=True)
+        if child.dump_path.exists() and not child.dump_path.stat().st_size:
+            child.dump_path.unlink()
         self.records.remove(slot)
         out_of_memory = os_process.oom_kills() > child.oom_kills
         return exit_of(code, child.commanded, out_of_memory, look)

@@ -23,6 +23,7 @@ class CreateFile(Operation):
     id: bytes
     owner: str
     tenant: str
+    key: str
     name: str
     purpose: str
     keep: float | None = None
@@ -30,10 +31,11 @@ class CreateFile(Operation):
 
 @dataclass(frozen=True, slots=True)
 class AppendFile(Operation):
-    """Append `data` at `start`, the present size. Results: FileView, UnknownName.
+    """Append `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
 
-    Bytes that are there already are skipped, so a part may be sent again; a start behind the size
-    changes nothing, and the view says the size. `last`: the file is complete.
+    Bytes that are there already are compared and skipped, so a part may be sent again, also to a
+    complete file; a start behind the size changes nothing, and the view says the size. `last`: the
+    file is complete.
     """
 
     admits: ClassVar[bool] = True
@@ -83,9 +85,12 @@ class DeleteFile(Operation):
 
 @dataclass(frozen=True, slots=True)
 class SubmitBatch(Operation):
-    """Store a batch of a complete file. Results: BatchSubmitted, DuplicateKey, UnknownName (file).
+    """Store a batch of a complete file. Results: BatchSubmitted, DuplicateKey, KeyGone.
+
+    Of a file that is not complete FileView, of one that is not there UnknownName.
 
     `defaults` is for the broker, which reads the lines. Keys of batches and of jobs are apart.
+    `max_live`: how many batches of the owner may be live with it.
     """
 
     admits: ClassVar[bool] = True
@@ -97,6 +102,7 @@ class SubmitBatch(Operation):
     deadline: float | None = None
     keep: float | None = None
     notify: str = ""
+    max_live: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,27 +149,53 @@ class ReadBatch(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ListBatches(Operation):
-    """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all."""
+    """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all.
+
+    `live`: those that have not ended. `before`: those behind the batch with this id.
+    """
 
     writes: ClassVar[bool] = False
     owner: str | None = None
     tenant: str | None = None
     states: tuple[BatchState, ...] = ()
     count: int = 100
+    live: bool = False
+    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelBatch(Operation):
     """No line becomes a job any more, and at most `count` waiting jobs are cancelled.
 
-    Results: BatchView, UnknownName. Jobs in `held` are left to the broker. Repeat it while the
-    view counts waiting jobs that are not held.
+    Results: BatchChanged with those jobs, UnknownName. Repeat it while the batch has waiting ones.
     """
 
     name: Name
-    held: frozenset[bytes] = frozenset()
     count: int = 1000
     end: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryBatch(Operation):
+    """At most `count` dead or expired jobs of a batch wait again. Results as of CancelBatch.
+
+    A batch that had ended has not any more. Nothing is changed of a cancelled or a gone one.
+    """
+
+    name: Name
+    count: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBatch(Operation):
+    """Delete the results of an ended batch before their time. Results: BatchView, UnknownName.
+
+    Sweeps do it, some jobs at a time; `forget` of the view is in the past then. One that has not
+    ended stays as it is.
+    """
+
+    frees: ClassVar[bool] = True
+    name: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +210,10 @@ class EndBatch(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcomes(Operation):
-    """What became of the lines behind `after`. Results: LineOutcomes, UnknownName."""
+    """What became of the lines behind `after`. Results: LineOutcomes, UnknownName.
+
+    Jobs that wait come without their output, and so do those with more than MAX_OUTPUT bytes.
+    """
 
     writes: ClassVar[bool] = False
     name: Name

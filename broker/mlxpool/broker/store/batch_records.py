@@ -8,6 +8,7 @@ from enum import StrEnum
 from mlxpool.broker.store.records import JobState, JobView, Result, Scope
 
 MAX_LINE = 8 * 1024 * 1024  # bytes of a line of a batch
+MAX_OUTPUT = 2 * 1024 * 1024  # bytes of a job's output and end in a page of outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,21 @@ class FileView(Result):
     id: bytes
     owner: str
     tenant: str
+    key: str
     name: str
     purpose: str
     size: int
     complete: bool
     created: float
     forget: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileDiffers(Result):
+    """What was to be appended at `start` is not what the file has there; nothing was changed."""
+
+    file: FileView
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,18 @@ class BatchView(Result):
     deadline: float | None
     keep: float | None
     notify: str
+    forget: float | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether lines of it are still to become jobs, or wait, or run."""
+        states = (BatchState.OPEN, BatchState.FED, BatchState.CANCELLED)
+        return self.ended is None and self.state in states
+
+    @property
+    def waiting(self) -> int:
+        """Its jobs that wait or run."""
+        return dict(self.counts).get(JobState.WAITING, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +108,18 @@ class BatchSubmitted(Result):
 
 @dataclass(frozen=True, slots=True)
 class BatchList(Result):
+    """Batches, the newest first. `next` goes into the following `before`; b"": the last."""
+
     batches: tuple[BatchView, ...]
+    next: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChanged(Result):
+    """The batch as it is now, and those of its jobs that the operation has changed."""
+
+    batch: BatchView
+    jobs: tuple[JobView, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +141,10 @@ class Lines(Result):
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """What became of a line: a job with its text and its packed ids, or a cause of failure."""
+    """What became of a line: a job, or a cause of failure. An ended job has its text and ids.
+
+    `whole` is false for a job with more output than a page may have; then it comes without.
+    """
 
     line: int
     label: str
@@ -116,6 +152,8 @@ class LineOutcome:
     job: JobView | None
     text: str = ""
     ids: bytes = b""
+    logprobs: tuple[bytes, ...] = ()  # packed lists
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How a store fails as a whole. Every other failure is the result of one operation."""
+"""How a store fails as a whole, and `Damaged`. Other failures are results of one operation."""
 
 from __future__ import annotations
 
@@ -25,3 +25,7 @@ class StoreFailed(StoreError):
 
 class OutOfSpace(StoreError):
     """No room for the transaction, which was undone; the store is as it was."""
+
+
+class Damaged(Exception):
+    """What is stored does not match its checksum; the message names the job and the range."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlxpool.broker.store.records import Chunk, JobState, Name, Scope
+from mlxpool.broker.store.records import Chunk, Cursor, JobState, Name, Scope
 
 
 class Operation:
@@ -123,7 +123,7 @@ class Finish(Operation):
     """End a job that waits or runs, with its last output. Results: Changed, Fate, UnknownName.
 
     `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes. A job with
-    `notify` gets a notice.
+    `notify` gets a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker.
     """
 
     id: bytes
@@ -133,6 +133,7 @@ class Finish(Operation):
     cause: str = ""
     chunk: Chunk | None = None
     facts: bytes | None = None
+    stacks: str = ""
 
     @property
     def size(self) -> int:
@@ -143,7 +144,8 @@ class Finish(Operation):
 class Defer(Operation):
     """Put a job that ran back: it waits and is due in `delay` seconds. Results as of Finish.
 
-    `attempts` and `charge` replace those that are stored; `starts` too, unless None.
+    `attempts` and `charge` replace those that are stored; `starts` too, unless None. A `cause` is
+    kept as a failure of the job, with `stacks` of a worker.
     """
 
     id: bytes
@@ -153,6 +155,26 @@ class Defer(Operation):
     charge: float
     starts: int | None = None
     cause: str = ""
+    stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SetBack(Operation):
+    """A worker that ran the job was lost; the job goes on. Results: Done, Fate, UnknownName.
+
+    `charge` replaces the one that is stored, so that it outlives the broker. `cause` is kept as a
+    failure of the job, with the `stacks` of the worker.
+    """
+
+    id: bytes
+    gen: int
+    charge: float
+    cause: str
+    stacks: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +248,18 @@ class ReadJob(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadHistory(Operation):
+    """Look a job up, with what went wrong with it. Results: History, UnknownName."""
+
+    writes: ClassVar[bool] = False
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
 class FetchPage(Operation):
     """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
+
+    Output that does not match its checksum is refused as `damaged`, and so is the end of a job.
 
     `pos` is rounded down to a border of steps. `gen` None is the present generation; another than
     that is JobRestarted. The page has at least one step, and else at most `max_bytes`.
@@ -244,8 +276,9 @@ class FetchPage(Operation):
 class ListJobs(Operation):
     """Jobs in order of arrival behind the number `after`. Result: JobList of seqs.
 
-    `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `reverse`: the newest
-    first, those before `after` (0: from the newest).
+    `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `model` "": of all.
+    `reverse`: the newest first, those before `after` (0: from the newest). `batch`: the lines of
+    that batch; without it they are left out.
     """
 
     writes: ClassVar[bool] = False
@@ -256,6 +289,7 @@ class ListJobs(Operation):
     count: int = 100
     batch: bytes | None = None
     reverse: bool = False
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +297,7 @@ class ListEnded(Operation):
     """The durable feed: ended jobs behind the end number `after`. Result: JobList of end_seqs.
 
     The numbers rise in the order of the commits, so that nothing appears later below one that was
-    read. Jobs that are gone are left out.
+    read. Jobs whose result was deleted are there as `gone`, until their key is forgotten.
     """
 
     writes: ClassVar[bool] = False
@@ -300,15 +334,29 @@ class ReadPoisons(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ReadNotices(Operation):
-    """Notices that are due. Result: Notices."""
+    """Notices that are due and not given up; those of `held` are under way. Result: Notices."""
 
     writes: ClassVar[bool] = False
     count: int = 64
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ListNotices(Operation):
+    """Notices that were not taken yet, or were given up, by `end_seq`. Result: Notices.
+
+    `owner` None: of all.
+    """
+
+    writes: ClassVar[bool] = False
+    owner: str | None = None
+    after: int = 0
+    count: int = 100
 
 
 @dataclass(frozen=True, slots=True)
 class NoticeSent(Operation):
-    """A notice was taken, or is given up: it is deleted. Result: Done."""
+    """A notice was taken: it is deleted. Result: Done."""
 
     frees: ClassVar[bool] = True
     end_seq: int
@@ -316,10 +364,11 @@ class NoticeSent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class NoticeFailed(Operation):
-    """A notice is tried again in `delay` seconds. Result: Done."""
+    """A notice is tried again in `delay` seconds; None: it is given up. Result: Done."""
 
     end_seq: int
-    delay: float
+    delay: float | None
+    cause: str = ""
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -334,10 +383,26 @@ class ReadFigures(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ExportJobs(Operation):
-    """Whole jobs behind the number `after`, for a copy outside. Result: Export."""
+    """Jobs with all that is stored of them, from `cursor` on, for a copy. Result: Export.
+
+    Of a job whose output has more than `max_bytes` a page has only a part.
+    """
+
+    writes: ClassVar[bool] = False
+    cursor: Cursor = Cursor()  # noqa: RUF009  # frozen
+    count: int = 100
+    max_bytes: int = 1024 * 1024
+    states: tuple[JobState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyJobs(Operation):
+    """Compare jobs behind the number `after` with their checksums. Result: Verified.
+
+    At most `count` jobs, and so many that `max_bytes` are read, or one.
+    """
 
     writes: ClassVar[bool] = False
     after: int = 0
-    count: int = 100
-    max_bytes: int = 4 * 1024 * 1024
-    states: tuple[JobState, ...] = ()
+    count: int = 200
+    max_bytes: int = 8 * 1024 * 1024

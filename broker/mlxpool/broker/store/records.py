@@ -12,6 +12,8 @@ from mlxpool.common.protocol.token_ids import count_of
 
 MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
 MAX_END = 4 * 1024 * 1024  # bytes of the end of a job, the answer of an unary call included
+MAX_FAILURES = 16  # that are kept of a job, the newest
+MAX_STACKS = 16 * 1024  # characters of a worker's stacks that are kept with a failure
 
 
 class JobState(StrEnum):
@@ -84,7 +86,8 @@ class JobView:
     `gen` counts the generations of its output, `pos` the durable ids of this generation. `starts`
     counts how often it was given to a worker since its last durable id. `end` is what `Finish`
     stored, None while it waits. `end_seq` orders the ends of all jobs, 0 while it waits. `batch`
-    and `line` say which line of which batch it is. `due`: not before this time.
+    and `line` say which line of which batch it is. `due`: not before this time. `damaged` says
+    which of `end` and `facts` the disk has changed; it is None then.
     """
 
     seq: int
@@ -116,6 +119,20 @@ class JobView:
     line: int
     label: str
     notify: str
+    damaged: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong with a job once: `cause` in words, `at` seconds since 1970.
+
+    `stacks` are those of the threads of a worker that hung or crashed, "" if there are none.
+    """
+
+    number: int
+    at: float
+    cause: str
+    stacks: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,7 @@ class FedJob:
     """A job as it is given to a worker. `request` and `blobs` are those of `Submit`.
 
     `ids` are the packed durable ids, job.pos of them, without a gap. `deadline_left`: seconds.
+    `damaged`: why it cannot be run, since the disk has changed its request; "" if it has not.
     """
 
     job: JobView
@@ -130,6 +148,7 @@ class FedJob:
     blobs: tuple[bytes, ...]
     ids: bytes
     deadline_left: float | None
+    damaged: str = ""
 
 
 # ---- results of single operations ----------------------------------------------------------------
@@ -147,7 +166,8 @@ class Refused(Result):
 
     `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (of the owner),
     `store_busy` (the inbox is full), `store_closed` (the disk failed, or the broker ends),
-    `store_error` (the operation itself could not be performed). `message` says it in a sentence.
+    `store_error` (the operation itself could not be performed), `damaged` (the disk has changed
+    what it asks for; sending it again does not help). `message` says it in a sentence.
     """
 
     code: str
@@ -228,6 +248,14 @@ class Found(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class History(Result):
+    """A job and what went wrong with it, the oldest first; at most MAX_FAILURES are kept."""
+
+    job: JobView
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Page(Result):
     """Output of a job from a step border on, in whole steps.
 
@@ -277,11 +305,17 @@ class Backlog(Result):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Result):
-    """A job ended and `job.notify` is to be told. `tries` were in vain."""
+    """A job ended with `end_seq` and `job.notify` is to be told. `tries` were in vain.
+
+    `cause` is why the last try failed. `given_up`: when that was the last one, None before.
+    """
 
     job: JobView
+    end_seq: int
     tries: int
     due: float
+    cause: str = ""
+    given_up: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +324,7 @@ class Notices(Result):
 
     notices: tuple[Notice, ...]
     next: float | None
+    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +344,10 @@ class Done(Result):
 
 @dataclass(frozen=True, slots=True)
 class StoreFigures(Result):
-    """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`."""
+    """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`.
+
+    `notices` were not delivered yet; `given_up` will not be tried again.
+    """
 
     states: tuple[tuple[JobState, int], ...]
     batches: int
@@ -317,21 +355,56 @@ class StoreFigures(Result):
     used: int
     admit: int
     bound: int
+    given_up: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where an export goes on: at the job `seq` or the first behind it.
+
+    `part` 0: with the job itself; else with the blob `part` - 1 of its request, those behind it and
+    the output, of generation `gen`, from `pos` on.
+    """
+
+    seq: int = 0
+    gen: int = 0
+    part: int = 0
+    pos: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedJob:
-    """A job with everything that is stored of it."""
+    """A job, or only further blobs and output of it if `request` is None.
+
+    `blobs` are (place, data). `damaged` says what of it the disk has changed; that is left out.
+    """
 
     job: JobView
-    request: bytes
-    blobs: tuple[bytes, ...]
+    request: bytes | None
+    blobs: tuple[tuple[int, bytes], ...]
     chunks: tuple[Chunk, ...]
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Export(Result):
-    """Whole jobs in order of `seq`. `next` goes into the following `after`; 0: the last."""
+    """Jobs in order of `seq`. `next` goes into the following operation; None: these are the last.
+
+    Of the last job the output may go on in the next one.
+    """
 
     jobs: tuple[ExportedJob, ...]
+    next: Cursor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified(Result):
+    """Jobs of `checked` were compared with their checksums: `damaged` are (job, what).
+
+    `next` goes into the following operation's `after`; 0: these were the last.
+    """
+
+    checked: int
+    bytes: int
+    damaged: tuple[tuple[JobView, str], ...]
     next: int

@@ -26,6 +26,7 @@ from mlxpool.common.errors import BY_CODE
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
+NOTICE_STATES = ("waiting", "given_up")  # of notices of ended jobs
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
@@ -125,6 +126,11 @@ def _jobs(value: Callable[[JobFigures], float]) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [] if snapshot.jobs is None else [((), float(value(snapshot.jobs)))]
 
 
+def _job_notices(snapshot: Snapshot) -> Rows:
+    if snapshot.jobs is not None:
+        yield (), [snapshot.jobs.notices, snapshot.jobs.notices_given_up]
+
+
 def _job_states(snapshot: Snapshot) -> Rows:
     if snapshot.jobs is not None:
         yield (), [int(getattr(snapshot.jobs, state)) for state in JOB_STATES]
@@ -206,6 +212,7 @@ BROKER = (
     Family("mlxpool_gateway_restarts_total", COUNTER, "Ends of it that nobody asked for",
            (), _gateway(lambda gateway: gateway.restarts)),
     Family("mlxpool_jobs", GAUGE, "Jobs in the store", ("state",), _job_states, JOB_STATES),
+    Family("mlxpool_batches", GAUGE, "Batches that have not ended", (), _jobs(lambda j: j.batches)),
     Family("mlxpool_job_readers", GAUGE, "Readers of jobs", (), _jobs(lambda j: j.readers)),
     Family("mlxpool_job_store_up", GAUGE, "1 while the store of jobs takes writes",
            (), _jobs(lambda j: j.store == "ok")),
@@ -213,6 +220,8 @@ BROKER = (
            (), _jobs(lambda j: j.bytes)),
     Family("mlxpool_job_store_max_bytes", GAUGE, "What it may take",
            (), _jobs(lambda j: j.max_bytes)),
+    Family("mlxpool_job_notices", GAUGE, "Notices of ended jobs that were not delivered",
+           ("state",), _job_notices, NOTICE_STATES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
            (), _process(lambda p: p.resident)),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",

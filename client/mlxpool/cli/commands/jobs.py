@@ -1,4 +1,7 @@
-"""`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients."""
+"""`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients.
+
+What they do with --batch is in batch_actions.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlxpool.cli.batch_actions as batches
+from mlxpool.cli import job_operations
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import count, duration, size
 from mlxpool.cli.json_text import json_text
@@ -25,6 +30,7 @@ from mlxpool.cli.style import print_table
 from mlxpool.cli.target import KEY_VARIABLE, add_flags
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.bounds import seconds as seconds_of
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
@@ -32,6 +38,7 @@ from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
 if TYPE_CHECKING:
     from mlxpool.client import Delta
 
+FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
 
 
@@ -45,7 +52,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
             parents=[submitting],
             help="have a text completed, whoever is there to read it",
             description="Submits a completion as a job, prints its key when it is on the disk, and"
-            f" ends. The pool needs `state_dir`. The file of your own key is ${KEY_VARIABLE}.",
+            " ends; with --batch a file of many. The pool needs `state_dir`. The file of your own"
+            f" key is ${KEY_VARIABLE}.",
         )
     )
     common = argparse.ArgumentParser(add_help=False, parents=[common])
@@ -77,6 +85,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print control characters as they are, even on a terminal",
     )
+    _add_batch(sub, "KEY is that of a batch: wait for its end, and print its results as JSON lines")
+    batches.add_output(sub)
     sub.set_defaults(run=fetch)
     sub = commands.add_parser("jobs", parents=[common], help="list your jobs")
     sub.add_argument(
@@ -94,20 +104,61 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--limit", metavar="N", type=count, default=100, help="at most so many (default 100)"
     )
+    of = sub.add_mutually_exclusive_group()
+    of.add_argument("--batch", metavar="KEY", help="a batch, and the jobs of its lines")
+    of.add_argument("--batches", action="store_true", help="your batches")
+    sub.add_argument(
+        "--follow",
+        action="store_true",
+        help="print each job when it ends, in the order of the ends, until it is stopped; with"
+        " --after from there on, else those that end from now on",
+    )
+    _add_operations(sub)
     sub.set_defaults(run=jobs)
     for name, text, action in (
-        ("retry", "try a dead or expired job again", retry),
-        ("release", "delete the result of an ended job", release),
+        ("retry", "try a dead or expired job, or such lines of a batch, again", retry),
+        ("release", "delete the result of an ended job or batch", release),
     ):
         sub = commands.add_parser(name, parents=[common], help=text)
         sub.add_argument("key", metavar="KEY", help=KEY)
+        _add_batch(sub, "KEY is that of a batch")
         sub.set_defaults(run=action)
     for name in ("fetch", "jobs", "retry", "release"):
         add_connect_timeout(commands.choices[name])
 
 
+def _add_operations(parser: argparse.ArgumentParser) -> None:
+    """Add what operators ask about the jobs of all owners."""
+    of_all = parser.add_argument_group("for operators, over the admin socket")
+    of_all.add_argument("--all-owners", action="store_true", help="list the jobs of all owners")
+    of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
+    of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
+    of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
+    of_all.add_argument(
+        "--show", metavar="ID", help="all that is known of one job, with the stacks of workers"
+    )
+    of_all.add_argument(
+        "--notices", action="store_true", help="the notices that were not delivered"
+    )
+    of_all.add_argument(
+        "--export", metavar="FILE", help="write all that is stored as JSON lines; -: to the output"
+    )
+    of_all.add_argument(
+        "--verify", action="store_true", help="compare all that is stored with its checksums"
+    )
+
+
+def _add_batch(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--batch", action="store_true", help=text)
+
+
 def _add_submit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a name that `mlxpool models` shows; with --batch, of lines that name none",
+    )
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="default, or -: standard input")
     parser.add_argument(
         "--key", dest="job_key", help="names the job; the same request with it is the same job"
@@ -122,10 +173,28 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         "--delay", type=_seconds, metavar="TIME", help="do not begin before this time has passed"
     )
     parser.add_argument(
+        "--notify", metavar="URL", help="post a notice there when the job has ended"
+    )
+    parser.add_argument(
         "--priority",
         type=_priority,
         metavar="P",
         help="0 to 2, 2 goes first; idle: when nothing else waits (default 0)",
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="submit every line of a file of JSON lines (-: standard input) as a job; the options"
+        " hold for lines that do not say otherwise",
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="with --batch: show its progress until it has ended"
+    )
+    batches.add_output(parser)
+    parser.add_argument(
+        "--allow-bad-lines",
+        action="store_true",
+        help="with --batch: list lines that cannot be jobs as failed, instead of sending nothing",
     )
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     parser.add_argument(
@@ -161,7 +230,10 @@ def _priority(text: str) -> int:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Print the key of the job once it is on the disk."""
+    """Print the key of the job, or the batch, once it is on the disk."""
+    _check_submit(options)
+    if options.batch is not None:
+        return batches.submit(options)
     given = options_of(options)
     prompt = options.prompt
     if prompt in (None, "-"):
@@ -175,6 +247,7 @@ def submit(options: argparse.Namespace) -> int:
             key=options.job_key,
             keep=options.keep,
             not_before=None if options.delay is None else time.time() + options.delay,
+            notify=options.notify,
             **given,
         )
     if options.json:
@@ -196,8 +269,28 @@ def submit(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_submit(options: argparse.Namespace) -> None:
+    """Raises BadRequest for flags that do not go together."""
+    if options.batch is None:
+        if options.model is None:
+            raise BadRequest("give MODEL and PROMPT, or --batch FILE")
+        for flag in ("wait", "output", "allow_bad_lines"):
+            if getattr(options, flag):
+                raise BadRequest(f"--{flag.replace('_', '-')} goes with --batch FILE")
+        return
+    if options.prompt is not None:
+        raise BadRequest("with --batch the prompts are in the file: give no PROMPT")
+    for flag in ("image", "chat", "delay"):
+        if getattr(options, flag):
+            raise BadRequest(f"--{flag} is of a single job, not of a batch")
+
+
 def fetch(options: argparse.Namespace) -> int:
     """Print the job's text; exit code 1 if it was cancelled or has failed."""
+    if options.batch:
+        return batches.fetch(options)
+    if options.output:
+        raise BadRequest("--output goes with --batch")
     form = shown_form(options)
 
     def add(delta: Delta) -> None:
@@ -225,21 +318,48 @@ JOBS = (
 )
 
 
+OF_BATCHES = (Column("LINE", 0), Column("ID", 2, "text"), *JOBS[1:])
+
+
 def jobs(options: argparse.Namespace) -> int:
-    """Print a row for each job, the newest first."""
+    """Print a row for each job, the newest first; or batches, or what operators ask."""
+    of_operators = _of_operators(options)
+    if of_operators is not None:
+        return of_operators
+    if options.follow:
+        return follow(options)
+    if options.batches:
+        return batches.list_batches(options)
     with client_of(options) as client:
-        found = client.jobs(after=options.after, state=options.state or "", limit=options.limit)
+        batch = None if options.batch is None else client.batch(options.batch)
+        found = client.jobs(
+            after=options.after,
+            state=options.state or "",
+            limit=options.limit,
+            batch=options.batch or "",
+        )
     if options.json:
-        print(json_text({"jobs": [{**row, "job": row["job"].hex()} for row in found]}))
+        whole = {} if batch is None else {"batch": batches.as_json(batch.row)}
+        print(json_text({**whole, "jobs": list(map(_as_json, found))}))
         return 0
+    if batch is not None:
+        batches.print_batches([batch.row])
+        print()
     now = time.time()
-    print_table(JOBS, [_row(row, now) for row in found])
+    columns = JOBS if batch is None else OF_BATCHES
+    print_table(columns, [_row(row, now, lines=batch is not None) for row in found])
     return 0
 
 
-def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
+def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The map of a job as commands print it: ids in hexadecimal digits."""
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in row.items()}
+
+
+def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
+    named = (str(job["line"]), job["id"] or "-") if lines else (job["key"],)
     return (
-        job["key"],
+        *named,
         job["model"],
         job["state"],
         str(job["ids"]),
@@ -250,19 +370,64 @@ def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
     )
 
 
+def _of_operators(options: argparse.Namespace) -> int | None:
+    """The exit code of what operators ask; None: the user asks for his own jobs."""
+    target = options.admin_target
+    if options.export is not None:
+        return job_operations.export(target, options.export, options.state or "")
+    if options.verify:
+        return job_operations.verify(target, as_json=options.json)
+    if options.notices:
+        return job_operations.list_notices(target, options.owner or "", as_json=options.json)
+    if options.show is not None:
+        id = job_operations.id_of(options.show)
+        return job_operations.look(target, id, as_json=options.json)
+    filters: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("owner", "model", "state")
+        if getattr(options, name)
+    }
+    if options.of_batch:
+        filters["batch"] = job_operations.id_of(options.of_batch)
+    if options.all_owners or filters.keys() - {"state"}:
+        return job_operations.list_all(target, filters, options.limit, as_json=options.json)
+    return None
+
+
+def follow(options: argparse.Namespace) -> int:
+    """Print each job when it ends, until it is stopped."""
+    with client_of(options) as client:
+        after = options.after
+        if after is None:
+            ended = client.jobs(after=0)
+            after = ended[-1]["end_seq"] if ended else 0
+        for row in client.follow_jobs(after, interval=FOLLOW_INTERVAL):
+            if options.json:
+                print(json_text(job_operations.shown_row(row)), flush=True)
+            else:
+                cause = f": {row['cause']}" if row["cause"] else ""
+                line = f"{row['end_seq']} {row['key']} {row['state']} {row['ids']} tokens{cause}"
+                print(escape_line(line), flush=True)
+    return 0
+
+
 def retry(options: argparse.Namespace) -> int:
+    if options.batch:
+        return batches.change(options, options.key, "retry")
     with client_of(options) as client:
         return _show(options, client.retry(options.key))
 
 
 def release(options: argparse.Namespace) -> int:
+    if options.batch:
+        return batches.change(options, options.key, "release")
     with client_of(options) as client:
         return _show(options, client.release(options.key))
 
 
 def _show(options: argparse.Namespace, job: Mapping[str, Any]) -> int:
     if options.json:
-        print(json_text({**job, "job": job["job"].hex()}))
+        print(json_text(_as_json(job)))
     else:
         print(escape_line(f"{job['key']}: {job['state']}"))
     return 0

@@ -94,7 +94,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("slot", metavar="SLOT", help="as `mlxpool ps` shows it, such as demo/0")
     sub.set_defaults(run=restart)
-    sub = commands.add_parser("cancel", parents=[common], help="cancel a request, or a job")
+    sub = commands.add_parser("cancel", parents=[common], help="cancel a request, a job or a batch")
     named = sub.add_mutually_exclusive_group(required=True)
     named.add_argument(
         "id", metavar="ID", nargs="?", help="as `mlxpool requests` shows it, or its first digits"
@@ -102,6 +102,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     named.add_argument(
         "--job", metavar="KEY", help="your job with this key, whether it runs or not"
     )
+    named.add_argument("--batch", metavar="KEY", help="your batch with this key, and all its lines")
     add_connect_timeout(sub)
     sub.set_defaults(run=cancel)
 
@@ -145,6 +146,10 @@ def restart(options: argparse.Namespace) -> int:
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancel a request; exit code 1 if there is none with this id."""
+    if options.batch is not None:
+        import mlxpool.cli.batch_actions as batches
+
+        return batches.change(options, options.batch, "cancel")
     if options.job is not None:
         with client_of(options) as client:
             fate = client.cancel(key=options.job)

@@ -38,6 +38,7 @@ from mlxpool.common.config.schema import (
 )
 from mlxpool.common.transport import endpoints
 from mlxpool.common.transport.keys import NAME, PUBLIC
+from mlxpool.common.web_targets import Allowed, Target
 
 SECTIONS = ("pool", "models", "keys")
 
@@ -223,6 +224,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
             *_bad_endpoints(values, where),
             *(_bad_admin_token(values, where) if values.keys() >= table.keys() else ()),
             *_bad_http(values, where),
+            *_bad_notify(values, where),
         ]
     problems.check()
     return kind(**values)
@@ -291,6 +293,27 @@ def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
             f"{where}.http: others can reach {address!r}: name the keys that may ask with"
             f" {where}.http_keys (--http-keys FILE), or listen on 127.0.0.1"
         )
+
+
+def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Problems of notices: what is no origin, network or URL, and a URL of another host."""
+    allowed = Allowed()
+    for name in ("job_notify_hosts", "job_notify_networks"):
+        is_host = name == "job_notify_hosts"
+        for one in values.get(name, ()):
+            try:
+                more = Allowed.of([one], []) if is_host else Allowed.of([], [one])
+            except ValueError as error:
+                yield f"{where}.{name}: {error}"
+            else:
+                allowed = Allowed(allowed.origins | more.origins)
+    if url := values.get("job_notify_url", ""):
+        try:
+            refused = allowed.refusal(Target.parse(url))
+        except ValueError as error:
+            refused = str(error)
+        if refused:
+            yield f"{where}.job_notify_url: {refused}"
 
 
 def check_run_dir(run_dir: Path) -> None:

@@ -146,7 +146,7 @@ def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
         if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
             raise BadRequest("the body must be a map with string keys")
         if max_body == MAX_BODY:
-            _check_shape(body, MAX_DEPTH)
+            check_shape(body, MAX_DEPTH)
     except PoolError as error:
         raise Garbage(error, header.id) from None
     return Message(header, body, tuple(parts[2:]))
@@ -193,7 +193,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
-def _check_shape(value: Any, depth: int) -> None:
+def check_shape(value: Any, depth: int) -> None:
     """What is nested too deep cannot even be printed safely; msgpack makes times by itself."""
     if isinstance(value, msgpack.Timestamp):
         raise BadRequest("ext type -1 is not part of the protocol")
@@ -201,7 +201,7 @@ def _check_shape(value: Any, depth: int) -> None:
         if depth == 0:
             raise BadRequest(f"the body is nested deeper than {MAX_DEPTH}")
         for entry in value.values() if isinstance(value, dict) else value:
-            _check_shape(entry, depth - 1)
+            check_shape(entry, depth - 1)
 
 
 def _no_extension(code: int, data: bytes) -> Any:

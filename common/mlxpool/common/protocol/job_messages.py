@@ -22,15 +22,20 @@ from mlxpool.common.protocol.from_client import (
 )
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.protocol.to_client import Accepted
+from mlxpool.common.web_targets import Target
 
 IDLE = -1  # priority of a job that starts only when nothing else waits for its model
 MAX_KEEP_MS = 366 * 24 * 3600 * 1000  # a year
 MAX_LISTED = 1000  # jobs in one answer
 DEFAULT_LISTED = 100
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
-JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority"})
+JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "notify"})
 # Keys of a `generate` that are about its stream, which a job does not have.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
+JOBS_OFF = (
+    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
+    " state_dir in [pool]"
+)
 MAX_NUMBER = 2**62  # of an end_seq
 
 
@@ -54,6 +59,13 @@ def job_id(value: object) -> bytes:
     if not isinstance(value, bytes) or len(value) != ID_BYTES:
         raise BadRequest(f"job must be an id of {ID_BYTES} bytes, got {shown(value)}")
     return value
+
+
+def job_state(value: object) -> str:
+    """A state of jobs as clients see it. Raises BadRequest."""
+    if value not in JOB_STATES:
+        raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {shown(value)}")
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,27 @@ class JobName:
         return self.id.hex() if self.id else repr(self.key)
 
 
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Whom to tell when a job has ended: a POST to `url`."""
+
+    url: str
+    target: Target
+
+    @classmethod
+    def parse(cls, value: object) -> Notify:
+        """Raises BadRequest unless it is a map with `url` alone."""
+        if not isinstance(value, Mapping) or set(value) != {"url"}:
+            raise BadRequest(f'notify must be {{"url": …}}, got {shown(value)}')
+        url = value["url"]
+        if not isinstance(url, str):
+            raise BadRequest(f"notify.url must be a text, got {shown(url)}")
+        try:
+            return cls(url, Target.parse(url))
+        except ValueError as error:
+            raise BadRequest(f"notify.url: {error}") from None
+
+
 # ---- clients -----------------------------------------------------------------------------------
 
 
@@ -102,6 +135,7 @@ class Submit:
     keep_ms: int | None = None
     not_before: float = 0.0
     priority: int = 0
+    notify: Notify | None = None
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Submit:
@@ -128,6 +162,7 @@ class Submit:
             integer(body, "keep_ms", 0, MAX_KEEP_MS),
             float(not_before or 0),
             integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
+            None if body.get("notify") is None else Notify.parse(body["notify"]),
         )
 
 
@@ -135,7 +170,7 @@ class Submit:
 class SubmitDraft(GenerateDraft):
     """A `submit` as its user wrote it: the broker checks the values.
 
-    `settings` have keep_ms, not_before and priority in addition.
+    `settings` have keep_ms, not_before, priority and notify in addition.
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -179,18 +214,25 @@ class ListJobs(Content):
     """Ask for jobs: with `after` for those that ended after the end with this number.
 
     Without it for all, the newest first, or for those in one state; with `before` for those that
-    were submitted before the one with this number.
+    were submitted before the one with this number. `batch`: the lines of the batch with this key;
+    without it, and without `after`, lines of batches are left out. `owner`, `model` and `batch_id`
+    are of operators, see job_operations.
     """
 
     kind: ClassVar[str] = "jobs"
     after: int | None = None
     before: int = 0
     state: str = ""
-    tenant: str = ""
+    tenant: str | None = ""
     limit: int = DEFAULT_LISTED
+    batch: str = ""
+    owner: str | None = None
+    model: str = ""
+    batch_id: bytes | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
+        body |= {"batch": self.batch} if self.batch else {}
         body |= {} if self.after is None else {"after": self.after}
         body |= {"before": self.before} if self.before else {}
         body |= {"state": self.state} if self.state else {}
@@ -199,15 +241,17 @@ class ListJobs(Content):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListJobs:
         """Raises BadRequest naming the key, its value and its bound."""
-        state = text(body, "state")
-        if state and state not in JOB_STATES:
-            raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {state!r:.60}")
+        state = "" if not body.get("state") else job_state(body["state"])
         after = integer(body, "after", 0, MAX_NUMBER)
         if state and after is not None:
             raise BadRequest("give one of after and state")
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         before = integer(body, "before", 0, MAX_NUMBER) or 0
-        return cls(after, before, state, tenant_of(body), limit)
+        batch = body.get("batch")
+        key = "" if batch is None else job_key(batch)
+        if key and after is not None:
+            raise BadRequest("give one of after and batch")
+        return cls(after, before, state, tenant_of(body), limit, key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def ask(
             if handshake.trouble:
                 raise Unauthorized(handshake.trouble)
             return None
-        message = frames.decode(socket.recv_multipart(), max_body=frames.MAX_BLOB)
+        message = frames.decode(socket.recv_multipart(), max_body=frames.MAX_FRAME)
     finally:
         handshake.close()
         socket.close(linger=0)

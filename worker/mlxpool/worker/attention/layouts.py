@@ -28,6 +28,7 @@ from mlxpool.worker.attention.paged_runner import (
 from mlxpool.worker.attention.ragged_runner import RaggedRunner, attention_of
 from mlxpool.worker.attention.row_batch import (
     CacheRow,
+    Ids,
     PassOutput,
     RowBatch,
     RowSpan,
@@ -117,7 +118,7 @@ class Layout:
     def step(
         self,
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
@@ -299,21 +300,27 @@ class PagedLayout(Layout):
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        if self.ragged is None or not all_plain(spans):
-            return super().is_new(spans, wanted)
-        return self.ragged.is_new(spans, wanted)
+        ragged = self._ragged_for(spans)
+        return super().is_new(spans, wanted) if ragged is None else ragged.is_new(spans, wanted)
+
+    def _ragged_for(self, spans: Sequence[RowSpan]) -> RaggedRunner | None:
+        """Returns the runner of ragged passes if it computes a pass over these spans."""
+        if self.ragged is None or self.ragged.decodes(spans) or all_plain(spans):
+            return self.ragged
+        return None
 
     def step(
         self,
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
         """See Layout."""
-        if self.ragged is None or not all_plain(spans):
+        ragged = self._ragged_for(spans)
+        if ragged is None:
             return super().step(spans, ids, drawn, wanted)
-        return self.ragged.step(spans, ids, drawn, wanted)
+        return ragged.step(spans, ids, drawn, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         """See Layout."""

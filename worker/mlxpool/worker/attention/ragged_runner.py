@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -14,11 +14,17 @@ import numpy.typing as npt
 from mlxpool.worker.attention.block_tables import BlockTables
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
-from mlxpool.worker.attention.row_batch import PassOutput, RowSpan, logit_spans, wanted_lines
+from mlxpool.worker.attention.row_batch import (
+    Ids,
+    PassOutput,
+    RowSpan,
+    logit_spans,
+    wanted_lines,
+)
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.sampling import known_tokens
-from mlxpool.worker.kernels.work_list import Spans, TileShape, WorkLists, capacity_of
+from mlxpool.worker.kernels.work_list import HIGH, Spans, TileShape, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads
@@ -72,6 +78,10 @@ class PlanShape:
         """The numbers of the array."""
         return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
 
+    def of_lines(self, numbers: Int32s) -> Int32s:
+        """Returns the part that has the numbers [5, lines] of lines, as a view."""
+        return numbers[: 5 * self.lines].reshape(5, -1)
+
     def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
         """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
         sizes = [self.lines] * 5 + [self.wanted]
@@ -86,6 +96,49 @@ class PlanShape:
         }
         named = wanted if self.wanted else None
         return ids, RaggedArrays(positions, slots, named, plans, self.decodes)
+
+
+@dataclass(slots=True)
+class DecodingRows:
+    """What passes over the same `spans` have in common, which are single lines with logits.
+
+    `lines`: those of the rows in the block tables. `seen`: what the spans see; its ends are those
+    of the newest pass whose numbers were written one by one. `numbers` are those of the newest
+    pass, and `counting` the parts of it that count tokens, one more in each pass. `bounds` [R]: the
+    tokens of each row at the end of the block that it writes, which no row reaches in the next
+    `left` passes. They are true while `changes` is that of the store; before the second pass it
+    is -1.
+    """
+
+    spans: Sequence[RowSpan]
+    rows: list[PagedRow]
+    shape: PlanShape
+    lines: Int32s
+    seen: Spans
+    numbers: Int32s
+    bounds: Int32s
+    counting: list[Int32s] = field(default_factory=list)
+    left: int = 0
+    changes: int = -1
+
+    @classmethod
+    def of(
+        cls, spans: Sequence[RowSpan], shape: PlanShape, lines: Int32s, seen: Spans
+    ) -> DecodingRows:
+        """Those of a pass that was just built."""
+        rows = [cast(PagedRow, span.row) for span in spans]
+        numbers = np.zeros((shape.size,), dtype=np.int32)
+        return cls(spans, rows, shape, lines, seen, numbers, np.zeros_like(lines))
+
+    @property
+    def slots(self) -> Int32s:
+        """The part of the numbers that says where the tokens are written."""
+        return self.shape.of_lines(self.numbers)[2, : len(self.rows)]
+
+    @property
+    def stops(self) -> Int32s:
+        """The part of the numbers that says where the rows end."""
+        return self.shape.of_lines(self.numbers)[4, : len(self.rows)]
 
 
 class RaggedRunner:
@@ -122,9 +175,16 @@ class RaggedRunner:
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
         self._computed: set[PlanShape] = set()
+        self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
+
+    def decodes(self, spans: Sequence[RowSpan]) -> bool:
+        """Returns whether the newest pass was of these very spans, all of them single lines."""
+        return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether a pass over these spans, which follows, is the first of its kind."""
+        if self.decodes(spans):
+            return False
         shape = self._shape(spans, wanted)
         new = shape not in self._computed
         self._computed.add(shape)
@@ -133,11 +193,13 @@ class RaggedRunner:
     def step(
         self,
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """See Layout.step."""
+        """See Layout.step. The same object `spans` again means the same spans."""
+        if self._decoding is not None and self._decoding.spans is spans:
+            return self._decode_again(self._decoding, ids, drawn)
         shape = self._shape(spans, wanted)
         rows = [cast(PagedRow, span.row) for span in spans]
         ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
@@ -154,6 +216,74 @@ class RaggedRunner:
         count = wanted_lines(spans, logit_spans(spans, wanted))
         states = found[0][count : wanted_lines(spans, wanted)]
         return PassOutput(found[1][:count] if count else states, states)
+
+    def _decode_again(self, decoding: DecodingRows, ids: Ids, drawn: mx.array | None) -> PassOutput:
+        """Builds one more pass over the spans of the pass before."""
+        rows, shape = decoding.rows, decoding.shape
+        same = decoding.changes == self._store.changes
+        if same and all(self._work[tiles].repeats() for tiles in shape.tiles):
+            written = self._count_on(decoding)
+        else:
+            written = self._number_again(decoding, ids)
+        numbers, plan = self._uploads.take(shape.size)
+        numbers[:] = decoding.numbers
+        numbers[: len(rows)] = ids
+        plan += 0 if written is None else written
+        found = self._compiled(shape)(plan, self._padded(drawn))
+        for row in rows:
+            row.offset += 1
+        return PassOutput(found[0][: len(rows)])
+
+    def _count_on(self, decoding: DecodingRows) -> mx.array | None:
+        """Makes the numbers of a pass of those of the pass before, which had a token less.
+
+        Returns None, or a 0 on which the pass must depend.
+        """
+        for part in decoding.counting:
+            part += 1
+        if decoding.left:
+            decoding.left -= 1
+            return None
+        rows, stops, slots, bounds = (
+            decoding.rows,
+            decoding.stops,
+            decoding.slots,
+            decoding.bounds,
+        )
+        crossing = np.flatnonzero(stops > bounds).tolist()  # they begin a block
+        for number in crossing:
+            row, end = rows[number], int(stops[number])
+            row.reserve(end)
+            slots[number] = row.slot(end - 1)
+            bounds[number] += KV_BLOCK_TOKENS
+        decoding.left = int((bounds - stops).min())
+        return self._tables.update([rows[number] for number in crossing], decoding.lines[crossing])
+
+    def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
+        """Writes all numbers of a pass. Returns None, or a 0 on which the pass must depend."""
+        rows, shape, lines, numbers = (
+            decoding.rows,
+            decoding.shape,
+            decoding.lines,
+            decoding.numbers,
+        )
+        offsets = np.array([row.offset for row in rows], dtype=np.int32)
+        ends = np.add(offsets, 1, out=decoding.seen.ends)
+        for number in self._store.short(rows, ends.tolist()):
+            rows[number].reserve(int(ends[number]))
+        written = self._tables.update(rows, lines)
+        self._write_lines(numbers, shape, ids, offsets, lines)
+        self._write_items(numbers, shape, decoding.seen)
+        decoding.bounds = (offsets // KV_BLOCK_TOKENS + 1) * KV_BLOCK_TOKENS
+        decoding.left = int((decoding.bounds - ends).min())
+        decoding.counting = [shape.of_lines(numbers)[1:3, : len(rows)], decoding.stops]
+        at = 5 * shape.lines + shape.wanted
+        for tiles in shape.tiles:
+            items = numbers[at : at + capacity_of(shape.lines) * ITEM].reshape(-1, ITEM)
+            decoding.counting.append(items[: self._work[tiles].ends, HIGH])
+            at += items.size
+        decoding.changes = self._store.changes
+        return written
 
     def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], list[mx.array]]:
         if shape not in self._passes:
@@ -193,45 +323,60 @@ class RaggedRunner:
         shape: PlanShape,
         rows: Sequence[PagedRow],
         spans: Sequence[RowSpan],
-        ids: Sequence[int],
+        ids: Ids,
         wanted: Sequence[int],
     ) -> mx.array | int:
         """Writes the numbers of a pass in the order of PlanShape.arrays.
 
         Returns a 0 on which the pass must depend.
         """
-        owners = self._tables.lines_of(rows)
-        written = self._tables.update(rows, owners)
+        lines = self._tables.lines_of(rows)
+        written = self._tables.update(rows, lines)
         offsets = np.array([row.offset for row in rows], dtype=np.int32)
         counts = np.array([span.count for span in spans], dtype=np.int32)
         behind = np.cumsum(counts, dtype=np.int32)
         used, first = len(ids), behind - counts
-        tables, ends = owners * self._tables.entries, offsets + counts
+        tables, ends = lines * self._tables.entries, offsets + counts
         seen = Spans(first, counts, tables, ends, np.zeros_like(counts))
+        single = not shape.wanted and shape.drawn is None
+        self._decoding = DecodingRows.of(spans, shape, lines, seen) if single else None
         if used > len(rows):
-            owners = np.repeat(owners, counts)
+            lines = np.repeat(lines, counts)
             offsets = np.repeat(offsets - first, counts) + np.arange(used, dtype=np.int32)
-        numbers.fill(0)
-        given, positions, slots, _, stops = numbers[: 5 * shape.lines].reshape(5, -1)
-        given[:used] = ids
-        positions[:used] = offsets
-        np.add(offsets, 1, out=stops[:used])
-        blocks = self._tables.numbers[owners, offsets // KV_BLOCK_TOKENS]
-        slots[:used] = blocks * KV_BLOCK_TOKENS + offsets % KV_BLOCK_TOKENS
-        slots[used:] = NOT_WRITTEN
-        at = 5 * shape.lines
+        self._write_lines(numbers, shape, ids, offsets, lines)
         if shape.wanted:
             named = behind[list(wanted)] - 1
             if wanted and spans[wanted[-1]].wide:
                 several = [np.arange(behind[n] - spans[n].lines, behind[n]) for n in wanted]
                 named = np.concatenate(several)
+            at = 5 * shape.lines
             numbers[at : at + len(named)] = named
-        at += shape.wanted
+        self._write_items(numbers, shape, seen)
+        return 0 if written is None else written
+
+    def _write_lines(
+        self, numbers: Int32s, shape: PlanShape, ids: Ids, positions: Int32s, lines: Int32s
+    ) -> None:
+        """Writes what a pass has of each input: its id, its position, where it is written.
+
+        `lines` [T] are those of the rows in the block tables. All other numbers become 0.
+        """
+        numbers.fill(0)
+        used = len(ids)
+        given, rotated, slots, _, stops = shape.of_lines(numbers)
+        given[:used], rotated[:used] = ids, positions
+        np.add(positions, 1, out=stops[:used])
+        blocks = self._tables.numbers[lines, positions // KV_BLOCK_TOKENS]
+        slots[:used] = blocks * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+        slots[used:] = NOT_WRITTEN
+
+    def _write_items(self, numbers: Int32s, shape: PlanShape, seen: Spans) -> None:
+        """Writes the work list of each shape of tiles."""
+        at = 5 * shape.lines + shape.wanted
         for tiles in shape.tiles:
             items = self._work[tiles].items(seen, shape.lines).reshape(-1)
             numbers[at : at + items.size] = items
             at += items.size
-        return 0 if written is None else written
 
     def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> list[mx.array]:
         """Returns logits [wanted, vocabulary], or hidden states [wanted, d] and any logits."""

@@ -31,6 +31,7 @@ from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 CacheRow = RowCache | SlabRow
 # Attention of one row, see dot_product.causal_attention.
 RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # of the inputs of a pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from struct import Struct
 from time import monotonic
 from typing import Self
 
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids
+from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.compute.prompt_report import PromptReport, Row
 from mlxpool.worker.constraints.constraint import Constraint
@@ -20,6 +21,8 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
+
+_pack_id = Struct("<I").pack  # gives what `pack_ids` does, without its checks
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -39,6 +42,7 @@ class Generation:
     piece: Callable[[int], bytes] = field(default=lambda token: b"")
     constraint: Constraint | None = None
     report: PromptReport | None = None
+    plain: bool = False  # its deltas have text and ids alone until it ends, see `append`
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Self:
@@ -86,11 +90,11 @@ class Generation:
             constraint.take(token)
         ids.append(token)
         text = detokenizer.push(token)
-        packed = token.to_bytes(ID_WIDTH, "little")  # what pack_ids gives, without its checks
+        packed = _pack_id(token)
         id, number = sequence.id, sequence.run_number
         goes_on = position + 1 < sequence.max_tokens and not detokenizer.stopped
         if goes_on and self.facts_sent and drawn.logprob is None and constraint is None:
-            # as most tokens
+            self.plain = not detokenizer.stops and sequence.shift is None
             return new_delta((id, number, position, text, packed, None, None, None))
         if goes_on and constraint is not None and not sequence.options.logprobs:
             run = constraint.forced(find=find)
@@ -100,6 +104,22 @@ class Generation:
         reason = self.finish_reason()
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
+
+    def append(self, token: int, eos: frozenset[int]) -> Delta | None:
+        """Append one token of a completion that is `plain`, and goes on. Returns its delta.
+
+        Returns None and does nothing where the token may be the last one: `commit` takes it.
+        """
+        sequence = self.sequence
+        ids = sequence.ids
+        position = len(ids)
+        if token in eos or position + 1 >= sequence.max_tokens:
+            return None
+        ids.append(token)
+        text, packed = self.detokenizer.push(token), _pack_id(token)
+        return new_delta(
+            (sequence.id, sequence.run_number, position, text, packed, None, None, None)
+        )
 
     def begin_report(self) -> list[Delta]:
         """What is told of the prompt before it is read."""

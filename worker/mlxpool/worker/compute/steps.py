@@ -272,30 +272,40 @@ class Steps:
     def _commit(self, drawn: list[SampledToken]) -> list[Delta]:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
         deltas: list[Delta] = []
-        generations, eos = self._generations, self._engine.eos
-        running, now, least = Phase.RUNNING, monotonic(), self._constrained.min_run()
+        of, eos, running = self._generations.of, self._engine.eos, Phase.RUNNING
+        now, least = monotonic(), self._constrained.min_run()
         self._constrained.take(drawn, least)
-        for one in drawn:
-            sequence = one.sequence
+        for one in drawn:  # in every step, so with as few calls as possible
+            sequence, token, _ = one
             if sequence.phase is not running:
                 continue
-            generation, count = generations.of(sequence), len(sequence.ids)
+            generation, count, delta = of(sequence), len(sequence.ids), None
             try:
-                find = self._constrained.finds_forced(generation)
-                delta = generation.commit(one, eos, now, find=find, least=least)
+                if generation.plain:
+                    delta = generation.append(token, eos)
+                if delta is None:
+                    delta = self._commit_one(generation, one, now, least)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent
-                delta = generations.fail(sequence, as_pool_error(error))
-            else:
-                if delta.end is not None:
-                    generations.forget(generation)
-                elif sequence.shift is not None and sequence.shift_due:
-                    generations.release(sequence)
-                    sequence.shift_context()
+                delta = self._generations.fail(sequence, as_pool_error(error))
             deltas.append(delta)
         self._constrained.begin_behind_runs(drawn)
         return deltas
+
+    def _commit_one(
+        self, generation: Generation, drawn: SampledToken, now: float, least: int
+    ) -> Delta:
+        """Append one token of a completion, which may end with it."""
+        find = self._constrained.finds_forced(generation)
+        delta = generation.commit(drawn, self._engine.eos, now, find=find, least=least)
+        sequence = generation.sequence
+        if delta.end is not None:
+            self._generations.forget(generation)
+        elif sequence.shift is not None and sequence.shift_due:
+            self._generations.release(sequence)
+            sequence.shift_context()
+        return delta
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:
         """Raises DeviceLost when the device no longer computes."""

@@ -18,15 +18,15 @@ from time import monotonic
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.row_batch import CacheRow, ImageLines, ImageView, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.image_spans import add_images
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
@@ -34,8 +34,7 @@ from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device, matmul_tiled
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.positions import positions
-from mlxpool.worker.media.spans import ImageKey, image_views, is_slot, overlapping
+from mlxpool.worker.media.spans import ImageKey, is_slot
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -128,10 +127,11 @@ class ModelEngine(WarmedEngine):
         self._step_seconds = self._target.most
         self._image_encoder = None if folder.vision is None else ImageEncoder(loaded)
         self._slot_token = NO_TOKEN
-        self._crossed = folder.vision is not None and folder.vision.plan.crossed
-        if folder.vision is not None and self._crossed:
+        if folder.vision is not None and folder.vision.plan.crossed:
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
+        self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
+        self._rows_before: list[RowSpan] = []  # of that pass
         self._steps = 0
 
     def _set_row_sizes(self, shape: RowShape) -> None:
@@ -222,23 +222,17 @@ class ModelEngine(WarmedEngine):
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
-        wants = PassSpans.of(spans, rewinds=not self._layout.store.stateful)
+        wants = PassSpans.of(
+            spans, rewinds=not self._layout.store.stateful, before=self._spans_before
+        )
         with self._discard_on_failure(spans):
             if self._uploads is not None:
                 self._uploads.begin()
-            rows = self._row_spans(spans)
-            wants.widen(rows)
-            for row, span in zip(rows, spans, strict=True):
-                if span.sequence.media:
-                    if self._crossed:
-                        row.views = self._views_of(span)
-                    else:
-                        row.images = self._images_of(span)
-                    row.positions = self._positions_of(span)
+            rows = self._row_spans(wants)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
-            found = self._layout.step(rows, *self._inputs(spans), wants.wanted)
+            found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
             asking, sampled = wants.asking, None
             embedded = wants.embedded() if wants.hidden else ()
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
@@ -250,10 +244,11 @@ class ModelEngine(WarmedEngine):
             )
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
+        self._spans_before, self._rows_before = wants, rows
         self._flights.append(
             Flight(
                 tuple(spans),
-                wants.first_rows(),
+                wants.first_rows,
                 sampled,
                 done,
                 began,
@@ -265,17 +260,31 @@ class ModelEngine(WarmedEngine):
                 embedded=embedded,
                 undrawn=None if at_once else (asking, found.logits),
                 states=states,
+                load=wants.load,
             )
         )
         return fresh
 
-    def _row_spans(self, spans: Many[Span]) -> list[RowSpan]:
-        """Returns the spans of rows, which are as long as the spans expect."""
-        held = self._rows
-        rows = [RowSpan(held[span.sequence], span.count) for span in spans]
-        for row, span in zip(rows, spans, strict=True):
-            offset = row.row.offset
-            assert offset == span.start, f"a row of {offset} tokens, a span at {span.start}"
+    def _row_spans(self, wants: PassSpans) -> list[RowSpan]:
+        """Returns the spans of rows, which are as long as the spans of the pass expect.
+
+        They are the same list while the same sequences decode in the same rows.
+        """
+        if wants.again and self._rows_before:
+            rows = self._rows_before
+        else:
+            held = self._rows
+            rows = [RowSpan(held[span.sequence], span.count) for span in wants.every]
+        offsets, starts = [row.row.offset for row in rows], [span.start for span in wants.every]
+        assert offsets == starts, f"rows of {offsets} tokens, spans at {starts}"
+        if wants.sequences:
+            return rows
+        wants.widen(rows)
+        vision = self._loaded.folder.vision
+        for row, span in zip(rows, wants.every, strict=True):
+            if span.sequence.media:
+                assert vision is not None, "only models that read images get some"
+                add_images(row, span, vision, self.encoded)
         return rows
 
     def _results(
@@ -332,14 +341,17 @@ class ModelEngine(WarmedEngine):
             seq.submitted = span.start + max(1, kept[seq])
             self._rows[seq].trim(seq.submitted)
 
-    def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
         """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
 
         -1 - r is the token of row r of the newest pass in flight.
         """
-        ids: list[int] = []
         newest = self._flights[-1] if self._flights else None
-        for span in spans:
+        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
+        if wants.again and newest is not None and newest.rows is wants.first_rows:
+            return np.arange(-1, -1 - len(wants.every), -1, dtype=np.int32), drawn
+        ids: list[int] = []
+        for span in wants.every:
             seq = span.sequence
             if span.start >= seq.length:
                 assert newest is not None
@@ -350,12 +362,12 @@ class ModelEngine(WarmedEngine):
                 inputs, slot = seq.token_range(span.start, span.end), self._slot_token
                 ids += [slot if is_slot(one) else one for one in inputs] if seq.media else inputs
                 ids += span.drafts
-        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
         return ids, drawn
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
         self._draws.forget()
+        self._spans_before = None
         row = self._rows.get(seq)
         if row is not None:
             # The row may hold a token in flight. A preempted sequence starts again with its last
@@ -396,34 +408,6 @@ class ModelEngine(WarmedEngine):
         mx.eval(features)
         self.encoded.put(image.key, features, pinned)
 
-    def _images_of(self, span: Span) -> tuple[ImageLines, ...]:
-        """Returns the images that have inputs in a span, with their features."""
-        found = []
-        for one in overlapping(span.sequence.media, span.start, span.end):
-            begin, end = max(one.start, span.start), min(one.end, span.end)
-            features = self.encoded.get(one.image)[:, begin - one.start : end - one.start]
-            lines = begin - span.start, end - span.start
-            found.append(ImageLines(*lines, features, one.group))
-        return tuple(found)
-
-    def _views_of(self, span: Span) -> tuple[ImageView, ...]:
-        """Returns what the inputs of a span see of images in layers of cross-attention."""
-        return tuple(
-            ImageView(
-                begin - span.start,
-                end - span.start,
-                tuple(self.encoded.get(one.image) for one in seen),
-            )
-            for begin, end, seen in image_views(span.sequence.media, span.start, span.end)
-        )
-
-    def _positions_of(self, span: Span) -> npt.NDArray[np.int32] | None:
-        """Returns the positions of a span, where they are not its numbers in the row."""
-        media, vision = span.sequence.media, self._loaded.folder.vision
-        if vision is None or not vision.plan.grid_positions or media[0].start >= span.end:
-            return None
-        return positions(span.start, span.end, media, vision.settings.merge)
-
     def _capacity(self) -> int:
         if self._fixed_blocks is not None:
             return self._fixed_blocks
@@ -448,6 +432,7 @@ class ModelEngine(WarmedEngine):
             hit = {span.sequence for span in every} & self._rows.keys()
             self._flights.clear()
             self._draws.forget()
+            self._spans_before = None
             for seq in list(self._rows) if self._layout.shares_arrays else hit:
                 self._rows[seq].release()
             if self._layout.shares_arrays and self._layout.holds_prefixes:

@@ -10,6 +10,7 @@ from typing import Self
 from mlxpool.worker.attention.row_batch import RowSpan
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.step_cost import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,9 @@ class PassSpans:
 
     `chunks` read prompts, `checks` have drafts. `drawing` are the numbers of the spans that draw
     tokens, those that draw several behind the others; `hidden` of those that give hidden states.
+    `first_rows` has the first row of logits of each sequence that draws. `sequences`: those of a
+    pass in which each has one input without an image and draws one token; empty for other passes.
+    `again`: the pass before was such a pass over the same sequences, in the same order.
     """
 
     every: Many[Span]
@@ -25,14 +29,28 @@ class PassSpans:
     checks: tuple[Span, ...]
     drawing: list[int]
     hidden: list[int]
+    first_rows: dict[Sequence, int]
+    sequences: list[Sequence]
+    again: bool = False
 
     @classmethod
-    def of(cls, spans: Many[Span], *, rewinds: bool) -> Self:
+    def of(cls, spans: Many[Span], *, rewinds: bool, before: PassSpans | None = None) -> Self:
         """Divides spans; `rewinds`: rows can go back by any number of tokens.
 
-        Raises ValueError for a span that cannot be computed.
+        `before` are those of the pass before. Raises ValueError for a span that cannot be computed.
         """
         # Nothing more is asked of single inputs that draw a token, which most spans are.
+        plain = [
+            span.sequence
+            for span in spans
+            if span.count == 1 and span.draws == 1 and not span.sequence.media
+        ]
+        if len(plain) == len(spans):
+            if before is not None and before.sequences == plain:
+                drawing, rows = before.drawing, before.first_rows
+                return cls(spans, [], (), drawing, [], rows, before.sequences, again=True)
+            rows = {sequence: row for row, sequence in enumerate(plain)}
+            return cls(spans, [], (), list(range(len(spans))), [], rows, plain)
         others = [span for span in spans if span.count > 1 or not span.draws]
         for span in others:
             _require_possible(span, rewinds=rewinds)
@@ -42,7 +60,8 @@ class PassSpans:
         if checks:
             drawing.sort(key=lambda number: spans[number].draws)
         hidden = [number for number, span in enumerate(spans) if span.hidden] if chunks else []
-        return cls(spans, chunks, checks, drawing, hidden)
+        asking = [spans[number] for number in drawing]
+        return cls(spans, chunks, checks, drawing, hidden, _first_rows(asking), [])
 
     @property
     def wanted(self) -> list[int]:
@@ -50,9 +69,19 @@ class PassSpans:
         return [*self.drawing, *self.hidden] if self.hidden else self.drawing
 
     @property
-    def asking(self) -> list[Span]:
+    def asking(self) -> Many[Span]:
         """The spans that draw tokens."""
+        if self.sequences:
+            return self.every
         return [self.every[number] for number in self.drawing]
+
+    @property
+    def load(self) -> Load:
+        """The load of the pass."""
+        if not self.sequences:
+            return Load.of(self.every)
+        rows = len(self.every)
+        return Load(rows, sum([span.start for span in self.every]) + rows, 0, rows)
 
     def widen(self, rows: Many[RowSpan]) -> None:
         """Says which rows of the pass give logits of several tokens, or hidden states."""
@@ -62,19 +91,16 @@ class PassSpans:
             row.lines = span.count if span.hidden else max(1, span.draws)
             row.hidden = span.hidden
 
-    def first_rows(self) -> dict[Sequence, int]:
-        """Returns the first row of logits of each sequence that draws."""
-        if not self.checks:
-            return {self.every[number].sequence: row for row, number in enumerate(self.drawing)}
-        asking = self.asking
-        firsts = accumulate((span.draws for span in asking), initial=0)
-        return {span.sequence: first for span, first in zip(asking, firsts, strict=False)}
-
     def embedded(self) -> tuple[tuple[Span, int], ...]:
         """Returns the spans that give hidden states, with the first row of each."""
         spans = [self.every[number] for number in self.hidden]
         firsts = accumulate((span.count for span in spans), initial=0)
         return tuple(zip(spans, firsts, strict=False))
+
+
+def _first_rows(drawing: Many[Span]) -> dict[Sequence, int]:
+    firsts = accumulate((span.draws for span in drawing), initial=0)
+    return {span.sequence: first for span, first in zip(drawing, firsts, strict=False)}
 
 
 def _require_possible(span: Span, *, rewinds: bool) -> None:

@@ -62,7 +62,7 @@ class Flight:
     `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
     `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
     yet, and their logits. `states` [H, d]: as `hidden`, but they stay on the device, for the
-    log-probabilities of prompts.
+    log-probabilities of prompts. `load`: what it computes; None: see its spans.
     """
 
     spans: tuple[Span, ...]
@@ -76,8 +76,9 @@ class Flight:
     checks: tuple[Span, ...] = ()
     embedded: tuple[tuple[Span, int], ...] = ()
     hidden: mx.array | None = None
-    undrawn: tuple[list[Span], mx.array] | None = None
+    undrawn: tuple[Many[Span], mx.array] | None = None
     states: mx.array | None = None
+    load: Load | None = None
 
     def without(self, seq: Sequence) -> Flight:
         """Returns the flight without the results of a sequence that lost its row."""
@@ -254,9 +255,10 @@ class RowEngine(ABC, Generic[R]):
         """Counts the inputs of a pass that was started; `keep` end at restore points."""
         shared = []  # whose prompts others wait for, or will have
         for span in spans:
-            seq = span.sequence
-            seq.submitted, seq.awaited = span.end, seq.awaited + span.draws
-            if seq.shared and span.start < len(seq.prompt) - 1 <= span.end:
+            seq, start = span.sequence, span.start
+            end = seq.submitted = start + span.count
+            seq.awaited += span.draws
+            if seq.shared and start < len(seq.prompt) - 1 <= end:
                 shared.append(seq)
         for span in keep:
             self._keep(span.sequence)
@@ -274,7 +276,7 @@ class RowEngine(ABC, Generic[R]):
         began = max(flight.began, self._last_end)
         self._last_end = finished
         if not flight.fresh:
-            self.cost.observe(Load.of(flight.spans), finished - began)
+            self.cost.observe(flight.load or Load.of(flight.spans), finished - began)
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""

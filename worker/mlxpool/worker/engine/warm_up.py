@@ -13,9 +13,10 @@ import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
-from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
@@ -54,8 +55,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Makes the layout and its prefix cache."""
 
     @abstractmethod
-    def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
-        """Returns the ids of the spans, and the tokens in flight that negative ids stand for."""
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
+        """Returns the ids of a pass, and the tokens in flight that negative ids stand for."""
 
     @abstractmethod
     def _results(
@@ -177,7 +178,8 @@ class WarmedEngine(RowEngine[CacheRow]):
                 if self._uploads is not None:
                     self._uploads.begin()
                 given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
-                found = self._layout.step(given, *self._inputs(spans), range(len(spans)))
+                wants = PassSpans.of(spans, rewinds=True)
+                found = self._layout.step(given, *self._inputs(wants), wants.wanted)
                 sampled = self._draws.draw(spans, found.logits, None, {})
                 self._results(found.logits, sampled, None)
                 masks = {spans[0].sequence: self._whole_mask()}

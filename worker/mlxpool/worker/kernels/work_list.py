@@ -118,6 +118,21 @@ class WorkLists:
         kept[:, LOW], kept[:, HIGH] = spans.begins[tiles], spans.ends[tiles]
         return self._kept
 
+    def repeats(self) -> bool:
+        """Counts one more use of the newest list, for the same rows with a key more.
+
+        Returns False where it has to be made anew.
+        """
+        if self._uses >= STEPS_OF_PARTS:
+            return False
+        self._uses += 1
+        return True
+
+    @property
+    def ends(self) -> int:
+        """The first items of the newest list that is for single lines have the ends of its rows."""
+        return self._tiles.size
+
     def _parts(self, step: Division) -> Numbers:
         """Returns the parts of a step by the share of the steps before, while that is good."""
         if self._share is not None and self._share_uses < STEPS_OF_PARTS:

@@ -80,7 +80,8 @@ class BlockRun:
 class BlockStore:
     """A Store (prefix/store.py) of block tables. `copy(source, target)` copies one block.
 
-    `nbytes` counts each block that the tree refers to once.
+    `nbytes` counts each block that the tree refers to once. `changes` counts what happened to rows
+    in use other than `reserve`, where that may have changed their blocks or made them shared.
     """
 
     stateful = False
@@ -94,6 +95,7 @@ class BlockStore:
         self._bytes = block_bytes
         self._copy = copy
         self._kept: dict[int, int] = {}  # block -> how often the tree refers to it
+        self.changes = 0
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +157,7 @@ class BlockStore:
 
     def rewind(self, row: BlockRow, to: int) -> bool:
         """See Store."""
+        self.changes += 1
         row.offset = min(row.offset, to)
         while (len(row.table) - 1) * self._size >= row.offset and row.table:
             self._pool.drop_reference(row.table.pop())
@@ -170,6 +173,7 @@ class BlockStore:
         capacity: int,
     ) -> None:
         """See Store. Of two runs that meet inside a block, the later one has the tokens of both."""
+        self.changes += 1
         found = {}
         for run, count in kept:
             for number, block in enumerate(run.blocks, run.start // self._size):
@@ -238,6 +242,7 @@ class BlockStore:
         return own
 
     def _hold(self, block: int) -> None:
+        self.changes += 1
         self._pool.add_reference(block)
         self._kept[block] = self._kept.get(block, 0) + 1
 

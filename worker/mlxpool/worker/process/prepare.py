@@ -232,7 +232,7 @@ def admit_of(
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
     discarded = 0 if shift is None else shift.discarded(len(prompt_ids) + len(ids))
     inside = without(media, keep, discarded)
-    detokenizer = Detokenizer(opened.text.piece, work.options.stop)
+    detokenizer = Detokenizer(opened.text.piece, work.options.stop, opened.texts)
     detokenizer.replay(ids)
     if constraint is not None:
         constraint.replay(ids)

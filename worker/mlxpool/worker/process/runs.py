@@ -143,7 +143,8 @@ class Runs:
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Send the deltas of one step, as far as their runs are live."""
-        self._deliver([one for one in deltas if (one.id, one.attempt) in self.live])
+        live = self.live
+        self._deliver([one for one in deltas if one[:2] in live])
 
     def handed_back(self) -> None:
         """The compute thread has stopped all runs, and all deltas that it made were delivered."""
@@ -162,7 +163,7 @@ class Runs:
         self._deliver([Delta(*key, self.live[key].position, "", b"", end=end.body())])
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        ended = {(one.id, one.attempt) for one in deltas if one.end is not None}
+        ended = [one[:2] for one in deltas if one.end is not None]
         for key in ended:
             self.live.pop(key, None)
         if deltas:

@@ -63,6 +63,29 @@ class _StopMatcher:
             state = self._fallback[state]
 
 
+class WholeTexts(dict[int, str | None]):
+    """The text of each token by its id; None where it begins or ends inside a character.
+
+    Those of `pieces`, the bytes of the first tokens, are made at once; others when they are asked
+    for first, by `piece`.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], pieces: Iterable[bytes] = ()) -> None:
+        super().__init__(enumerate(map(_whole_text, pieces)))
+        self._piece = piece
+
+    def __missing__(self, token: int) -> str | None:
+        text = self[token] = _whole_text(self._piece(token))
+        return text
+
+
+def _whole_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
 class Detokenizer:
     """The text of one completion, released as T grows.
 
@@ -71,9 +94,17 @@ class Detokenizer:
     alone, neither on its split into tokens nor on the order of the stop strings.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        stops: tuple[str, ...],
+        texts: WholeTexts | None = None,
+    ) -> None:
+        """`piece` gives the bytes of a token; `texts` of the same, for many completions."""
         self._piece = piece
+        self._texts = WholeTexts(piece) if texts is None else texts
         self._stops = _StopMatcher(stops) if stops else None
+        self._between = not stops  # no text is held back, and no stop string is looked for
         self._state = 0  # of the matcher
         self._undecoded = b""  # an incomplete UTF-8 sequence
         self._held = ""
@@ -81,13 +112,16 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Append one id. Returns the text that T gains, which is often empty."""
-        piece = self._piece(token)
-        if self._stops is None and not self._undecoded:
-            try:
-                return piece.decode()
-            except UnicodeDecodeError:  # it ends or begins inside a character, as few tokens do
-                pass
-        return self._append(piece)
+        if self._between:
+            text = self._texts[token]
+            if text is not None:  # as of most tokens
+                return text
+        return self._append(self._piece(token))
+
+    @property
+    def stops(self) -> bool:
+        """Whether there are stop strings."""
+        return self._stops is not None
 
     def replay(self, tokens: Iterable[int]) -> str:
         """Append many ids. Returns the same text as `push` for each of them in turn."""
@@ -104,6 +138,7 @@ class Detokenizer:
         known = self._undecoded + piece
         new, used = codecs.utf_8_decode(known, "replace", final)
         self._undecoded = known[used:]
+        self._between = self._stops is None and not self._undecoded
         return new if self._stops is None else self._release(self._stops, new)
 
     def _release(self, stops: _StopMatcher, new: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
 
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.settings import ImageInput
+from mlxpool.worker.prompt.detokenizer import WholeTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,11 @@ class Opened:
     eos: frozenset[int] = frozenset()
     no_format: str = ""
     no_prompt_logprobs: str = ""
+    texts: WholeTexts = field(init=False, repr=False, compare=False)  # for all completions
+
+    def __post_init__(self) -> None:
+        pieces = self.text.pieces if isinstance(self.text, TokenTable) else ()
+        object.__setattr__(self, "texts", WholeTexts(self.text.piece, pieces))
 
     @property
     def images(self) -> ImageInput | None:

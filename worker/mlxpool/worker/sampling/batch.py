@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +34,10 @@ ALL_OPTIONS = Options(
 )
 
 Rows = dict[Sequence, int]  # the row of each sequence in a SamplerOutput
+# Makes a SampledToken of its fields in half the time of SampledToken(...).
+_new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
+    tuple.__new__, SampledToken
+)
 
 
 # ---- inputs ------------------------------------------------------------------------------------
@@ -265,6 +270,9 @@ def sampled_tokens(
     `rows` has the row of each sequence that draws one token.
     """
     tokens = sampled.tokens
+    if sampled.logprobs is None and NO_TOKEN not in tokens:  # as in most steps
+        each = zip(rows, map(tokens.__getitem__, rows.values()), repeat(None))
+        return list(map(_new_token, each)), []
     drawn = [
         SampledToken(seq, tokens[row], _logprob(sampled, seq, row))
         for seq, row in rows.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from mlxpool.common.options import Options
 from mlxpool.worker.media.image import PreparedImage
@@ -207,9 +208,8 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(slots=True)  # not frozen, as Span: there is one for each row of each step
-class SampledToken:
-    """One token that a decode step sampled for one sequence."""
+class SampledToken(NamedTuple):
+    """One token that a decode step sampled for one sequence. A tuple, for there are many."""
 
     sequence: Sequence
     token: int

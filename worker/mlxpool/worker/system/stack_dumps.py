@@ -14,4 +14,4 @@ def dump_on_signal(descriptor: int) -> None:
     """
     file = descriptor if descriptor >= 0 else sys.stderr
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
-    faulthandler.enable()
+    faulthandler.enable(file=file, all_threads=True)

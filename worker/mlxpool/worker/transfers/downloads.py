@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -55,7 +56,7 @@ class Download:
         """Returns the numbers of the arrays, once, when `done` is evaluated."""
         found = []
         for at, shape, kind in self._places:
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             found.append(self._into.numbers[at : at + size].view(kind).reshape(shape).copy())
         self._owner.give_back(self._into)
         return found

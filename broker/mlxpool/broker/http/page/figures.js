@@ -2,6 +2,7 @@
 // Figures with units, and the elements that show them. Whatever comes from the pool goes into the
 // page through textContent or as a number, never as HTML.
 
+const PATIENCE = 5000; // milliseconds for an answer of the broker
 const SVG = "http://www.w3.org/2000/svg";
 const $ = (id) => document.getElementById(id);
 

@@ -2,7 +2,6 @@
 // Asks for the figures, and shows them.
 
 const EVERY = 2000; // milliseconds from one question to the next
-const PATIENCE = 5000; // milliseconds for an answer
 
 const COUNTS = [
   ["Live", (s) => count(s.requests.live)],
@@ -38,15 +37,13 @@ const showProblems = (problems) => {
 
 const hidden = (n, command) => n ? `and ${whole(n)} more, which are quiet; ${command} shows all` : "";
 
-const jobsOf = ({ jobs }) => jobs ? ` · jobs: ${whole(jobs.waiting)} waiting, ${whole(jobs.running)} running, ${whole(jobs.done)} done, ${whole(jobs.dead)} dead` : "";
-
 const show = (status) => {
   const { broker, problems } = status;
   const state = problems.length ? `${broker.state}, ${plural(problems.length, "problem")}` : broker.state;
   mood($("state"), state, broker.level || MOODS[broker.state]);
   document.title = `${state} · mlxpool`;
   const gateway = status.gateway ? ` · gateway ${status.gateway.state}` : "";
-  say($("about"), `up ${long(broker.uptime_s)} · ${plural(broker.links, "client")}${gateway}${jobsOf(status)} · pid ${broker.pid} · ${status.version}`);
+  say($("about"), `up ${long(broker.uptime_s)} · ${plural(broker.links, "client")}${gateway} · pid ${broker.pid} · ${status.version}`);
   showProblems(problems);
   for (const plot of PLOTS) plot.show(status);
   for (const [node, get, level] of COUNTS) {
@@ -59,6 +56,7 @@ const show = (status) => {
   LIVE.node.classList.toggle("operators", status.cancels);
   LIVE.show(status.live, status);
   ERRORS.show(status.errors, status);
+  countJobs(status);
   say($("models-note"), hidden(status.models_hidden, "mlxpool models"));
   const none = status.workers.length ? "" : "No worker runs: the first request for a model starts one.";
   say($("workers-note"), none || hidden(status.workers_hidden, "mlxpool ps"));

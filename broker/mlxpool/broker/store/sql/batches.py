@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker.store.batch_operations import (
@@ -12,10 +13,14 @@ from mlxpool.broker.store.batch_operations import (
     ReadBatch,
     ReadLines,
     ReadOutcomes,
+    ReleaseBatch,
+    RetryBatch,
     SubmitBatch,
 )
 from mlxpool.broker.store.batch_records import (
     MAX_LINE,
+    MAX_OUTPUT,
+    BatchChanged,
     BatchList,
     BatchState,
     BatchSubmitted,
@@ -24,9 +29,13 @@ from mlxpool.broker.store.batch_records import (
     LineOutcomes,
     Lines,
 )
+from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import (
+    ENDED,
+    RETRYABLE,
     DuplicateKey,
     JobState,
+    JobView,
     KeyGone,
     Name,
     Refused,
@@ -41,15 +50,17 @@ from mlxpool.broker.store.sql.submitting import check_names, submit
 
 VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
     batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
-    batch.keep, batch.notify, batch.forget"""
+    batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
+    batch.expired, batch.failed"""
+COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
+LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
 def view(database: Database, row: Row) -> BatchView:
     """The batch of a row of the columns VIEW, with its counts."""
     id, owner, tenant, key, file, digest, defaults, state = row[:8]
-    counts = database.execute(
-        "SELECT state, COUNT(*) FROM job WHERE batch = ? GROUP BY state ORDER BY state", id
-    )
+    jobs, *ended = row[16:21]
+    counts = (*zip(COUNTED, ended, strict=True), (JobState.WAITING, jobs - sum(ended)))
     return BatchView(
         id=id,
         scope=Scope(owner, tenant, key),
@@ -60,13 +71,14 @@ def view(database: Database, row: Row) -> BatchView:
         state=BatchState(state),
         next_line=row[8],
         next_start=row[9],
-        failed=database.number("SELECT COUNT(*) FROM failed_line WHERE batch = ?", id),
-        counts=tuple((JobState(state), count) for state, count in counts),
+        failed=row[21],
+        counts=tuple(pair for pair in counts if pair[1]),
         created=row[10],
         ended=row[11],
         deadline=row[12],
         keep=row[13],
         notify=row[14],
+        forget=row[15],
     )
 
 
@@ -89,10 +101,6 @@ def find(database: Database, name: Name) -> BatchView | None:
     return None if row is None else view(database, row)
 
 
-def _waiting(batch: BatchView) -> int:
-    return dict(batch.counts).get(JobState.WAITING, 0)
-
-
 # ---- begin and end -------------------------------------------------------------------------------
 
 
@@ -111,7 +119,11 @@ def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
     if file is None:
         return UnknownName()
     if not file.complete:
-        return Refused("store_error", f"the file has {file.size} bytes and is not complete")
+        return file
+    live = database.number(f"SELECT COUNT(*) FROM batch WHERE owner = ? AND {LIVE}", scope.owner)
+    if live >= asked.max_live:
+        why = f"{live} batches of this owner have not ended, at most {asked.max_live}"
+        return Refused("over_quota", why)
     check_names(scope, asked.notify)
     database.change(
         "INSERT INTO batch (id, owner, tenant, key, file, digest, defaults, state, next_line,"
@@ -146,17 +158,49 @@ def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
     if batch.state in (BatchState.OPEN, BatchState.FED):
         database.change("UPDATE batch SET state = 'cancelled' WHERE id = ?", batch.id)
     elif batch.state is not BatchState.CANCELLED:
-        return batch
-    found = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND state = 'waiting' ORDER BY line LIMIT ?",
-        batch.id,
-        asked.count + len(asked.held),
+        return BatchChanged(batch, ())
+    waiting = _jobs(database, batch, (JobState.WAITING,), asked.count)
+    cause = "its batch was cancelled"
+    ended = tuple(
+        rows.end_job(database, job, JobState.CANCELLED, asked.end, cause, now) for job in waiting
     )
-    waiting = [job for job in map(rows.view, found) if job.id not in asked.held]
-    for job in waiting[: asked.count]:
-        cause = "its batch was cancelled"
-        rows.end_job(database, job, JobState.CANCELLED, asked.end, cause, now)
+    return BatchChanged(_again(database, batch.id), ended)
+
+
+def retry_batch(database: Database, asked: RetryBatch, now: float) -> Result:
+    """Let dead and expired jobs wait again, some at a time."""
+    batch = find(database, asked.name)
+    if batch is None:
+        return UnknownName()
+    if batch.state not in (BatchState.OPEN, BatchState.FED, BatchState.ENDED):
+        return BatchChanged(batch, ())
+    failed = _jobs(database, batch, tuple(RETRYABLE), asked.count)
+    jobs = tuple(rows.let_wait(database, job, None, now) for job in failed)
+    return BatchChanged(_again(database, batch.id), jobs)
+
+
+def release_batch(database: Database, asked: ReleaseBatch, now: float) -> Result:
+    """Have an ended batch forgotten by the next sweeps."""
+    batch = find(database, asked.name)
+    if batch is None:
+        return UnknownName()
+    if batch.ended is not None and batch.state is not BatchState.GONE:
+        database.change("UPDATE batch SET forget = ? WHERE id = ?", now, batch.id)
     return _again(database, batch.id)
+
+
+def _jobs(
+    database: Database, batch: BatchView, states: tuple[JobState, ...], count: int
+) -> list[JobView]:
+    """The first jobs of a batch that are in one of these states."""
+    found = database.execute(
+        f"SELECT {rows.VIEW} FROM job WHERE batch = ?"
+        f" AND state IN ({', '.join('?' * len(states))}) LIMIT ?",
+        batch.id,
+        *(state.value for state in states),
+        count,
+    )
+    return [rows.view(row) for row in found]
 
 
 def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
@@ -164,7 +208,7 @@ def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
     batch = find(database, asked.batch)
     if batch is None:
         return UnknownName()
-    over = batch.state in (BatchState.FED, BatchState.CANCELLED) and not _waiting(batch)
+    over = batch.state in (BatchState.FED, BatchState.CANCELLED) and not batch.waiting
     if not over or batch.ended is not None:
         return batch
     state = BatchState.ENDED if batch.state is BatchState.FED else batch.state
@@ -179,21 +223,33 @@ def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
 
 
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
-    """Forget batches and files past their time; returns whether more may be left."""
+    """Forget batches and files past their time; returns whether more may be left.
+
+    The results of a batch go some at a time, the batch when they are gone.
+    """
     found = database.execute(
         "SELECT id, state FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
     )
+    left = count
     for id, state in found:
-        database.change("DELETE FROM failed_line WHERE batch = ?", id)
         if state == BatchState.GONE.value:
             database.change("DELETE FROM batch WHERE id = ?", id)
-        else:
-            database.change(
-                "UPDATE batch SET state = 'gone', defaults = ?, forget = ? WHERE id = ?",
-                b"",
-                now + key_life,
-                id,
-            )
+            continue
+        jobs = database.execute(
+            f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND state <> 'gone' LIMIT ?", id, left
+        )
+        for row in jobs:
+            rows.empty_job(database, rows.view(row), now + key_life)
+        left -= len(jobs)
+        if left <= 0:
+            break
+        database.change("DELETE FROM failed_line WHERE batch = ?", id)
+        database.change(
+            "UPDATE batch SET state = 'gone', defaults = ?, forget = ? WHERE id = ?",
+            b"",
+            now + key_life,
+            id,
+        )
     old = database.execute(
         f"SELECT {files.VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
         " (SELECT 1 FROM batch WHERE batch.file = file.id AND batch.state = 'open')"
@@ -202,7 +258,7 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     )
     for row in old:
         files.drop(database, files.view(row))
-    return len(found) == count or len(old) == 4
+    return len(found) == count or left <= 0 or len(old) == 4
 
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -217,7 +273,7 @@ def read_lines(database: Database, asked: ReadLines, now: float) -> Result:
     start, number = batch.next_start, batch.next_line
     if batch.state is not BatchState.OPEN:
         return Lines(batch, (), number, start, True, left)
-    data = files.read_from(database, batch.file, start, asked.max_bytes)
+    data = _next_bytes(database, batch, asked.max_bytes)
     at_end = start + len(data) >= batch.file_size
     found: list[tuple[int, int, bytes]] = []
     at, counted = 0, 0
@@ -235,6 +291,18 @@ def read_lines(database: Database, asked: ReadLines, now: float) -> Result:
         at = _line_end(database, batch, start + len(data)) - start
     last = start + at >= batch.file_size
     return Lines(batch, tuple(found), number + counted, start + at, last, left)
+
+
+def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:
+    """Bytes of the file from the next line on: a part, or as many as one long line needs."""
+    data = files.read_from(database, batch.file, batch.next_start, min(files.PART, max_bytes))
+    while b"\n" not in data and len(data) < max_bytes:
+        start = batch.next_start + len(data)
+        more = files.read_from(database, batch.file, start, min(len(data), max_bytes - len(data)))
+        if not more:
+            break
+        data += more
+    return data
 
 
 def _line_end(database: Database, batch: BatchView, start: int) -> int:
@@ -255,12 +323,15 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
     if batch.state is not BatchState.OPEN or batch.next_line != asked.first_line:
         return batch
     failed = list(asked.failed)
+    new = 0
     for job in asked.jobs:
         result = submit(database, job, now, room)
         if isinstance(result, Refused):
             raise Full(result)
         if not isinstance(result, Submitted) or result.job.id != job.id:
             failed.append((job.line, job.label, f"the key {job.scope.key!r} is taken"))
+        else:
+            new += 1
         room -= job.size + rows.ROW_BYTES
     for line, label, cause in failed:
         database.change(
@@ -271,9 +342,12 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
             rows.storable(cause),
         )
     database.change(
-        "UPDATE batch SET next_line = ?, next_start = ?, state = ? WHERE id = ?",
+        "UPDATE batch SET next_line = ?, next_start = ?, jobs = jobs + ?, failed = failed + ?,"
+        " state = ? WHERE id = ?",
         asked.next_line,
         asked.end,
+        new,
+        len(failed),
         (BatchState.FED if asked.last else BatchState.OPEN).value,
         batch.id,
     )
@@ -297,18 +371,24 @@ def read_batch(database: Database, asked: ReadBatch, now: float) -> Result:
 
 def list_batches(database: Database, asked: ListBatches, now: float) -> BatchList:
     states = asked.states or tuple(state for state in BatchState if state is not BatchState.GONE)
-    where = f"state IN ({', '.join('?' * len(states))})"
+    where = [f"state IN ({', '.join('?' * len(states))})", *([LIVE] if asked.live else [])]
     values: list[Any] = [state.value for state in states]
     for column, value in (("owner", asked.owner), ("tenant", asked.tenant)):
         if value is not None:
-            where += f" AND {column} = ?"
+            where.append(f"{column} = ?")
             values.append(value)
+    if asked.before:
+        last = database.one("SELECT created FROM batch WHERE id = ?", asked.before)
+        where.append("(created < ? OR (created = ? AND id > ?))")
+        created = 0.0 if last is None else last[0]
+        values += [created, created, asked.before]
     found = database.execute(
-        f"SELECT {VIEW} FROM batch WHERE {where} ORDER BY created DESC, id LIMIT ?",
+        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)} ORDER BY created DESC, id LIMIT ?",
         *values,
         asked.count,
     )
-    return BatchList(tuple(view(database, row) for row in found))
+    batches = tuple(view(database, row) for row in found)
+    return BatchList(batches, batches[-1].id if len(batches) == asked.count else b"")
 
 
 def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
@@ -320,14 +400,14 @@ def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result
         f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND line > ? ORDER BY line LIMIT ?",
         row[0],
         asked.after,
-        asked.count,
+        asked.count + 1,
     )
     failed = database.execute(
         "SELECT line, label, cause FROM failed_line WHERE batch = ? AND line > ?"
         " ORDER BY line LIMIT ?",
         row[0],
         asked.after,
-        asked.count,
+        asked.count + 1,
     )
     both = [LineOutcome(job.line, job.label, job.cause, job) for job in map(rows.view, jobs)]
     both += [LineOutcome(line, label, cause, None) for line, label, cause in failed]
@@ -338,23 +418,30 @@ def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result
         if page and size >= asked.max_bytes:
             break
         page.append(_with_output(database, outcome))
-        size += rows.ROW_BYTES + len(page[-1].text) + len(page[-1].ids)
+        size += rows.ROW_BYTES + _output_size(page[-1])
     return LineOutcomes(tuple(page), page[-1].line if len(page) < len(both) else -1)
 
 
+def _output_size(outcome: LineOutcome) -> int:
+    """Bytes of its output, at most."""
+    end = 0 if outcome.job is None else len(outcome.job.end or b"")
+    return end + 4 * len(outcome.text) + len(outcome.ids) + sum(map(len, outcome.logprobs))
+
+
 def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
+    """With the output of an ended job, unless it has more than MAX_OUTPUT bytes."""
     job = outcome.job
-    if job is None:
+    if job is None or job.state not in ENDED:
         return outcome
-    chunks = [
-        rows.chunk_of(row)
-        for row in database.execute(
-            "SELECT pos, ids, text, borders, logprobs FROM chunk WHERE job = ? AND gen = ?"
-            " ORDER BY pos",
-            job.seq,
-            job.gen,
-        )
-    ]
-    text = "".join(chunk.text for chunk in chunks)
-    ids = b"".join(chunk.ids for chunk in chunks)
-    return LineOutcome(outcome.line, outcome.label, outcome.cause, job, text, ids)
+    left_out = replace(outcome, job=replace(job, end=None), whole=False)
+    try:
+        chunks = list(rows.chunks_of(database, job))
+    except Damaged:  # who fetches the job is told which ids
+        return left_out
+    whole = replace(
+        outcome,
+        text="".join(chunk.text for chunk in chunks),
+        ids=b"".join(chunk.ids for chunk in chunks),
+        logprobs=tuple(chunk.logprobs for chunk in chunks if chunk.logprobs),
+    )
+    return whole if _output_size(whole) <= MAX_OUTPUT else left_out

@@ -27,27 +27,12 @@ def cancel(database: Database, asked: Cancel, now: float) -> Result:
 
 
 def retry(database: Database, asked: Retry, now: float) -> Result:
-    """Let a dead or expired job wait; its notice that is not sent yet is dropped."""
+    """Let a dead or expired job wait."""
     job = rows.find(database, asked.name)
     if job is None or job.state not in RETRYABLE:
         return rows.fate(database, asked.name)
-    database.change("DELETE FROM outbox WHERE end_seq = ?", job.end_seq)
-    database.change("DELETE FROM poison WHERE digest = ?", job.digest)
-    given_back = len(job.end or b"")
-    database.change(
-        "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
-        " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
-        " cause = '', size = size - ? WHERE seq = ?",
-        int(asked.new_generation),
-        now,
-        None if asked.deadline is None else now + asked.deadline,
-        given_back,
-        job.seq,
-    )
-    rows.count_usage(database, job.scope.owner, 0, -given_back)
-    if asked.new_generation:
-        rows.drop_output(database, job)
-    return Changed(rows.by_seq(database, job.seq))
+    deadline = None if asked.deadline is None else now + asked.deadline
+    return Changed(rows.let_wait(database, job, deadline, now, new_generation=asked.new_generation))
 
 
 def release(database: Database, asked: Release, now: float, key_life: float) -> Result:

@@ -11,19 +11,19 @@ from mlxpool.broker.store.batch_operations import (
     ListFiles,
     ReadFile,
 )
-from mlxpool.broker.store.batch_records import FileList, FilePart, FileView
+from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView
 from mlxpool.broker.store.records import Refused, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.submitting import check_names
 
 PART = 256 * 1024  # bytes of a stored part at most
-VIEW = "id, owner, tenant, name, purpose, size, complete, created, forget"
+VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
 
 
 def view(row: Row) -> FileView:
     """The file of a row of the columns VIEW."""
-    fields: Any = (*row[:6], bool(row[6]), *row[7:])
+    fields: Any = (*row[:7], bool(row[7]), *row[8:])
     return FileView(*fields)
 
 
@@ -39,13 +39,14 @@ def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -
 
 def create_file(database: Database, asked: CreateFile, now: float) -> FileView:
     """Begin a file; an id that is there already is answered as it is."""
-    check_names(Scope(asked.owner, asked.tenant, ""), asked.name, asked.purpose)
+    check_names(Scope(asked.owner, asked.tenant, asked.key), asked.name, asked.purpose)
     database.change(
-        "INSERT INTO file (id, owner, tenant, name, purpose, size, complete, created, forget)"
-        " VALUES (?, ?, ?, ?, ?, 0, 0, ?, ?) ON CONFLICT (id) DO NOTHING",
+        "INSERT INTO file (id, owner, tenant, key, name, purpose, size, complete, created,"
+        " forget) VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, ?) ON CONFLICT (id) DO NOTHING",
         asked.id,
         asked.owner,
         asked.tenant,
+        asked.key,
         asked.name,
         asked.purpose,
         now,
@@ -62,9 +63,16 @@ def append_file(database: Database, asked: AppendFile, now: float, room: int) ->
     file = find(database, asked.id, asked.owner, asked.tenant)
     if file is None:
         return UnknownName()
-    if file.complete or asked.start > file.size:
+    if asked.start > file.size:
         return file
-    data = memoryview(asked.data)[file.size - asked.start :]
+    known = min(len(asked.data), file.size - asked.start)
+    if read_from(database, asked.id, asked.start, known) != asked.data[:known]:
+        return FileDiffers(file, asked.start)
+    if file.complete:
+        ends = asked.start + len(asked.data)
+        differs = ends > file.size or (asked.last and ends < file.size)
+        return FileDiffers(file, asked.start) if differs else file
+    data = memoryview(asked.data)[known:]
     if len(data) > room:
         return Refused(
             "store_full", f"the store has room for {max(0, room)} bytes, this part has {len(data)}"
@@ -128,7 +136,7 @@ def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
     if file is None:
         return UnknownName()
     if is_read(database, file.id):
-        return Refused("store_busy", "an open batch reads this file; cancel the batch first")
+        return Refused("in_use", "an open batch reads this file; cancel the batch first")
     drop(database, file)
     return file
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mlxpool.broker.store import checksums
 from mlxpool.broker.store.chunks import (
     pack_borders,
     pack_text,
     unpack_borders,
     unpack_text,
 )
+from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import (
     ENDED,
+    MAX_FAILURES,
+    MAX_STACKS,
     Chunk,
+    Failure,
     Fate,
     JobState,
     JobView,
@@ -23,20 +29,30 @@ from mlxpool.broker.store.records import (
     UnknownName,
 )
 from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.common.protocol.token_ids import count_of
 
 ROW_BYTES = 512  # what a job takes beside its request and its output, about
 VIEW = """seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state, pos,
     starts, attempts, charge, submitted, due, deadline, keep, forget, ended, end_seq, ending, cause,
-    size, batch, line, label, notify"""
+    size, batch, line, label, notify, facts_crc, ending_crc"""
+CHUNK = "pos, ids, text, borders, logprobs, crc"
 WAITING = JobState.WAITING.value
+ENDED_COLUMNS = {state: state.value for state in ENDED}  # of a batch
 
 
 def view(row: Row) -> JobView:
     """The job of a row of the columns VIEW."""
     seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state = row[:13]
+    end, facts_crc, end_crc = row[24], *row[-2:]
+    damaged = ""
+    if checksums.differs(facts_crc, checksums.of_facts(id, facts)):
+        facts, damaged = None, "what its model was"
+    if checksums.differs(end_crc, checksums.of_end(id, state, end)):
+        end, damaged = None, "its end"
     fields: Any = (
         *(seq, id, Scope(owner, tenant, key), digest, gen, kind, model, priority),
-        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, *row[24:]),
+        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, end, *row[25:-2]),
+        damaged,
     )
     return JobView(*fields)
 
@@ -93,24 +109,55 @@ def fate(database: Database, name: Name) -> Result:
 # ---- output --------------------------------------------------------------------------------------
 
 
-def chunk_of(row: Row) -> Chunk:
-    """The chunk of a row (pos, ids, text, borders, logprobs)."""
-    pos, ids, text, borders, logprobs = row
+def chunk_of(job: JobView, row: Row) -> Chunk:
+    """The chunk of a row of the columns CHUNK. Raises Damaged naming the job and the ids."""
+    pos, ids, text, borders, logprobs, crc = row
+    if checksums.differs(
+        crc, checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs))
+    ):
+        raise damage(
+            job, f"ids from {pos} on, about {count_of(ids)} of {job.pos}, of generation {job.gen}"
+        )
     return Chunk(pos, ids, unpack_text(text), unpack_borders(borders), logprobs)
+
+
+def damage(job: JobView, what: str) -> Damaged:
+    """The error for a part of a job that the disk has changed."""
+    return Damaged(
+        f"the disk has changed what is stored of the job {job.scope.key!r} ({job.id.hex()}): {what}"
+    )
+
+
+def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]:
+    """The chunk that has a position and those behind it, one read each. Raises Damaged."""
+    row = database.one(
+        f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos <= ?"
+        " ORDER BY pos DESC LIMIT 1",
+        job.seq,
+        job.gen,
+        pos,
+    )
+    while row is not None:
+        yield chunk_of(job, row)
+        row = database.one(
+            f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos > ? ORDER BY pos LIMIT 1",
+            job.seq,
+            job.gen,
+            row[0],
+        )
 
 
 def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
     """Store output; the row of its job is not touched."""
+    columns = (chunk.ids, pack_text(chunk.text), pack_borders(chunk.borders), chunk.logprobs)
     database.change(
-        "INSERT INTO chunk (job, gen, pos, ids, text, borders, logprobs)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO chunk (job, gen, pos, ids, text, borders, logprobs, crc)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         seq,
         gen,
         chunk.pos,
-        chunk.ids,
-        pack_text(chunk.text),
-        pack_borders(chunk.borders),
-        chunk.logprobs,
+        *columns,
+        checksums.of_chunk(seq, gen, chunk.pos, columns),
     )
 
 
@@ -123,7 +170,9 @@ def drop_output(database: Database, job: JobView) -> None:
     )
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
     database.change(
-        "UPDATE job SET pos = 0, facts = NULL, size = size - ? WHERE seq = ?", size, job.seq
+        "UPDATE job SET pos = 0, facts = NULL, facts_crc = NULL, size = size - ? WHERE seq = ?",
+        size,
+        job.seq,
     )
     count_usage(database, job.scope.owner, 0, -size)
 
@@ -156,10 +205,11 @@ def end_job(
     end_seq = database.number("UPDATE meta SET last_end = last_end + 1 RETURNING last_end")
     forget = None if job.keep is None else now + job.keep
     database.change(
-        "UPDATE job SET state = ?, ending = ?, cause = ?, end_seq = ?, ended = ?, forget = ?,"
-        " starts = 0, size = size + ? WHERE seq = ?",
+        "UPDATE job SET state = ?, ending = ?, ending_crc = ?, cause = ?, end_seq = ?, ended = ?,"
+        " forget = ?, starts = 0, size = size + ? WHERE seq = ?",
         state.value,
         ending,
+        checksums.of_end(job.id, state.value, ending),
         storable(cause),
         end_seq,
         now,
@@ -168,9 +218,10 @@ def end_job(
         job.seq,
     )
     count_usage(database, job.scope.owner, 0, len(ending))
+    count_line(database, job, state, 1)
     if job.notify:
         database.change(
-            "INSERT INTO outbox (end_seq, job, tries, due) VALUES (?, ?, 0, ?)",
+            "INSERT INTO outbox (end_seq, job, tries, due, cause) VALUES (?, ?, 0, ?, '')",
             end_seq,
             job.seq,
             now,
@@ -178,19 +229,99 @@ def end_job(
     return by_seq(database, job.seq)
 
 
+def let_wait(
+    database: Database,
+    job: JobView,
+    deadline: float | None,
+    now: float,
+    *,
+    new_generation: bool = False,
+) -> JobView:
+    """Let an ended job wait again; its notice that is not sent yet is dropped."""
+    database.change("DELETE FROM outbox WHERE end_seq = ?", job.end_seq)
+    database.change("DELETE FROM poison WHERE digest = ?", job.digest)
+    given_back = len(job.end or b"")
+    database.change(
+        "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
+        " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
+        " ending_crc = NULL, cause = '', size = size - ? WHERE seq = ?",
+        int(new_generation),
+        now,
+        deadline,
+        given_back,
+        job.seq,
+    )
+    count_usage(database, job.scope.owner, 0, -given_back)
+    count_line(database, job, job.state, -1)
+    if job.batch is not None:  # its batch, if that has ended, has not any more
+        database.change(
+            "UPDATE batch SET state = 'fed', ended = NULL, forget = NULL"
+            " WHERE id = ? AND state = 'ended'",
+            job.batch,
+        )
+    if new_generation:
+        drop_output(database, job)
+    return by_seq(database, job.seq)
+
+
+def count_line(database: Database, job: JobView, state: JobState, change: int) -> None:
+    """Count the end of a line of a batch; `change` is -1 when it waits again."""
+    if job.batch is not None:
+        column = ENDED_COLUMNS[state]
+        database.change(f"UPDATE batch SET {column} = {column} + ? WHERE id = ?", change, job.batch)
+
+
 def empty_job(database: Database, job: JobView, until: float) -> None:
     """Delete the request and the result of an ended job; its key is remembered until then."""
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
+    database.change("DELETE FROM failure WHERE job = ?", job.seq)
     drop_blobs(database, job.seq)
     database.change(
-        "UPDATE job SET state = ?, request = ?, ending = NULL, facts = NULL, size = 0, forget = ?"
-        " WHERE seq = ?",
+        "UPDATE job SET state = ?, request = ?, request_crc = NULL, ending = NULL,"
+        " ending_crc = NULL, facts = NULL, facts_crc = NULL, size = 0, forget = ? WHERE seq = ?",
         JobState.GONE.value,
         b"",
         until,
         job.seq,
     )
     count_usage(database, job.scope.owner, -1, -job.size)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> None:
+    """Note what went wrong with a job, if anything did; only the newest are kept."""
+    if not cause:
+        return
+    cause, stacks = storable(cause), storable(stacks[:MAX_STACKS])
+    number = 1 + database.number("SELECT MAX(number) FROM failure WHERE job = ?", job.seq)
+    oldest = number - MAX_FAILURES
+    dropped = database.number(
+        "SELECT SUM(LENGTH(cause) + LENGTH(stacks)) FROM failure WHERE job = ? AND number <= ?",
+        job.seq,
+        oldest,
+    )
+    database.change("DELETE FROM failure WHERE job = ? AND number <= ?", job.seq, oldest)
+    database.change(
+        "INSERT INTO failure (job, number, at, cause, stacks) VALUES (?, ?, ?, ?, ?)",
+        job.seq,
+        number,
+        now,
+        cause,
+        stacks,
+    )
+    added = len(cause) + len(stacks) - dropped
+    database.change("UPDATE job SET size = size + ? WHERE seq = ?", added, job.seq)
+    count_usage(database, job.scope.owner, 0, added)
+
+
+def failures_of(database: Database, seq: int) -> tuple[Failure, ...]:
+    """What went wrong with a job, the oldest first."""
+    found = database.execute(
+        "SELECT number, at, cause, stacks FROM failure WHERE job = ? ORDER BY number", seq
+    )
+    return tuple(Failure(*row) for row in found)
 
 
 # ---- blobs ---------------------------------------------------------------------------------------
@@ -204,14 +335,46 @@ def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[bytes, bytes]]
         database.change("INSERT INTO job_blob (job, place, sha) VALUES (?, ?, ?)", seq, place, sha)
 
 
-def read_blobs(database: Database, seq: int) -> tuple[bytes, ...]:
-    """The blobs of a job in their order."""
-    rows = database.execute(
-        "SELECT data FROM job_blob JOIN blob ON blob.sha = job_blob.sha WHERE job = ?"
-        " ORDER BY place",
-        seq,
+def count_blobs(database: Database, job: JobView) -> int:
+    """How many blobs a job has."""
+    return database.number("SELECT COUNT(*) FROM job_blob WHERE job = ?", job.seq)
+
+
+def read_blob(database: Database, job: JobView, place: int) -> bytes:
+    """One blob of a job. Raises Damaged."""
+    row = database.one(
+        "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
+        " WHERE job = ? AND place = ?",
+        job.seq,
+        place,
     )
-    return tuple(row[0] for row in rows)
+    if row is None or hashlib.sha256(row[1]).digest() != row[0]:
+        raise damage(job, f"blob {place} of its request")
+    data: bytes = row[1]
+    return data
+
+
+def read_blobs(database: Database, job: JobView) -> tuple[bytes, ...]:
+    """The blobs of a job in their order. Raises Damaged."""
+    count = count_blobs(database, job)
+    return tuple(read_blob(database, job, place) for place in range(count))
+
+
+def read_request(database: Database, job: JobView) -> bytes:
+    """The packed request of a job. Raises Damaged."""
+    row = database.one("SELECT request, request_crc FROM job WHERE seq = ?", job.seq)
+    assert row is not None
+    request: bytes = row[0]
+    if checksums.differs(row[1], request_crc(job, request)):
+        raise damage(job, "its request")
+    return request
+
+
+def request_crc(job: JobView, request: bytes) -> int:
+    """The checksum of what a client has submitted."""
+    return checksums.of_request(
+        job.id, job.digest, job.kind, job.model, job.seed, request, job.notify
+    )
 
 
 def drop_blobs(database: Database, seq: int) -> None:

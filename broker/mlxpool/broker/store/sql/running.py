@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from mlxpool.broker.store import checksums
 from mlxpool.broker.store.chunks import check, stored_size, without_gap
-from mlxpool.broker.store.operations import Defer, FeedNext, Finish, NewGeneration, Progress
+from mlxpool.broker.store.errors import Damaged
+from mlxpool.broker.store.operations import (
+    Defer,
+    FeedNext,
+    Finish,
+    NewGeneration,
+    Progress,
+    SetBack,
+)
 from mlxpool.broker.store.records import (
     MAX_END,
     Changed,
+    Done,
     Durable,
     Fed,
     FedJob,
+    JobView,
     Result,
 )
 from mlxpool.broker.store.sql import rows
@@ -120,22 +131,33 @@ def _next_due(database: Database, asked: FeedNext, owners: list[str], now: float
 
 
 def _feed(database: Database, seq: int, now: float) -> FedJob:
+    """A job with its durable ids; one whose output the disk has changed begins anew."""
     database.change("UPDATE job SET starts = starts + 1 WHERE seq = ?", seq)
     job = rows.by_seq(database, seq)
-    stored = database.execute(
-        "SELECT pos, ids FROM chunk WHERE job = ? AND gen = ? ORDER BY pos", seq, job.gen
-    )
-    ids = without_gap((row[0], row[1]) for row in stored)
-    if count_of(ids) != job.pos:  # never seen; what is behind a gap cannot be continued
-        database.change(
-            "DELETE FROM chunk WHERE job = ? AND gen = ? AND pos >= ?", seq, job.gen, count_of(ids)
-        )
-        database.change("UPDATE job SET pos = ? WHERE seq = ?", count_of(ids), seq)
-        job = rows.by_seq(database, seq)
-    row = database.one("SELECT request FROM job WHERE seq = ?", seq)
-    assert row is not None
     left = None if job.deadline is None else job.deadline - now
-    return FedJob(job, row[0], rows.read_blobs(database, seq), ids, left)
+    try:
+        request, blobs = rows.read_request(database, job), rows.read_blobs(database, job)
+    except Damaged as error:
+        return FedJob(job, b"", (), b"", left, damaged=str(error))
+    try:
+        ids = (
+            b""
+            if job.damaged
+            else without_gap((chunk.pos, chunk.ids) for chunk in rows.chunks_of(database, job))
+        )
+        broken = bool(job.damaged) or count_of(ids) != job.pos
+    except Damaged:
+        broken = True
+    if broken:
+        # Readers may have had ids from behind the damage: what is computed again is another text.
+        job, ids = _begin_anew(database, job), b""
+    return FedJob(job, request, blobs, ids, left)
+
+
+def _begin_anew(database: Database, job: JobView) -> JobView:
+    database.change("UPDATE job SET gen = gen + 1 WHERE seq = ?", job.seq)
+    rows.drop_output(database, job)
+    return rows.by_seq(database, job.seq)
 
 
 # ---- output and ends -----------------------------------------------------------------------------
@@ -147,11 +169,13 @@ def progress(database: Database, asked: Progress, now: float) -> Result:
     check(chunk)
     size = stored_size(chunk)
     row = database.one(
-        "UPDATE job SET pos = ?, starts = 0, size = size + ?, facts = COALESCE(facts, ?)"
+        "UPDATE job SET pos = ?, starts = 0, size = size + ?, facts = COALESCE(facts, ?),"
+        " facts_crc = CASE WHEN facts IS NULL THEN ? ELSE facts_crc END"
         " WHERE id = ? AND gen = ? AND pos = ? AND state = 'waiting' RETURNING seq, owner",
         chunk.end,
         size,
         asked.facts,
+        checksums.of_facts(asked.id, asked.facts),
         asked.id,
         asked.gen,
         chunk.pos,
@@ -174,6 +198,7 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
         appended = progress(database, Progress(asked.id, asked.gen, asked.chunk, asked.facts), now)
         if not isinstance(appended, Durable):
             return appended
+    rows.add_failure(database, job, asked.cause, asked.stacks, now)
     return Changed(rows.end_job(database, job, asked.state, asked.end, asked.cause, now))
 
 
@@ -192,7 +217,23 @@ def defer(database: Database, asked: Defer, now: float) -> Result:
     )
     if row is None:
         return rows.fate(database, asked.id)
+    job = rows.by_seq(database, row[0])
+    rows.add_failure(database, job, asked.cause, asked.stacks, now)
     return Changed(rows.by_seq(database, row[0]))
+
+
+def set_back(database: Database, asked: SetBack, now: float) -> Result:
+    """Note the loss of a worker that ran a job."""
+    row = database.one(
+        "UPDATE job SET charge = ? WHERE id = ? AND gen = ? AND state = 'waiting' RETURNING seq",
+        asked.charge,
+        asked.id,
+        asked.gen,
+    )
+    if row is None:
+        return rows.fate(database, asked.id)
+    rows.add_failure(database, rows.by_seq(database, row[0]), asked.cause, asked.stacks, now)
+    return Done()
 
 
 def new_generation(database: Database, asked: NewGeneration, now: float) -> Result:
@@ -204,5 +245,6 @@ def new_generation(database: Database, asked: NewGeneration, now: float) -> Resu
     )
     if row is None:
         return rows.fate(database, asked.id)
-    rows.drop_output(database, rows.by_seq(database, row[0]))
-    return Changed(rows.by_seq(database, row[0]))
+    job = rows.by_seq(database, row[0])
+    rows.drop_output(database, job)
+    return Changed(rows.by_seq(database, job.seq))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ POSTGRES = Dialect(
     clustered="",
 )
 
+# What went wrong with a job; see rows.add_failure.
+FAILURE = """CREATE TABLE failure (
+        job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
+        stacks TEXT NOT NULL, PRIMARY KEY (job, number)
+    ) {clustered}"""
+
 # Large columns come last: SQLite reads through a row up to the column that is asked for.
 TABLES = (
     """CREATE TABLE meta (
@@ -58,7 +64,8 @@ TABLES = (
         charge {real} NOT NULL, submitted {real} NOT NULL, due {real} NOT NULL, deadline {real},
         keep {real}, forget {real}, ended {real}, end_seq {integer} UNIQUE, size {integer} NOT NULL,
         batch {blob}, line {integer} NOT NULL, label TEXT NOT NULL, notify TEXT NOT NULL,
-        cause TEXT NOT NULL, facts {blob}, ending {blob}, request {blob} NOT NULL,
+        cause TEXT NOT NULL, facts_crc {integer}, ending_crc {integer}, request_crc {integer},
+        facts {blob}, ending {blob}, request {blob} NOT NULL,
         UNIQUE (owner, tenant, key)
     ) {strict}""",
     """CREATE INDEX job_waiting ON job (model, priority, owner, due, seq)
@@ -68,9 +75,11 @@ TABLES = (
     "CREATE INDEX job_forget ON job (forget) WHERE forget IS NOT NULL",
     "CREATE INDEX job_state ON job (batch, state) WHERE batch IS NOT NULL",
     "CREATE INDEX job_line ON job (batch, line) WHERE batch IS NOT NULL",
+    "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
+    "CREATE INDEX job_counted ON job (state)",
     """CREATE TABLE chunk (
         job {integer} NOT NULL, gen {integer} NOT NULL, pos {integer} NOT NULL, ids {blob} NOT NULL,
-        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL,
+        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL, crc {integer},
         PRIMARY KEY (job, gen, pos)
     ) {clustered}""",
     """CREATE TABLE blob (
@@ -86,15 +95,16 @@ TABLES = (
     """CREATE TABLE poison (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
     ) {strict}""",
+    FAILURE,
     """CREATE TABLE outbox (
         end_seq {integer} PRIMARY KEY, job {integer} NOT NULL, tries {integer} NOT NULL,
-        due {real} NOT NULL
+        due {real} NOT NULL, given_up {real}, cause TEXT NOT NULL
     ) {strict}""",
     "CREATE INDEX outbox_due ON outbox (due)",
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
-        created {real} NOT NULL, forget {real}
+        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT ''
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE file_part (
@@ -106,6 +116,9 @@ TABLES = (
         file {blob} NOT NULL, digest {blob} NOT NULL, defaults {blob} NOT NULL, state TEXT NOT NULL,
         next_line {integer} NOT NULL, next_start {integer} NOT NULL, created {real} NOT NULL,
         ended {real}, deadline {real}, keep {real}, forget {real}, notify TEXT NOT NULL,
+        jobs {integer} NOT NULL DEFAULT 0, done {integer} NOT NULL DEFAULT 0,
+        cancelled {integer} NOT NULL DEFAULT 0, dead {integer} NOT NULL DEFAULT 0,
+        expired {integer} NOT NULL DEFAULT 0, failed {integer} NOT NULL DEFAULT 0,
         UNIQUE (owner, tenant, key)
     ) {strict}""",
     "CREATE INDEX batch_forget ON batch (forget) WHERE forget IS NOT NULL",
@@ -117,14 +130,44 @@ TABLES = (
 
 # For each older version the statements that make the next one of it.
 Steps = Mapping[int, Sequence[str]]
-STEPS: Steps = {}
+COUNTED = ("done", "cancelled", "dead", "expired")  # states of jobs that a batch counts
+STEPS: Steps = {
+    1: (
+        "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
+        "CREATE INDEX job_counted ON job (state)",
+        "ALTER TABLE file ADD COLUMN key TEXT NOT NULL DEFAULT ''",
+        *(
+            f"ALTER TABLE batch ADD COLUMN {name} {{integer}} NOT NULL DEFAULT 0"
+            for name in ("jobs", *COUNTED, "failed")
+        ),
+        "UPDATE batch SET jobs = (SELECT COUNT(*) FROM job WHERE job.batch = batch.id),"
+        " failed = (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id)",
+        *(
+            f"UPDATE batch SET {state} ="
+            f" (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state = '{state}')"
+            for state in COUNTED
+        ),
+        "ALTER TABLE chunk ADD COLUMN crc {integer}",
+        "ALTER TABLE job ADD COLUMN facts_crc {integer}",
+        "ALTER TABLE job ADD COLUMN ending_crc {integer}",
+        "ALTER TABLE job ADD COLUMN request_crc {integer}",
+        FAILURE,
+        "ALTER TABLE outbox ADD COLUMN given_up {real}",
+        "ALTER TABLE outbox ADD COLUMN cause TEXT NOT NULL DEFAULT ''",
+    ),
+}
+
+
+def perform(database: Database, dialect: Dialect, statements: Sequence[str]) -> None:
+    """Perform statements that are spelled for every dialect, in the transaction that is open."""
+    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
+    for statement in statements:
+        database.change(statement.format(**spelled))
 
 
 def create(database: Database, dialect: Dialect) -> None:
     """Make the tables in an empty database, in the transaction that is open."""
-    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
-    for statement in TABLES:
-        database.change(statement.format(**spelled))
+    perform(database, dialect, TABLES)
     database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, 0, 0)")
 
 
@@ -164,7 +207,6 @@ def bring_up_to_date(
         if not found:
             create(database, dialect)
         for older in range(found, version) if found else ():
-            for statement in steps[older]:
-                database.change(statement)
+            perform(database, dialect, steps[older])
         database.write_version(version)
     return True

@@ -9,10 +9,18 @@ from functools import partial
 
 from mlxpool.broker.store import batch_operations as of_batches
 from mlxpool.broker.store import operations as of_jobs
-from mlxpool.broker.store.errors import StoreFenced
+from mlxpool.broker.store.errors import Damaged, StoreFenced
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import JobState, Refused, Result, StoreFigures
-from mlxpool.broker.store.sql import batches, changing, files, notices, reading, running
+from mlxpool.broker.store.sql import (
+    batches,
+    changing,
+    copying,
+    files,
+    notices,
+    reading,
+    running,
+)
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import submit
 from mlxpool.common.closing import Closing
@@ -86,6 +94,10 @@ class SqlStore(Closing):
         except batches.Full as full:
             self.database.undo()
             return full.refused
+        except Damaged as error:
+            self.database.undo()
+            log.error("the disk has changed what is stored", extra={"why": str(error)})
+            return Refused("damaged", str(error))
         except known as error:
             self.database.undo()
             name = type(operation).__name__
@@ -112,10 +124,11 @@ class SqlStore(Closing):
         return StoreFigures(
             tuple((JobState(state), count) for state, count in states),
             database.number("SELECT COUNT(*) FROM batch WHERE state <> 'gone'"),
-            database.number("SELECT COUNT(*) FROM outbox"),
+            database.number("SELECT COUNT(*) FROM outbox WHERE given_up IS NULL"),
             database.used_bytes(),
             self.admit_bound(),
             self._max_bytes,
+            database.number("SELECT COUNT(*) FROM outbox WHERE given_up IS NOT NULL"),
         )
 
     def tend(self) -> None:
@@ -140,6 +153,7 @@ class SqlStore(Closing):
             of_jobs.Progress: running.progress,
             of_jobs.Finish: running.finish,
             of_jobs.Defer: running.defer,
+            of_jobs.SetBack: running.set_back,
             of_jobs.NewGeneration: running.new_generation,
             of_jobs.Cancel: changing.cancel,
             of_jobs.Retry: changing.retry,
@@ -150,11 +164,14 @@ class SqlStore(Closing):
             of_jobs.ListJobs: reading.list_jobs,
             of_jobs.ListEnded: reading.list_ended,
             of_jobs.ReadBacklog: reading.read_backlog,
-            of_jobs.ExportJobs: reading.export_jobs,
+            of_jobs.ReadHistory: reading.read_history,
+            of_jobs.ExportJobs: copying.export_jobs,
+            of_jobs.VerifyJobs: copying.verify_jobs,
             of_jobs.ReadFigures: lambda database, asked, now: self.figures(),
             of_jobs.SetPoison: notices.set_poison,
             of_jobs.ReadPoisons: notices.read_poisons,
             of_jobs.ReadNotices: notices.read_notices,
+            of_jobs.ListNotices: notices.list_notices,
             of_jobs.NoticeSent: notices.notice_sent,
             of_jobs.NoticeFailed: notices.notice_failed,
             of_batches.CreateFile: files.create_file,
@@ -168,6 +185,8 @@ class SqlStore(Closing):
             of_batches.ReadBatch: batches.read_batch,
             of_batches.ListBatches: batches.list_batches,
             of_batches.CancelBatch: batches.cancel_batch,
+            of_batches.RetryBatch: batches.retry_batch,
+            of_batches.ReleaseBatch: batches.release_batch,
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: batches.read_outcomes,
         }

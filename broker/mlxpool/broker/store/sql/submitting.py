@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+from mlxpool.broker.store import checksums
 from mlxpool.broker.store.operations import Submit
 from mlxpool.broker.store.records import (
     DuplicateKey,
@@ -74,8 +75,9 @@ def _insert(database: Database, asked: Submit, size: int, now: float) -> JobView
     row = database.one(
         "INSERT INTO job (id, owner, tenant, key, digest, gen, kind, model, priority, seed, state,"
         " pos, starts, attempts, charge, submitted, due, deadline, keep, size, batch, line, label,"
-        " notify, cause, request)"
-        " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', ?)"
+        " notify, cause, request_crc, request)"
+        " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', ?,"
+        " ?)"
         " RETURNING seq",
         asked.id,
         scope.owner,
@@ -96,6 +98,15 @@ def _insert(database: Database, asked: Submit, size: int, now: float) -> JobView
         asked.line,
         asked.label,
         asked.notify,
+        checksums.of_request(
+            asked.id,
+            asked.digest,
+            asked.kind,
+            asked.model,
+            asked.seed,
+            asked.request,
+            asked.notify,
+        ),
         asked.request,
     )
     assert row is not None

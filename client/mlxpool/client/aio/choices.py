@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
+from mlxpool.client.aio.loop_calls import put_in_loop
 from mlxpool.client.choices import Choices, Item, OpenChoices
 from mlxpool.client.connection import Connection
-from mlxpool.client.loop_calls import put_in_loop
 from mlxpool.client.stream import Delta
 from mlxpool.common.closing import AsyncClosing
 from mlxpool.common.protocol.from_client import GenerateDraft

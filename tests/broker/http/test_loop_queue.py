@@ -8,15 +8,15 @@ from select import select
 
 import pytest
 
-from mlxpool.broker.http.cancel_queue import CancelQueue, Fate
 from mlxpool.broker.http.latest_snapshot import Unavailable
+from mlxpool.broker.http.loop_queue import Fate, LoopQueue
 from mlxpool.common.errors import BadRequest
 from support.pool import until
 
 
 @pytest.fixture
-def queue() -> Iterator[CancelQueue]:
-    with CancelQueue() as made:
+def queue() -> Iterator[LoopQueue[str]]:
+    with LoopQueue[str]() as made:
         made.max_wait = 60.0
         yield made
 
@@ -24,7 +24,7 @@ def queue() -> Iterator[CancelQueue]:
 class Asking:
     """A thread that asks; `found` is its answer or its error."""
 
-    def __init__(self, queue: CancelQueue, prefix: str = "0a") -> None:
+    def __init__(self, queue: LoopQueue[str], prefix: str = "0a") -> None:
         self.found: list[Fate | Exception] = []
         self._queue, self._prefix = queue, prefix
         self.thread = threading.Thread(target=self._run)
@@ -41,11 +41,11 @@ class Asking:
         return self.found[0]
 
 
-def waiting(queue: CancelQueue) -> bool:
+def waiting(queue: LoopQueue[str]) -> bool:
     return bool(select([queue.waker], [], [], 0)[0])
 
 
-def test_the_loop_answers_the_thread_that_asked(queue: CancelQueue) -> None:
+def test_the_loop_answers_the_thread_that_asked(queue: LoopQueue[str]) -> None:
     asking = [Asking(queue, "0a"), Asking(queue, "0b")]
     seen: list[tuple[str, float]] = []
 
@@ -65,7 +65,7 @@ def test_the_loop_answers_the_thread_that_asked(queue: CancelQueue) -> None:
 
 @pytest.mark.parametrize("error", [BadRequest("it has ended"), KeyError("a bug")])
 def test_an_error_is_raised_in_the_thread_and_not_in_the_loop(
-    queue: CancelQueue, error: Exception
+    queue: LoopQueue[str], error: Exception
 ) -> None:
     asking = Asking(queue)
     until(lambda: waiting(queue), "it is asked for")
@@ -80,14 +80,14 @@ def raising(error: Exception) -> Callable[[str, float], Fate]:
     return cancel
 
 
-def test_a_cancel_that_nobody_waits_for_any_more_is_not_performed(queue: CancelQueue) -> None:
+def test_a_cancel_that_nobody_waits_for_any_more_is_not_performed(queue: LoopQueue[str]) -> None:
     queue.max_wait = 0.0
     with pytest.raises(Unavailable, match="has not answered for 0 s"):
         queue.ask("0a")
     queue.serve(raising(AssertionError("it is performed")), 0.0)
 
 
-def test_close_ends_the_wait_and_later_questions(queue: CancelQueue) -> None:
+def test_close_ends_the_wait_and_later_questions(queue: LoopQueue[str]) -> None:
     asking = Asking(queue)
     until(lambda: waiting(queue), "it is asked for")
     queue.close()

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
-import mlxpool.client.jobs as jobs
 import mlxpool.client.vectors as vectors
 from mlxpool.client.choices import Choices, ChoicesStream, drafts_of
 from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
-from mlxpool.client.jobs import Job, JobRef
 from mlxpool.client.request import (
     ChatTokens,
-    Draft,
     Question,
     describe,
     detokenize,
@@ -32,12 +26,12 @@ from mlxpool.client.request import (
     tokenize_chat,
 )
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
-from mlxpool.client.stream import Delta, Result
+from mlxpool.client.stream import Result
+from mlxpool.client.sync.calls import Caller
+from mlxpool.client.sync.jobs import JobMethods
+from mlxpool.client.sync.stream import Stream
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
-from mlxpool.common.closing import Closing
-from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
 from mlxpool.common.transport.keys import Credentials
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
@@ -45,69 +39,7 @@ CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is l
 Answer = TypeVar("Answer")
 
 
-class Stream(Closing):
-    """An iterator over the deltas of one completion, as they arrive.
-
-    Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is not
-    finished. After the last delta `result` holds the whole completion.
-    """
-
-    def __init__(self, connection: Connection, draft: Draft) -> None:
-        self._connection = connection
-        self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
-        self._open = connection.open(draft, self._queue.put)
-
-    @property
-    def id(self) -> bytes:
-        """The request's id, 16 bytes."""
-        return self._open.state.id
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the stream's first worker reported (docs/protocol.md, `facts`).
-
-        Empty before the first delta.
-        """
-        return self._open.state.facts.raw if self._open.state.facts else {}
-
-    @property
-    def result(self) -> Result:
-        """The whole completion.
-
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
-        of the process it raises BadRequest if the stream had not ended before.
-        """
-        return self._connection.result(self._open)
-
-    def __iter__(self) -> Iterator[Delta]:
-        try:
-            while (delta := self._next()) is not None:
-                yield delta
-        finally:
-            self.close()
-
-    def _next(self) -> Delta | None:
-        if self._open.finished:
-            return None
-        self._connection.check_process()
-        return self._connection.took(self._open, self._queue.get())
-
-    def read(self) -> Result:
-        """Wait for the end; returns the whole completion. Raises the stream's error."""
-        while self._next() is not None:
-            pass
-        return self.result
-
-    def close(self) -> None:
-        """Cancel the stream if it is not finished."""
-        self._connection.leave(self._open)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_open"):  # it was sent
-            self._connection.abandon(self._open)
-
-
-class Client(Closing):
+class Client(JobMethods):
     """A blocking client: one connection to a broker, for any number of threads and streams.
 
     `run_dir` is the run directory of a local broker (default: the usual one), `endpoint` any front
@@ -138,6 +70,7 @@ class Client(Closing):
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
         self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
+        self._caller = Caller(self._connection)
 
     @overload
     def stream(
@@ -237,14 +170,14 @@ class Client(Closing):
 
     def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return self._call(list_models())
+        return self._caller.call(list_models())
 
     def describe(self, model: str) -> dict[str, Any]:
         """All that is known of one model: its map in `models`, and `about`, what its files say.
 
         Raises UnknownModel.
         """
-        return self._call(describe(model))
+        return self._caller.call(describe(model))
 
     def keep(self, model: str, seconds: float) -> float:
         """Keep a model loaded for so many seconds after its last work; loads it if need be.
@@ -254,7 +187,7 @@ class Client(Closing):
         less, or keep it longer. Raises UnknownModel, and the error of a model that is not
         available.
         """
-        return self._call(keep(model, seconds))
+        return self._caller.call(keep(model, seconds))
 
     def tokenize(self, model: str, text: str) -> list[int]:
         """The token ids of a text, as the model would read it as a prompt.
@@ -262,7 +195,7 @@ class Client(Closing):
         Loads the model if it is not loaded. Raises UnknownModel, and DeadlineExceeded without an
         answer within 60 seconds.
         """
-        return self._call(tokenize(model, text))
+        return self._caller.call(tokenize(model, text))
 
     def tokenize_chat(
         self,
@@ -275,11 +208,11 @@ class Client(Closing):
         """The token ids of a chat as the model's template renders it. Raises what `tokenize` does,
         and BadRequest for messages that the template does not take.
         """
-        return self._call(tokenize_chat(model, messages, tools, think))
+        return self._caller.call(tokenize_chat(model, messages, tools, think))
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises what `tokenize` does."""
-        return self._call(detokenize(model, ids))
+        return self._caller.call(detokenize(model, ids))
 
     def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
         """What each of these token ids adds to a text. Raises what `tokenize` does.
@@ -287,7 +220,7 @@ class Client(Closing):
         A token that is a part of a character is U+FFFD, so the texts do not always join to that of
         `detokenize`.
         """
-        return self._call(token_texts(model, ids))
+        return self._caller.call(token_texts(model, ids))
 
     def embed(
         self,
@@ -389,7 +322,7 @@ class Client(Closing):
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
         )
-        return self._answers(calls, 1)[0][0]
+        return self._caller.answers(calls, 1)[0][0]
 
     def decide_all(
         self,
@@ -407,143 +340,11 @@ class Client(Closing):
         then none is answered.
         """
         calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
-        return joined_decisions(self._answers(calls, 1))
-
-    def submit(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        key: str | None = None,
-        keep: float | None = None,
-        not_before: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Job:
-        """Have a completion made, whoever is there to read it; returns when it is on the disk.
-
-        From then on neither the end of this program, of a worker, of the broker nor of the machine
-        loses it. `key` names the job (default: a new one): submitting the same request with the
-        same key again is the same job, so a program that does not know whether it has submitted one
-        may do it again. `keep` is for how many seconds the result stays after the end (default: as
-        the pool's settings say), `not_before` a time as of `time.time()`. The other arguments are
-        those of `stream`, without those of the reading: `queue_ms`, `first_token_ms`, `window`,
-        `batch`, `durable`. A job has no deadline unless `deadline_ms` gives one; `priority=-1` is
-        for what may wait until nothing else does. Raises JobsOff for a pool without `state_dir`,
-        DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
-        and what `stream` raises.
-        """
-        return self._call(
-            jobs.submit(
-                model,
-                prompt,
-                messages,
-                tokens,
-                options,
-                images,
-                key=key,
-                keep=keep,
-                not_before=not_before,
-            )
-        )
-
-    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> Stream:
-        """Read a job, its key or its id: a stream of its ids from the one with the index `start`.
-
-        It may be running, waiting or done, and read by others too. The stream goes on after the
-        loss of its connection or broker, and leaving it does not cancel the job. With a `start`
-        above 0 name the generation that the ids before it are of (`Job.gen`): if the job was begun
-        anew since, because its model had changed, JobRestarted is raised. The first delta may begin
-        before `start`, at the border of a step. The errors of the job are raised where the stream
-        is read; UnknownJob if there is none of this user.
-        """
-        return Stream(self._connection, jobs.fetch(job, start, gen))
-
-    def jobs(
-        self, *, after: int | None = None, state: str = "", limit: int = 0
-    ) -> list[dict[str, Any]]:
-        """The jobs of this user, each a map: job, key, state, … (docs/protocol.md, `jobs`).
-
-        The newest first, of one `state` or of all; `limit` 0: all. With `after` those that ended
-        since, in the order of their ends: pass the last `end_seq` that was seen, 0 at first, and
-        no end is missed.
-        """
-        pages = jobs.Pages(after, state, limit)
-        while not pages.complete:
-            pages.add(self._call(pages.question()))
-        return pages.rows
-
-    def job(self, job: JobRef) -> dict[str, Any]:
-        """The map of one job. Raises UnknownJob."""
-        return self._call(jobs.about(READ, job))
-
-    def retry(self, job: JobRef) -> dict[str, Any]:
-        """Let a job that is dead or expired be tried again, from the ids that it has."""
-        return self._call(jobs.about(RETRY, job))
-
-    def release(self, job: JobRef) -> dict[str, Any]:
-        """Delete the result of a job that has ended; its key answers Gone for some time."""
-        return self._call(jobs.about(RELEASE, job))
-
-    def cancel(
-        self, request: bytes | Job | None = None, *, key: str | None = None
-    ) -> dict[str, Any]:
-        """Cancel any request of this owner by its id, 16 bytes, or a job, also by its `key`.
-
-        Returns {state, pos}: the state that it was in (`unknown` if there is none with this id) and
-        the number of token ids sent. Raises BadRequest for an invalid id, UnknownJob for a key that
-        names no job.
-        """
-        return self._call(jobs.cancel_request(request, key))
-
-    def _call(self, question: Question[Answer]) -> Answer:
-        answers: queue.SimpleQueue[Answer | PoolError] = queue.SimpleQueue()
-        self._connection.ask(question, answers.put)
-        started = time.monotonic()
-        try:
-            answer = answers.get(timeout=CALL_TIMEOUT)
-        except queue.Empty:
-            self._connection.forget(question)
-            took = time.monotonic() - started
-            kind = question.content.kind
-            raise DeadlineExceeded(f"no answer to {kind} after {took:.0f} s") from None
-        if isinstance(answer, PoolError):
-            raise answer
-        return answer
+        return joined_decisions(self._caller.answers(calls, 1))
 
     def _vectors(self, questions: Sequence[Question[Vectors]]) -> Vectors:
-        return joined(self._answers(questions, MAX_IN_FLIGHT))
-
-    def _answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
-        """The answers to questions, of which at most `at_once` are open at a time."""
-        answers: queue.SimpleQueue[tuple[int, Answer | PoolError]] = queue.SimpleQueue()
-        found: dict[int, Answer] = {}
-        sent = 0
-        try:
-            while len(found) < len(questions):
-                while sent < len(questions) and sent - len(found) < at_once:
-                    self._connection.ask(questions[sent], partial(_put, answers, sent))
-                    sent += 1
-                place, answer = answers.get()
-                if isinstance(answer, PoolError):
-                    raise answer
-                found[place] = answer
-        finally:
-            for place in range(sent):
-                if place not in found:
-                    self._connection.forget(questions[place])
-        return [found[place] for place in range(len(questions))]
+        return joined(self._caller.answers(questions, MAX_IN_FLIGHT))
 
     def close(self) -> None:
         """Close the connection; open streams are cancelled and end with BrokerLost."""
         self._connection.close()
-
-
-def _put(
-    answers: queue.SimpleQueue[tuple[int, Answer | PoolError]],
-    place: int,
-    answer: Answer | PoolError,
-) -> None:
-    answers.put((place, answer))

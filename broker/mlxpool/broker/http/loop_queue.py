@@ -1,0 +1,85 @@
+"""What operators ask for on the status page, on its way to the broker's loop.
+
+A thread of the HTTP server waits for the answer; a question that it no longer waits for is dropped,
+unless the loop has begun with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from mlxpool.broker.http.latest_snapshot import MAX_WAIT, Unavailable
+from mlxpool.common.closing import Closing
+from mlxpool.common.transport.waker import Waker
+
+Fate = dict[str, Any]  # an answer, as the command of the same name prints it with --json
+Asked = TypeVar("Asked")
+
+
+class LoopQueue(Closing, Generic[Asked]):
+    """`waker` is readable when a question waits for the loop."""
+
+    def __init__(self) -> None:
+        self.max_wait = MAX_WAIT
+        self.waker = Waker()
+        self._waiting: SimpleQueue[tuple[Asked, Future[Fate]]] = SimpleQueue()
+        self._closed = False
+
+    def ask(self, asked: Asked) -> Fate:
+        """Have the loop answer. Raises what it raises, and Unavailable if it does not answer."""
+        future: Future[Fate] = Future()
+        self._waiting.put((asked, future))
+        self.waker.wake()
+        if self._closed:
+            self._refuse_all()
+        try:
+            return future.result(self.max_wait)
+        except TimeoutError:
+            if future.cancel():
+                what = f"the broker's loop has not answered for {self.max_wait:g} s"
+                raise Unavailable(what) from None
+        try:  # the loop has begun, and may itself wait for a disk
+            return future.result(self.max_wait)
+        except TimeoutError:
+            waited = 2 * self.max_wait
+            raise Unavailable(f"there is no answer after {waited:g} s; look again") from None
+
+    def serve(self, answer: Callable[[Asked, float], Fate], now: float) -> None:
+        """Answer what waits. Called by the loop when it was woken."""
+
+        def begin(asked: Asked, future: Future[Fate], now: float) -> None:
+            future.set_result(answer(asked, now))
+
+        self.begin(begin, now)
+
+    def begin(self, begin: Callable[[Asked, Future[Fate], float], None], now: float) -> None:
+        """Begin with what waits: `begin` sets the result of the future, now or later."""
+        self.waker.drain()
+        for asked, future in self._take():
+            if future.set_running_or_notify_cancel():
+                try:
+                    begin(asked, future, now)
+                except Exception as error:  # it is raised in the thread that waits
+                    future.set_exception(error)
+
+    def close(self) -> None:
+        """Threads that wait get Unavailable at once."""
+        self._closed = True
+        self._refuse_all()
+        self.waker.close()
+
+    def _refuse_all(self) -> None:
+        for _, future in self._take():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Unavailable("the broker is ending"))
+
+    def _take(self) -> list[tuple[Asked, Future[Fate]]]:
+        taken = []
+        while True:
+            try:
+                taken.append(self._waiting.get_nowait())
+            except Empty:
+                return taken

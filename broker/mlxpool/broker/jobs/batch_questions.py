@@ -1,0 +1,260 @@
+"""Answers what clients ask about batches. Each is answered after the commit that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mlxpool.broker.core.events import Quarantine
+from mlxpool.broker.jobs import answers
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.batch_rows import BatchSettings, batch_digest, file_id, outcome_row
+from mlxpool.broker.jobs.batches import CANCELLED_END, Batches, Watcher
+from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.store import batch_operations as store
+from mlxpool.broker.store.batch_records import (
+    BatchChanged,
+    BatchList,
+    BatchState,
+    BatchSubmitted,
+    BatchView,
+    FileView,
+    LineOutcomes,
+)
+from mlxpool.broker.store.records import DuplicateKey, KeyGone, Refused, Result, Scope, UnknownName
+from mlxpool.common.errors import (
+    BadRequest,
+    DuplicateId,
+    Gone,
+    Internal,
+    OverQuota,
+    PoolError,
+    UnknownJob,
+)
+from mlxpool.common.protocol import batch_messages as messages
+from mlxpool.common.protocol.batch_messages import (
+    AboutBatch,
+    ListBatches,
+    ReadOutcomes,
+    SubmitBatch,
+    WaitForProgress,
+)
+from mlxpool.common.protocol.file_messages import KeyName
+from mlxpool.common.protocol.packing import pack
+
+MAX_LIVE = 256  # batches of one owner that have not ended
+RETRY_COUNT = 1000  # lines that one commit lets wait again
+
+
+class BatchQuestions:
+    """Answers the questions of `batch_messages`."""
+
+    def __init__(self, outbox: Outbox, batches: Batches, policy: Callable[[], JobPolicy]) -> None:
+        """`policy` returns the settings in force."""
+        self._outbox = outbox
+        self._batches = batches
+        self._policy = policy
+
+    def on_asked(self, event: ev.Asked, message: messages.Question, now: float) -> None:
+        """Raises PoolError for a question that is refused at once."""
+        if isinstance(message, SubmitBatch):
+            self._submit(event, message)
+        elif isinstance(message, ListBatches):
+            self._list(event, message)
+        elif isinstance(message, WaitForProgress):
+            self._wait(event, message, now)
+        elif isinstance(message, ReadOutcomes):
+            self._results(event, message)
+        else:
+            ABOUT[message.kind](self, event, message)
+
+    def _fail(self, event: ev.Asked, error: PoolError) -> None:
+        self._outbox.fail(event.link, error, event.id, event.attempt)
+
+    def _show(self, event: ev.Asked, batch: BatchView) -> None:
+        self._outbox.send(event.link, self._batches.row(batch), event.id, event.attempt)
+
+    # ---- submit ----------------------------------------------------------------------------------
+
+    def _submit(self, event: ev.Asked, message: SubmitBatch) -> None:
+        policy = self._policy()
+        if policy.quota_jobs and message.lines > policy.quota_jobs:
+            raise OverQuota(
+                f"the batch has {message.lines} lines; an owner may have {policy.quota_jobs} jobs"
+                " (quota_jobs): divide it",
+                details={"value": message.lines, "bound": policy.quota_jobs},
+            )
+        name, deadline_ms = message.name, message.deadline_ms
+        operation = store.SubmitBatch(
+            event.new_id,
+            _scope(event, name),
+            batch_digest(message),
+            file_id(event.owner, name.tenant, message.file),
+            BatchSettings.of(message).packed(),
+            deadline=None if deadline_ms is None else deadline_ms / 1000,
+            keep=policy.kept(message.keep_ms),
+            max_live=MAX_LIVE,
+        )
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, BatchSubmitted):
+                self._batches.see(result.batch, now)
+                self._show(event, result.batch)
+            else:
+                self._fail(event, _submit_error(message, result))
+
+        self._outbox.store(operation, then)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _list(self, event: ev.Asked, message: ListBatches) -> None:
+        def read(before: bytes) -> None:
+            operation = store.ListBatches(
+                event.owner, message.tenant, count=message.limit, before=before
+            )
+            self._outbox.store(operation, then)
+
+        def found(result: Result, now: float) -> None:
+            if isinstance(result, BatchView):
+                read(result.id)
+            else:
+                self._fail(event, _error(KeyName(message.before, message.tenant), result))
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchList):
+                self._fail(event, _error(KeyName("", message.tenant), result))
+                return
+            rows = [self._batches.row(batch).body() for batch in result.batches]
+            shown = answers.fitting(rows)
+            more = bool(result.next) or len(shown) < len(rows)
+            listed = messages.BatchList(shown, shown[-1]["key"] if more and shown else "")
+            self._outbox.send(event.link, listed, event.id, event.attempt)
+
+        if message.before:
+            scope = Scope(event.owner, message.tenant, message.before)
+            self._outbox.store(store.ReadBatch(scope), found)
+        else:
+            read(b"")
+
+    def _wait(self, event: ev.Asked, message: WaitForProgress, now: float) -> None:
+        watcher = Watcher(event, message.seen, now + message.wait_ms / 1000)
+        self._read(event, message.name, lambda batch, now: self._batches.watch(batch, watcher, now))
+
+    def _read(
+        self, event: ev.Asked, name: KeyName, then: Callable[[BatchView, float], None]
+    ) -> None:
+        def answer(result: Result, now: float) -> None:
+            if isinstance(result, BatchView):
+                then(result, now)
+            else:
+                self._fail(event, _error(name, result))
+
+        self._outbox.store(store.ReadBatch(_scope(event, name)), answer)
+
+    def _results(self, event: ev.Asked, message: ReadOutcomes) -> None:
+        operation = store.ReadOutcomes(
+            _scope(event, message.name), message.after, message.limit, max_bytes=PAGE_BYTES
+        )
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, LineOutcomes):
+                self._fail(event, _error(message.name, result))
+                return
+            rows = [row for row in map(outcome_row, result.outcomes) if row is not None]
+            answer = messages.Outcomes(result.next, pack(rows))
+            self._outbox.send(event.link, answer, event.id, event.attempt)
+
+        self._outbox.store(operation, then)
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def _about(self, event: ev.Asked, message: AboutBatch) -> None:
+        self._read(event, message.name, lambda batch, now: self._show(event, batch))
+
+    def _cancel(self, event: ev.Asked, message: AboutBatch) -> None:
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, BatchChanged):
+                self._batches.changed(result, now)
+                self._show(event, result.batch)
+            else:
+                self._fail(event, _error(message.name, result))
+
+        self._outbox.store(store.CancelBatch(_scope(event, message.name), end=CANCELLED_END), then)
+
+    def _retry(self, event: ev.Asked, message: AboutBatch) -> None:
+        operation = store.RetryBatch(_scope(event, message.name), RETRY_COUNT)
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchChanged):
+                self._fail(event, _error(message.name, result))
+                return
+            state = result.batch.state
+            if state in (BatchState.CANCELLED, BatchState.GONE):
+                self._fail(event, _closed(message.name, state))
+                return
+            for job in result.jobs:
+                self._outbox.perform(Quarantine(job.digest, 0.0))
+            self._batches.changed(result, now)
+            if len(result.jobs) == RETRY_COUNT:
+                self._retry(event, message)
+            else:
+                self._show(event, result.batch)
+
+        self._outbox.store(operation, then)
+
+    def _release(self, event: ev.Asked, message: AboutBatch) -> None:
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchView):
+                self._fail(event, _error(message.name, result))
+            elif result.live:
+                why = f"the batch {message.name} has not ended; cancel it first"
+                self._fail(event, BadRequest(why))
+            else:
+                self._show(event, result)
+
+        self._outbox.store(store.ReleaseBatch(_scope(event, message.name)), then)
+
+
+ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
+    messages.READ: BatchQuestions._about,
+    messages.CANCEL: BatchQuestions._cancel,
+    messages.RETRY: BatchQuestions._retry,
+    messages.RELEASE: BatchQuestions._release,
+}
+PAGE_BYTES = 256 * 1024  # of outcomes in one answer; a single one may have more
+
+
+def _scope(event: ev.Asked, name: KeyName) -> Scope:
+    return Scope(event.owner, name.tenant, name.key)
+
+
+def _submit_error(message: SubmitBatch, result: Result) -> PoolError:
+    name, file = message.name, message.file
+    if isinstance(result, DuplicateKey):
+        return DuplicateId(
+            f"the key {name} is that of another batch ({result.id.hex()}); take another key for"
+            " another file"
+        )
+    if isinstance(result, KeyGone):
+        why = f"the results of the batch {name} were deleted"
+        return Gone(f"{why}; take another key to compute it again")
+    if isinstance(result, FileView):
+        why = f"the file {file!r} has {result.size} bytes and is not complete"
+        return BadRequest(f"{why}; send its last part first")
+    if isinstance(result, UnknownName):
+        return UnknownJob(f"there is no file {file!r} of this owner; send it with file_put first")
+    return _error(name, result)
+
+
+def _closed(name: KeyName, state: BatchState) -> PoolError:
+    if state is BatchState.GONE:
+        return Gone(f"the results of the batch {name} were deleted")
+    return BadRequest(f"the batch {name} was cancelled; submit it again under another key")
+
+
+def _error(name: KeyName, result: Result) -> PoolError:
+    if isinstance(result, Refused):
+        return answers.store_error(result)
+    if isinstance(result, UnknownName):
+        return UnknownJob(f"there is no batch {name} of this owner")
+    return Internal(f"the store answered with {type(result).__name__}")

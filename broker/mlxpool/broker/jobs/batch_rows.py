@@ -1,0 +1,186 @@
+"""Batches as the store keeps their settings, and as clients see them. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
+from mlxpool.broker.jobs.job_states import phase_of
+from mlxpool.broker.jobs.terminals import terminal_of
+from mlxpool.broker.store.batch_records import BatchState, BatchView, FileView, LineOutcome
+from mlxpool.broker.store.records import ENDED, JobState, JobView
+from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.protocol.batch_messages import SubmitBatch
+from mlxpool.common.protocol.packing import pack, unpack
+from mlxpool.common.protocol.to_client import Failed
+
+RUNNING, CANCELLING = "running", "cancelling"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """What a batch has beside what the store reads: the store keeps it packed, as `defaults`."""
+
+    file: str = ""
+    lines: int = 0  # as the client counted them; 0: it has not
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: SubmitBatch) -> BatchSettings:
+        return cls(
+            message.file, message.lines, message.defaults, message.priority, message.metadata
+        )
+
+    def packed(self) -> bytes:
+        return pack(
+            {
+                "file": self.file,
+                "lines": self.lines,
+                "defaults": dict(self.defaults),
+                "priority": self.priority,
+                "metadata": dict(self.metadata),
+            }
+        )
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> BatchSettings:
+        """Undo `packed`; a batch that is gone has none."""
+        try:
+            return cls(**unpack(packed))
+        except (ValueError, TypeError):
+            return cls()
+
+
+def batch_digest(message: SubmitBatch) -> bytes:
+    """What makes two submissions under one key the same batch: content and defaults."""
+    content = message.digest or message.file.encode()
+    meaning = {"content": content, "defaults": canonical(message.defaults)}
+    return hashlib.sha256(pack(meaning)).digest()[:DIGEST_BYTES]
+
+
+def file_id(owner: str, tenant: str, key: str) -> bytes:
+    """The id of the file that this key names: another owner's is always another one."""
+    return hashlib.sha256(pack(["file", owner, tenant, key])).digest()[:DIGEST_BYTES]
+
+
+def file_row(file: FileView) -> dict[str, Any]:
+    """The map of a file, see docs/protocol.md, `file`."""
+    return {
+        "key": file.key,
+        "name": file.name,
+        "purpose": file.purpose,
+        "size": file.size,
+        "complete": file.complete,
+        "created": file.created,
+        "forget": file.forget,
+    }
+
+
+# ---- batches -----------------------------------------------------------------------------------
+
+
+def shown_state(batch: BatchView) -> str:
+    """The state of a batch as its clients see it."""
+    if batch.state is BatchState.CANCELLED:
+        return CANCELLING if batch.live else JobState.CANCELLED.value
+    return {
+        BatchState.OPEN: RUNNING,
+        BatchState.FED: RUNNING,
+        BatchState.ENDED: JobState.DONE.value,
+        BatchState.GONE: JobState.GONE.value,
+    }[batch.state]
+
+
+def mark_of(batch: BatchView) -> str:
+    """Tells whether anything of a batch has changed that its clients see."""
+    counts = [batch.next_line, batch.failed, *(count for _, count in batch.counts)]
+    return f"{shown_state(batch)} {'.'.join(map(str, counts))}"
+
+
+def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
+    """The map of a batch, see docs/protocol.md, `batch`. `running`: so many jobs of it run."""
+    settings, counts = BatchSettings.unpacked(batch.defaults), dict(batch.counts)
+    known = sum(counts.values()) + batch.failed
+    lines = known if batch.state is not BatchState.OPEN else max(settings.lines, known)
+    ended = batch.failed + sum(counts.get(state, 0) for state in ENDED)
+    running = min(running, batch.waiting)
+    return {
+        "batch": batch.id,
+        "key": batch.scope.key,
+        "state": shown_state(batch),
+        "mark": mark_of(batch),
+        "file": settings.file,
+        "lines": lines,
+        "waiting": lines - ended - running,
+        "running": running,
+        **{state.value: counts.get(state, 0) for state in sorted(ENDED)},
+        "failed": batch.failed,
+        "trouble": trouble,
+        "priority": settings.priority,
+        "created": batch.created,
+        "ended": batch.ended,
+        "deadline": batch.deadline,
+        "forget": batch.forget,
+        "metadata": dict(settings.metadata),
+    }
+
+
+# ---- lines -------------------------------------------------------------------------------------
+
+
+def failure_text(error: PoolError) -> str:
+    """The error of a line that cannot become a job, as the store keeps it."""
+    return f"{error.code}: {error.message}"
+
+
+def _failure(cause: str) -> dict[str, Any]:
+    """Undo `failure_text`; what the store itself says has no code."""
+    code, colon, message = cause.partition(": ")
+    known = bool(colon) and code.replace("_", "").isalpha() and code.islower()
+    return {"code": code, "message": message} if known else Internal(cause).body()
+
+
+def outcome_row(outcome: LineOutcome) -> dict[str, Any] | None:
+    """What became of a line, see docs/protocol.md, `batch_results`; None: it has not ended."""
+    row: dict[str, Any] = {"line": outcome.line, "id": outcome.label}
+    job = outcome.job
+    if job is None:
+        error = {"kind": Failed.kind, "body": _failure(outcome.cause)}
+        return {**row, "state": "failed", "end": error}
+    if job.state not in (*ENDED, JobState.GONE):
+        return None
+    return {**row, **_job_fields(job), **_output(outcome, job)}
+
+
+def _job_fields(job: JobView) -> dict[str, Any]:
+    return {
+        "job": job.id,
+        "key": job.scope.key,
+        "model": job.model,
+        "state": phase_of(job.state, runs=False).value,
+        "gen": job.gen,
+        "seed": job.seed,
+        "ids_count": job.pos,
+        "submitted": job.submitted,
+        "ended": job.ended,
+    }
+
+
+def _output(outcome: LineOutcome, job: JobView) -> dict[str, Any]:
+    if job.state is JobState.GONE or not outcome.whole:
+        return {"whole": outcome.whole}
+    terminal = terminal_of(job.end)
+    output: dict[str, Any] = {
+        "whole": True,
+        "text": outcome.text,
+        "ids": outcome.ids,
+        "end": {"kind": terminal.kind, "body": terminal.body()},
+    }
+    if outcome.logprobs:
+        output["logprobs"] = [entry for part in outcome.logprobs for entry in unpack(part)]
+    return output if job.facts is None else {**output, "facts": unpack(job.facts)}

@@ -1,0 +1,309 @@
+"""Batches that are live: their lines become jobs, their progress is told, and they end.
+
+The store counts; what is here of a batch is the view that it gave last, which is asked for again
+when a job of the batch has ended, at most ten times a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mlxpool.broker.jobs import answers
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.batch_rows import BatchSettings, batch_row, mark_of
+from mlxpool.broker.jobs.feeding import Feeder
+from mlxpool.broker.jobs.line_feeding import PORTION_LINES, Check, Hunger, Portion
+from mlxpool.broker.jobs.terminals import packed_end
+from mlxpool.broker.store.batch_operations import (
+    AddLines,
+    CancelBatch,
+    EndBatch,
+    ListBatches,
+    ReadBatch,
+    ReadLines,
+)
+from mlxpool.broker.store.batch_records import (
+    BatchChanged,
+    BatchList,
+    BatchState,
+    BatchView,
+    Lines,
+)
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import JobView, Refused, Result
+from mlxpool.common.errors import OverQuota, PoolError, StoreUnavailable
+from mlxpool.common.protocol.batch_messages import BatchRow
+from mlxpool.common.protocol.to_client import Done
+
+READ_INTERVAL = 0.1  # seconds between two looks at the counts of a batch
+RETRY_INTERVAL = 1.0  # seconds until what the store or the pool refused is tried again
+PAGE = 100  # batches that are read at once when the store opens
+MAX_WATCHERS = 64  # of one batch
+CANCELLED_END = packed_end(Done("cancelled"))
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """A client that waits until a batch is no longer as `seen` says."""
+
+    question: ev.Asked
+    seen: str
+    until: float
+
+
+@dataclass(eq=False, slots=True)
+class LiveBatch:
+    """A batch that has not ended. At most one operation of its own is under way: `busy`."""
+
+    view: BatchView
+    hunger: Hunger = field(default_factory=Hunger)
+    busy: bool = False
+    stale: bool = False  # the store counts something else than `view`
+    read_at: float = 0.0  # the next look, if it is stale
+    watchers: dict[tuple[int, bytes], Watcher] = field(default_factory=dict)
+
+
+class Batches:
+    """Owns every LiveBatch and the portion of lines that is under way."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        feeder: Feeder,
+        check: Check,
+        active: Mapping[bytes, ActiveJob],
+        on_cancelled: Callable[[JobView, float], None],
+        quota_jobs: Callable[[], int],
+    ) -> None:
+        """`on_cancelled` gets the jobs that ended with their batch; they may run."""
+        self.live: dict[bytes, LiveBatch] = {}
+        self._outbox = outbox
+        self._feeder = feeder
+        self._check = check
+        self._active = active
+        self._on_cancelled = on_cancelled
+        self._quota_jobs = quota_jobs
+        self._portion: Portion | None = None
+        self._reading: bytes = b""  # the batch whose lines are read, or stored
+        self._last = b""  # the batch that had a portion last
+        self._find_at = math.inf  # when `find` is tried again
+
+    # ---- the store opens and is lost -------------------------------------------------------------
+
+    def find(self, before: bytes = b"") -> None:
+        """Find the batches that have not ended: the store was opened."""
+        self._find_at = math.inf
+        operation = ListBatches(live=True, count=PAGE, before=before)
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, BatchList):
+                for view in result.batches:
+                    self.see(view, now)
+                if result.next:
+                    self.find(result.next)
+            else:
+                self._find_at = now + RETRY_INTERVAL
+
+        self._outbox.store(operation, then)
+
+    def lost(self) -> None:
+        """The store takes nothing any more: those who wait are told so."""
+        error = StoreUnavailable("the store of jobs does not take anything now; try again")
+        for batch in self.live.values():
+            for watcher in batch.watchers.values():
+                self._fail(watcher.question, error)
+        self.live.clear()
+        self._portion, self._reading = None, b""
+        self._find_at = math.inf
+
+    def end_all(self, error: PoolError) -> None:
+        """The broker ends and no other one follows."""
+        for batch in self.live.values():
+            for watcher in batch.watchers.values():
+                self._fail(watcher.question, error)
+            batch.watchers.clear()
+
+    # ---- what is known ---------------------------------------------------------------------------
+
+    def see(self, view: BatchView, now: float) -> None:
+        """The store has told how a batch is."""
+        batch = self.live.get(view.id)
+        if batch is None:
+            if not view.live:
+                return
+            batch = self.live[view.id] = LiveBatch(view)
+        batch.view, batch.stale = view, False
+        self._tell_watchers(batch, now)
+        if not view.live:
+            del self.live[view.id]
+        elif not batch.busy and view.state is BatchState.CANCELLED and view.waiting:
+            self._cancel_more(batch)
+        elif not batch.busy and view.state is not BatchState.OPEN and not view.waiting:
+            self._ask(batch, EndBatch(view.id))
+
+    def touched(self, id: bytes, now: float) -> None:
+        """A job of the batch has ended, or waits again."""
+        batch = self.live.get(id)
+        if batch is None:
+            self._outbox.store(ReadBatch(id), self._seen)
+        elif not batch.stale:
+            batch.stale, batch.read_at = True, max(now, batch.read_at)
+
+    def _seen(self, result: Result, now: float) -> None:
+        if isinstance(result, BatchView):
+            self.see(result, now)
+
+    def row(self, view: BatchView) -> BatchRow:
+        """The batch as its clients see it."""
+        running = sum(one.job.batch == view.id for one in self._active.values())
+        batch = self.live.get(view.id)
+        return BatchRow(batch_row(view, running, "" if batch is None else batch.hunger.trouble))
+
+    def _ask(self, batch: LiveBatch, operation: Operation) -> None:
+        """Give the store an operation of which the result is the batch as it is then."""
+        batch.busy = True
+
+        def then(result: Result, now: float) -> None:
+            batch.busy = False
+            batch.read_at = now + READ_INTERVAL
+            if isinstance(result, BatchChanged):
+                self.changed(result, now)
+            elif isinstance(result, BatchView):
+                self.see(result, now)
+            elif isinstance(result, Refused):
+                batch.stale, batch.read_at = True, now + RETRY_INTERVAL
+            else:
+                self.live.pop(batch.view.id, None)
+
+        self._outbox.store(operation, then)
+
+    def changed(self, result: BatchChanged, now: float) -> None:
+        """Jobs of a batch were cancelled, or wait again."""
+        for job in result.jobs:
+            if job.ended is None:
+                self._feeder.came((job.model, job.priority), now)
+            else:
+                self._on_cancelled(job, now)
+        self.see(result.batch, now)
+
+    def _cancel_more(self, batch: LiveBatch) -> None:
+        self._ask(batch, CancelBatch(batch.view.id, end=CANCELLED_END))
+
+    # ---- watchers --------------------------------------------------------------------------------
+
+    def watch(self, view: BatchView, watcher: Watcher, now: float) -> None:
+        """Answer once the batch is no longer as seen, at once if it is not now."""
+        question = watcher.question
+        batch = self.live.get(view.id)
+        if batch is None or watcher.seen != mark_of(view) or watcher.until <= now:
+            self._answer(watcher, view)
+            return
+        key = (question.link, question.id)
+        if key not in batch.watchers and len(batch.watchers) >= MAX_WATCHERS:
+            why = f"{MAX_WATCHERS} clients wait for the progress of this batch, at most so many may"
+            self._fail(question, OverQuota(why, retry_after_ms=5000))
+            return
+        batch.watchers[key] = watcher
+
+    def _tell_watchers(self, batch: LiveBatch, now: float) -> None:
+        mark = mark_of(batch.view)
+        for key, watcher in list(batch.watchers.items()):
+            if watcher.seen != mark or watcher.until <= now or not batch.view.live:
+                del batch.watchers[key]
+                self._answer(watcher, batch.view)
+
+    def _answer(self, watcher: Watcher, view: BatchView) -> None:
+        question = watcher.question
+        self._outbox.send(question.link, self.row(view), question.id, question.attempt)
+
+    def _fail(self, question: ev.Asked, error: PoolError) -> None:
+        self._outbox.fail(question.link, error, question.id, question.attempt)
+
+    # ---- work ------------------------------------------------------------------------------------
+
+    def next_wake(self) -> float:
+        """When `work` is due at the latest; the past: at once."""
+        if self._portion is not None:
+            return 0.0
+        times = [self._find_at]
+        for batch in self.live.values():
+            if batch.stale and not batch.busy:
+                times.append(batch.read_at)
+            if not self._reading:
+                times.append(batch.hunger.due(batch.view))
+            times += (watcher.until for watcher in batch.watchers.values())
+        return min(times)
+
+    def work(self, now: float) -> None:
+        """Do what is due."""
+        if now >= self._find_at:
+            self.find()
+        for batch in list(self.live.values()):
+            if batch.stale and not batch.busy and now >= batch.read_at:
+                self._ask(batch, ReadBatch(batch.view.id))
+            if any(watcher.until <= now for watcher in batch.watchers.values()):
+                self._tell_watchers(batch, now)
+        if self._portion is not None:
+            self._check_slice(self._portion, now)
+        elif not self._reading:
+            self._read_lines(now)
+
+    def _read_lines(self, now: float) -> None:
+        """Begin a portion of the next batch in turn."""
+        hungry = [id for id, one in self.live.items() if one.hunger.due(one.view) <= now]
+        if not hungry:
+            return
+        turn = sorted(hungry)
+        self._reading = self._last = next((id for id in turn if id > self._last), turn[0])
+        self._outbox.store(ReadLines(self._reading, PORTION_LINES), self._lines_read)
+
+    def _lines_read(self, result: Result, now: float) -> None:
+        batch = self.live.get(self._reading)
+        if batch is None or not isinstance(result, Lines):
+            self._give_up(batch, result, now)
+        elif result.batch.state is not BatchState.OPEN:
+            self._reading = b""
+            self.see(result.batch, now)
+        else:
+            settings = BatchSettings.unpacked(result.batch.defaults)
+            self._portion = Portion(result, settings, self._quota_jobs())
+
+    def _check_slice(self, portion: Portion, now: float) -> None:
+        batch = self.live.get(portion.batch.id)
+        try:
+            complete = portion.check_slice(self._check, now)
+        except PoolError as error:
+            self._portion = None
+            self._pause(batch, error.message, now)
+            return
+        if complete:
+            self._portion = None
+            operation = portion.operation()
+            self._outbox.store(operation, lambda result, now: self._added(operation, result, now))
+
+    def _added(self, operation: AddLines, result: Result, now: float) -> None:
+        batch = self.live.get(operation.batch)
+        if batch is None or not isinstance(result, BatchView):
+            self._give_up(batch, result, now)
+            return
+        self._reading = b""
+        batch.hunger.trouble = ""
+        for group in {(job.model, job.priority) for job in operation.jobs}:
+            self._feeder.came(group, now)
+        self.see(result, now)
+
+    def _give_up(self, batch: LiveBatch | None, result: Result, now: float) -> None:
+        """The store did not take this portion now: its lines stay in the file."""
+        if isinstance(result, Refused):
+            self._pause(batch, answers.store_error(result).message, now)
+        else:
+            self._reading = b""
+
+    def _pause(self, batch: LiveBatch | None, why: str, now: float) -> None:
+        self._reading = b""
+        if batch is not None:
+            batch.hunger.pause_until, batch.hunger.trouble = now + RETRY_INTERVAL, why

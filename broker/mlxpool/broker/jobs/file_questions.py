@@ -1,0 +1,126 @@
+"""Answers what clients ask about files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxpool.broker.jobs import answers
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.batch_rows import file_id, file_row
+from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.store import batch_operations as store
+from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView
+from mlxpool.broker.store.records import Refused, Result, UnknownName
+from mlxpool.common.errors import DuplicateId, Internal, PoolError, UnknownJob
+from mlxpool.common.protocol import file_messages as messages
+from mlxpool.common.protocol.file_messages import (
+    AboutFile,
+    FileRow,
+    KeyName,
+    ListFiles,
+    PutFile,
+    ReadFile,
+)
+from mlxpool.common.protocol.frames import Content
+
+
+class FileQuestions:
+    """Answers the questions of `file_messages`."""
+
+    def __init__(self, outbox: Outbox, policy: Callable[[], JobPolicy]) -> None:
+        """`policy` returns the settings in force."""
+        self._outbox = outbox
+        self._policy = policy
+
+    def on_asked(self, event: ev.Asked, message: messages.Question) -> None:
+        """Have the store answer."""
+        if isinstance(message, PutFile):
+            self._put(event, message)
+        elif isinstance(message, ReadFile):
+            self._read(event, message)
+        elif isinstance(message, ListFiles):
+            self._list(event, message)
+        else:
+            self._about(event, message)
+
+    def _send(self, event: ev.Asked, message: Content) -> None:
+        self._outbox.send(event.link, message, event.id, event.attempt)
+
+    def _answer(self, event: ev.Asked, name: KeyName, result: Result) -> None:
+        if isinstance(result, FileView):
+            self._send(event, FileRow(file_row(result)))
+        else:
+            error = _error(name, result)
+            self._outbox.fail(event.link, error, event.id, event.attempt)
+
+    def _put(self, event: ev.Asked, message: PutFile) -> None:
+        name = message.name
+        id = file_id(event.owner, name.tenant, name.key)
+        if message.start == 0:
+            create = store.CreateFile(
+                id,
+                event.owner,
+                name.tenant,
+                name.key,
+                message.title,
+                message.purpose,
+                keep=self._policy().kept(message.keep_ms),
+            )
+            self._outbox.store(create, lambda result, now: None)
+        append = store.AppendFile(
+            id, event.owner, name.tenant, message.start, message.data, message.last
+        )
+        self._outbox.store(append, lambda result, now: self._answer(event, name, result))
+
+    def _read(self, event: ev.Asked, message: ReadFile) -> None:
+        name = message.name
+        id = file_id(event.owner, name.tenant, name.key)
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, FilePart):
+                row = {**file_row(result.file), "start": result.start}
+                self._send(event, messages.FilePart(row, result.data))
+            else:
+                self._answer(event, name, result)
+
+        self._outbox.store(
+            store.ReadFile(id, event.owner, name.tenant, message.start, message.limit), then
+        )
+
+    def _list(self, event: ev.Asked, message: ListFiles) -> None:
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, FileList):
+                rows = answers.fitting([file_row(file) for file in result.files])
+                self._send(event, messages.FileList(rows))
+            else:
+                self._answer(event, KeyName("", message.tenant), result)
+
+        self._outbox.store(store.ListFiles(event.owner, message.tenant, message.limit), then)
+
+    def _about(self, event: ev.Asked, message: AboutFile) -> None:
+        name = message.name
+        id = file_id(event.owner, name.tenant, name.key)
+        if message.kind == messages.DELETE:
+            operation = store.DeleteFile(id, event.owner, name.tenant)
+            self._outbox.store(operation, lambda result, now: self._answer(event, name, result))
+            return
+
+        def then(result: Result, now: float) -> None:
+            found = result.file if isinstance(result, FilePart) else result
+            self._answer(event, name, found)
+
+        self._outbox.store(store.ReadFile(id, event.owner, name.tenant, 0, max_bytes=0), then)
+
+
+def _error(name: KeyName, result: Result) -> PoolError:
+    if isinstance(result, FileDiffers):
+        return DuplicateId(
+            f"the file {name} has {result.file.size} bytes, and others from byte {result.start} on"
+            " than were sent: take another key, or delete that file first"
+        )
+    if isinstance(result, UnknownName):
+        return UnknownJob(f"there is no file {name} of this owner")
+    if isinstance(result, Refused):
+        return answers.store_error(result)
+    return Internal(f"the store answered with {type(result).__name__}")

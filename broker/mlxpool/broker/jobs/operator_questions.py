@@ -1,0 +1,212 @@
+"""Answers what operators ask: one job with what went wrong with it, notices, export, checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mlxpool.broker.jobs import answers
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.terminals import terminal_of
+from mlxpool.broker.store import operations as store
+from mlxpool.broker.store.records import (
+    Cursor,
+    Export,
+    ExportedJob,
+    History,
+    JobState,
+    JobView,
+    Notices,
+    Page,
+    Refused,
+    Result,
+    Verified,
+)
+from mlxpool.common.errors import Internal
+from mlxpool.common.protocol import job_operations as asked
+from mlxpool.common.protocol.job_messages import AboutJob
+from mlxpool.common.protocol.packing import unpack
+from mlxpool.common.protocol.to_client import Done
+from mlxpool.common.protocol.token_ids import unpack_ids
+
+SHOWN_IDS = 2000  # of a job's output that one look has, the last
+PAGE_BYTES = 64 * 1024
+
+
+class OperatorQuestions:
+    """Each is answered once. Nothing here changes a job: see Questions."""
+
+    def __init__(self, outbox: Outbox, row: Callable[[JobView], dict[str, Any]]) -> None:
+        """`row` makes the map of a job, its owner included."""
+        self._outbox = outbox
+        self._row = row
+
+    def on_asked(self, event: ev.Asked, question: object) -> bool:
+        """Answer, unless the question is one of those that clients have too."""
+        if isinstance(question, asked.ListNotices):
+            self._notices(event, question)
+        elif isinstance(question, asked.ExportJobs):
+            self._export(event, question)
+        elif isinstance(question, asked.VerifyJobs):
+            self._verify(event, question)
+        elif isinstance(question, AboutJob) and question.kind == "job":
+            self._look(event, question)
+        else:
+            return False
+        return True
+
+    def _tell(self, event: ev.Asked, told: dict[str, Any]) -> None:
+        self._outbox.send(event.link, asked.Told(told), event.id, event.attempt)
+
+    def _fail(self, event: ev.Asked, result: Result) -> None:
+        error = (
+            answers.store_error(result)
+            if isinstance(result, Refused)
+            else Internal(f"the store answered with {type(result).__name__}")
+        )
+        self._outbox.fail(event.link, error, event.id, event.attempt)
+
+    # ---- one job -------------------------------------------------------------------------------
+
+    def _look(self, event: ev.Asked, question: AboutJob) -> None:
+        """A job, what went wrong with it, and the end of its text."""
+        name = answers.name_of(event.owner, question.name)
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, History):
+                self._look_at_text(event, result)
+            elif isinstance(result, Refused):
+                self._fail(event, result)
+            else:
+                error = answers.unknown(question.name)
+                self._outbox.fail(event.link, error, event.id, event.attempt)
+
+        self._outbox.store(store.ReadHistory(name), then)
+
+    def _look_at_text(self, event: ev.Asked, history: History) -> None:
+        job = history.job
+        told = {**self._row(job), "failures": [asdict(one) for one in history.failures]}
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, Page):
+                start = result.chunks[0].pos if result.chunks else result.job.pos
+                text = "".join(chunk.text for chunk in result.chunks)
+                terminal = None if result.job.end is None else terminal_of(result.job.end)
+                text += terminal.text if isinstance(terminal, Done) else ""
+                self._tell(event, {**told, "text": text, "text_from": start})
+            else:
+                why = result.message if isinstance(result, Refused) else ""
+                self._tell(event, {**told, "text": "", "text_from": 0, "damaged": why})
+
+        page = store.FetchPage(job.id, max(0, job.pos - SHOWN_IDS), max_bytes=PAGE_BYTES)
+        self._outbox.store(page, then)
+
+    # ---- notices -------------------------------------------------------------------------------
+
+    def _notices(self, event: ev.Asked, question: asked.ListNotices) -> None:
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, Notices):
+                self._fail(event, result)
+                return
+            rows = [
+                {
+                    "job": notice.job.id,
+                    "owner": notice.job.scope.owner,
+                    "key": notice.job.scope.key,
+                    "url": notice.job.notify,
+                    "end_seq": notice.end_seq,
+                    "ended": notice.job.ended,
+                    "tries": notice.tries,
+                    "due": notice.due,
+                    "given_up": notice.given_up,
+                    "cause": notice.cause,
+                }
+                for notice in result.notices
+            ]
+            full = len(rows) == question.limit
+            self._tell(event, {"notices": rows, "next": rows[-1]["end_seq"] if full else 0})
+
+        listed = store.ListNotices(question.owner, question.after, question.limit)
+        self._outbox.store(listed, then)
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def _export(self, event: ev.Asked, question: asked.ExportJobs) -> None:
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, Export):
+                self._fail(event, result)
+                return
+            items = [item for job in result.jobs for item in items_of(job, self._row(job.job))]
+            following = None if result.next is None else asdict(result.next)
+            exported = asked.Exported(items, following)
+            self._outbox.send(event.link, exported, event.id, event.attempt)
+
+        states = tuple(map(JobState, question.states))
+        cursor = Cursor(question.seq, question.gen, question.part, question.pos)
+        self._outbox.store(store.ExportJobs(cursor, states=states), then)
+
+    def _verify(self, event: ev.Asked, question: asked.VerifyJobs) -> None:
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, Verified):
+                self._fail(event, result)
+                return
+            damaged = [{**self._row(job), "damaged": what} for job, what in result.damaged]
+            self._tell(
+                event,
+                {
+                    "checked": result.checked,
+                    "bytes": result.bytes,
+                    "damaged": damaged,
+                    "next": result.next,
+                },
+            )
+
+        self._outbox.store(store.VerifyJobs(question.after), then)
+
+
+def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """The items of an export: the job itself, unless that was told before, and its output."""
+    job, items = exported.job, list[dict[str, Any]]()
+    if exported.request is not None:
+        terminal = None if job.end is None else terminal_of(job.end)
+        end = None if terminal is None else {"kind": terminal.kind, **terminal.body()}
+        head = {
+            **row,
+            "seed": job.seed,
+            "request": unpack(exported.request) if exported.request else None,
+            "end": end,
+            "notify": job.notify,
+        }
+        items.append({"job": {**head, "damaged": list(exported.damaged)}})
+    items += [
+        {"blob": {"job": job.id, "place": place, "data": data}} for place, data in exported.blobs
+    ]
+    for chunk in exported.chunks:
+        output: dict[str, Any] = {
+            "job": job.id,
+            "gen": job.gen,
+            "from": chunk.pos,
+            "ids": list(unpack_ids(chunk.ids)),
+            "text": chunk.text,
+        }
+        if chunk.logprobs:
+            output["logprobs"] = unpack(chunk.logprobs)
+        items.append({"output": output})
+    if exported.request is None and exported.damaged:
+        items.append({"damaged": {"job": job.id, "what": list(exported.damaged)}})
+    return items
+
+
+def with_owner(row: dict[str, Any], job: JobView) -> dict[str, Any]:
+    """The map of a job as operators get it."""
+    return {
+        **row,
+        "owner": job.scope.owner,
+        "tenant": job.scope.tenant,
+        "starts": job.starts,
+        "charge": job.charge,
+        "batch": job.batch,
+        "notify": job.notify,
+    }

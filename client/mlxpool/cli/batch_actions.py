@@ -1,0 +1,176 @@
+"""What `submit`, `fetch`, `jobs`, `retry`, `release` and `cancel` do with --batch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from mlxpool.cli.batch_progress import follow, sent_text, summary
+from mlxpool.cli.columns import Column
+from mlxpool.cli.formatting import duration
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.request_flags import client_of, options_of
+from mlxpool.cli.status_line import StatusLine
+from mlxpool.cli.style import print_table
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.escapes import escape_line
+
+if TYPE_CHECKING:
+    from mlxpool.client import Batch, LineResult
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add --output."""
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="with --batch: wait for the end, and write a JSON object for each line to this file"
+        " (-: to standard output)",
+    )
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Send a file and print the key of its batch; with --wait or --output, see it to its end."""
+    given = {name: value for name, value in options_of(options).items() if value is not None}
+    deadline_ms = given.pop("deadline_ms", None)
+    if options.priority is not None:
+        given["priority"] = options.priority
+    stdin = options.batch == "-"
+    line = StatusLine()
+    whole = None if stdin else Path(options.batch).stat().st_size
+    try:
+        with client_of(options) as client:
+            batch = client.submit_batch(
+                sys.stdin.buffer if stdin else options.batch,
+                options.model,
+                key=options.job_key,
+                keep=options.keep,
+                deadline=None if deadline_ms is None else deadline_ms / 1000,
+                check=not options.allow_bad_lines,
+                on_sent=lambda sent: line.show(sent_text(sent, whole)),
+                **given,
+            )
+            line.clear()
+            if not options.json and options.output != "-":
+                print(escape_line(batch.key), flush=True)
+            if options.wait or options.output:
+                return _see_to_its_end(options, batch)
+    finally:
+        line.clear()
+    if options.json:
+        print(json_text(as_json(batch.row)))
+    return 0
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Write the results of a batch, once it has ended; exit code 1 if a line has none."""
+    if options.start or options.gen is not None:
+        raise BadRequest("--from and --gen are of a single job, not of a batch")
+    with client_of(options) as client:
+        options.output = options.output or "-"
+        return _see_to_its_end(options, client.batch(options.key))
+
+
+def _see_to_its_end(options: argparse.Namespace, batch: Batch) -> int:
+    follow(batch.progress())
+    row = batch.row
+    if options.output:
+        with _opened(options.output) as file:
+            for result in batch.results(wait=False):
+                file.write(json_text(result_as_json(result)) + "\n")
+    if options.json and options.output != "-":
+        print(json_text(as_json(row)))
+    else:
+        print(escape_line(summary(row)), file=sys.stderr)
+    return 0 if row["done"] == row["lines"] else 1
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[TextIO]:
+    """A file that has its name once it is whole; "-" is standard output."""
+    if name == "-":
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    part = Path(f"{name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        yield file
+    os.replace(part, name)
+
+
+def result_as_json(result: LineResult) -> dict[str, Any]:
+    """A line of the file of results."""
+    row: dict[str, Any] = {"line": result.line, "id": result.id, "state": result.state}
+    if result.job is not None:
+        row["job"] = result.job.hex()
+    if result.error is not None:
+        row["error"] = {"code": result.error.code, "message": result.error.message}
+    if (whole := result.result) is not None:
+        row |= {"text": whole.text, "reason": whole.reason, "usage": whole.usage}
+        row |= {"seed": whole.seed, "ids": whole.ids}
+    return row
+
+
+BATCHES = (
+    Column("KEY", 0, "text"),
+    Column("STATE", 0),
+    Column("LINES", 1),
+    Column("WAITING", 4),
+    Column("RUNNING", 3),
+    Column("DONE", 1),
+    Column("FAILED", 1),
+    Column("AGE", 2),
+    Column("TROUBLE", 5, "text"),
+)
+
+
+def list_batches(options: argparse.Namespace) -> int:
+    """Print a row for each batch, the newest first."""
+    with client_of(options) as client:
+        found = client.batches(limit=options.limit)
+    if options.json:
+        print(json_text({"batches": list(map(as_json, found))}))
+    else:
+        print_batches(found)
+    return 0
+
+
+def print_batches(found: Iterable[Mapping[str, Any]]) -> None:
+    now = time.time()
+    print_table(BATCHES, [_cells(row, now) for row in found])
+
+
+def _cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    from mlxpool.client.batches.outcome import count_bad
+
+    return (
+        row["key"],
+        row["state"],
+        str(row["lines"]),
+        str(row["waiting"]),
+        str(row["running"]),
+        str(row["done"]),
+        str(count_bad(row)),
+        duration(max(0.0, now - row["created"])),
+        row["trouble"] or "-",
+    )
+
+
+def change(options: argparse.Namespace, key: str, what: str) -> int:
+    """Cancel, retry or release a batch, and print how it is then."""
+    with client_of(options) as client:
+        batch = client.batch(key)
+        row = {"cancel": batch.cancel, "retry": batch.retry, "release": batch.release}[what]()
+    print(json_text(as_json(row)) if options.json else escape_line(summary(row)))
+    return 0
+
+
+def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a batch as commands print it."""
+    return {**row, "batch": row["batch"].hex()}

@@ -1,0 +1,264 @@
+"""What operators do with the jobs of all owners: list, look, export, verify, notices."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from mlxpool.cli.admin import ask
+from mlxpool.cli.columns import Column
+from mlxpool.cli.formatting import duration, size
+from mlxpool.cli.json_text import json_text
+from mlxpool.cli.style import print_table
+from mlxpool.cli.target import Target
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.escapes import escape_line, escape_text
+from mlxpool.common.protocol import job_operations as asked
+from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.job_messages import MAX_LISTED, READ, ListJobs
+
+ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
+FORMAT = 1  # of the lines of an export
+LOCAL = "%Y-%m-%d %H:%M:%S"
+
+
+def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The map of a job as JSON has it: ids as hexadecimal digits."""
+    ids = {name: row[name].hex() for name in ("job", "batch") if isinstance(row.get(name), bytes)}
+    return {**row, **ids}
+
+
+# ---- lists ---------------------------------------------------------------------------------------
+
+JOBS = (
+    Column("JOB", 6, "id"),
+    Column("OWNER", 1, "text"),
+    Column("KEY", 0, "text"),
+    Column("MODEL", 3, "text"),
+    Column("STATE", 0),
+    Column("TOKENS", 2),
+    Column("ATTEMPTS", 7),
+    Column("AGE", 4),
+    Column("BYTES", 8),
+    Column("CAUSE", 5, "text"),
+)
+
+
+def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json: bool) -> int:
+    """Print a row for each job of all owners that the filters let through, the newest first."""
+    rows: list[dict[str, Any]] = []
+    before = 0
+    while len(rows) < limit:
+        count = min(MAX_LISTED, limit - len(rows))
+        body = {**filters, "limit": count, "before": before}
+        answer = ask(target, ListJobs.kind, body, timeout=ANSWER_TIMEOUT)
+        rows += answer["jobs"]
+        before = answer["next"]
+        if not before:
+            break
+    if as_json:
+        print(json_text({"jobs": list(map(shown_row, rows))}))
+        return 0
+    now = time.time()
+    print_table(
+        JOBS,
+        [
+            (
+                row["job"].hex(),
+                row["owner"] + (f"/{row['tenant']}" if row["tenant"] else ""),
+                row["key"],
+                row["model"],
+                row["state"],
+                str(row["ids"]),
+                str(row["attempts"]),
+                duration(max(0.0, now - row["submitted"])),
+                size(row["bytes"]),
+                row.get("damaged") or row["cause"] or "-",
+            )
+            for row in rows
+        ],
+    )
+    return 0
+
+
+NOTICES = (
+    Column("KEY", 0, "text"),
+    Column("OWNER", 3, "text"),
+    Column("URL", 2, "text"),
+    Column("TRIES", 1),
+    Column("NEXT", 1),
+    Column("CAUSE", 4, "text"),
+)
+
+
+def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
+    """Print the notices that were not delivered yet, or were given up."""
+    rows: list[dict[str, Any]] = []
+    after: int | None = 0
+    while after is not None:
+        body = {"after": after, "limit": MAX_LISTED, "owner": owner}
+        answer = ask(target, asked.NOTICES, body, timeout=ANSWER_TIMEOUT)
+        rows += answer["notices"]
+        after = answer["next"] or None
+    if as_json:
+        print(json_text({"notices": list(map(shown_row, rows))}))
+        return 0
+    now = time.time()
+    print_table(
+        NOTICES,
+        [
+            (
+                row["key"],
+                row["owner"],
+                row["url"],
+                str(row["tries"]),
+                "given up" if row["given_up"] else duration(max(0.0, row["due"] - now)),
+                row["cause"] or "-",
+            )
+            for row in rows
+        ],
+    )
+    return 0
+
+
+# ---- one job -------------------------------------------------------------------------------------
+
+
+def id_of(text: str) -> bytes:
+    """The id of a job from its digits. Raises BadRequest."""
+    try:
+        id = bytes.fromhex(text)
+    except ValueError:
+        id = b""
+    if len(id) != ID_BYTES:
+        raise BadRequest(f"the id of a job is {2 * ID_BYTES} hexadecimal digits, got {text!r:.60}")
+    return id
+
+
+def look(target: Target, id: bytes, *, as_json: bool) -> int:
+    """Print all that is known of a job: where it stands, what went wrong, the end of its text."""
+    job = ask(target, READ, {"job": id}, timeout=ANSWER_TIMEOUT)
+    if as_json:
+        print(json_text(shown_row(job)))
+        return 0
+    lines = {
+        "job": job["job"].hex(),
+        "key": job["key"],
+        "owner": job["owner"] + (f"/{job['tenant']}" if job["tenant"] else ""),
+        "model": job["model"],
+        "state": job["state"],
+        "tokens": f"{job['ids']} of generation {job['gen']}",
+        "attempts": f"{job['attempts']}, starts {job['starts']}, charge {job['charge']:g}",
+        "submitted": _moment(job["submitted"]),
+        "ended": _moment(job["ended"]),
+        "kept until": _moment(job["forget"]),
+        "told to": job["notify"],
+        "cause": job["cause"],
+        "damaged": job.get("damaged", ""),
+    }
+    for name, value in lines.items():
+        if value:
+            print(f"{name + ':':<11} {escape_line(str(value))}")
+    for failure in job["failures"]:
+        print(f"\nfailure {failure['number']}, {_moment(failure['at'])}:"
+              f" {escape_line(failure['cause'])}")  # fmt: skip
+        if failure["stacks"]:
+            print(escape_text(failure["stacks"]).rstrip())
+    if job["text"]:
+        print(f"\ntext from token {job['text_from']} on:")
+        print(escape_text(job["text"]))
+    return 0
+
+
+def _moment(at: float | None) -> str:
+    return "" if at is None else time.strftime(LOCAL, time.localtime(at))
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def export(target: Target, file: str, state: str) -> int:
+    """Write all that is stored of jobs into a file of JSON lines, "-": standard output.
+
+    A file is put in its place when it is whole. The last line counts what there is in front of it.
+    """
+    with _output(file) as out:
+        counts = {"jobs": 0, "lines": 1}
+        out.write(json_text({"mlxpool_jobs": FORMAT, "at": time.time()}) + "\n")
+        for item in _items(target, state):
+            counts["jobs"] += "job" in item
+            counts["lines"] += 1
+            out.write(json.dumps(_plain(item), separators=(",", ":")) + "\n")
+        out.write(json_text({"end": counts}) + "\n")
+    if file != "-":
+        print(f"{counts['jobs']} jobs, {counts['lines'] + 1} lines: {escape_line(file)}")
+    return 0
+
+
+def _items(target: Target, state: str) -> Iterator[Mapping[str, Any]]:
+    following: Mapping[str, int] | None = {}
+    while following is not None:
+        body = {**following, "state": state}
+        answer = ask(target, asked.EXPORT, body, timeout=ANSWER_TIMEOUT)
+        yield from answer["items"]
+        following = answer["next"]
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """A value as JSON holds it: ids of jobs as digits, other bytes in base64."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one, key) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, bytes):
+        is_id = name in ("job", "batch")
+        return value.hex() if is_id else base64.b64encode(value).decode()
+    return value
+
+
+@contextmanager
+def _output(file: str) -> Iterator[IO[str]]:
+    if file == "-":
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    path = Path(file)
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(made, path)
+    except OSError as error:
+        raise BadRequest(f"cannot write {file}: {error.strerror}") from None
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def verify(target: Target, *, as_json: bool, told: Callable[[str], None] = print) -> int:
+    """Compare all that is stored with its checksums; 1 if something was changed by the disk."""
+    checked = read = 0
+    damaged: list[dict[str, Any]] = []
+    after: int | None = 0
+    while after is not None:
+        answer = ask(target, asked.VERIFY, {"after": after}, timeout=ANSWER_TIMEOUT)
+        checked, read = checked + answer["checked"], read + answer["bytes"]
+        damaged += answer["damaged"]
+        after = answer["next"] or None
+    if as_json:
+        rows = list(map(shown_row, damaged))
+        told(json_text({"checked": checked, "bytes": read, "damaged": rows}))
+    else:
+        for row in damaged:
+            told(escape_line(f"{row['owner']}: {row['damaged']}"))
+        told(f"{checked} jobs of {size(read)} compared, {len(damaged)} damaged")
+    return int(bool(damaged))

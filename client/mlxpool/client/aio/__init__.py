@@ -1,0 +1,8 @@
+"""The client for asyncio: the same connection; what arrives comes through asyncio queues."""
+
+from mlxpool.client.aio.batch import AsyncBatch
+from mlxpool.client.aio.choices import AsyncChoicesStream
+from mlxpool.client.aio.client import AsyncClient
+from mlxpool.client.aio.stream import AsyncStream
+
+__all__ = ["AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"]

@@ -1,0 +1,81 @@
+"""One batch, for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import mlxpool.client.jobs as jobs
+from mlxpool.client.aio.calls import AsyncCaller
+from mlxpool.client.aio.stream import AsyncStream
+from mlxpool.client.batches import steps
+from mlxpool.client.batches.outcome import LineResult, is_too_long, line_result
+from mlxpool.client.stream import Result
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.batch_messages import CANCEL, READ, RELEASE, RETRY
+
+
+class AsyncBatch:
+    """A batch that the pool has; see `Batch`."""
+
+    def __init__(self, caller: AsyncCaller, row: Mapping[str, Any]) -> None:
+        self._caller = caller
+        self.key: str = row["key"]
+        self.row = dict(row)
+
+    async def progress(self) -> AsyncIterator[dict[str, Any]]:
+        """The row of the batch now, and whenever it has changed; see `Batch.progress`."""
+        seen = ""
+        while True:
+            self.row = await self._caller.run(steps.progress(self.key, seen))
+            yield self.row
+            if steps.is_over(self.row):
+                return
+            seen = self.row["mark"]
+
+    async def wait(self) -> dict[str, Any]:
+        """Wait until the batch has ended; returns its row."""
+        async for _ in self.progress():
+            pass
+        return self.row
+
+    async def results(self, *, wait: bool = True, after: int = -1) -> AsyncIterator[LineResult]:
+        """What became of each line, in the order of the file; see `Batch.results`."""
+        if wait:
+            await self.wait()
+        while True:
+            page = await self._caller.run(steps.page(self.key, after))
+            for row in page.rows:
+                yield line_result(row, await self._whole(row) if is_too_long(row) else None)
+            if page.next < 0:
+                return
+            after = page.next
+
+    async def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
+        """Fetch the job of a line by itself."""
+        try:
+            reading = jobs.fetch(row["job"], 0, None)
+            async with AsyncStream(self._caller.connection, reading) as stream:
+                return await stream.read()
+        except PoolError as error:
+            return error
+
+    async def refresh(self) -> dict[str, Any]:
+        """The row of the batch as it is now."""
+        return await self._about(READ)
+
+    async def cancel(self) -> dict[str, Any]:
+        """End the batch: no further line is begun, and what runs is cancelled."""
+        return await self._about(CANCEL)
+
+    async def retry(self) -> dict[str, Any]:
+        """Let the lines that are dead or expired be tried again."""
+        return await self._about(RETRY)
+
+    async def release(self) -> dict[str, Any]:
+        """Delete the results of a batch that has ended; its key answers Gone for some time."""
+        return await self._about(RELEASE)
+
+    async def _about(self, kind: str) -> dict[str, Any]:
+        self.row = await self._caller.call(steps.about(kind, self.key))
+        return self.row

@@ -1,0 +1,80 @@
+"""Calls of a client for asyncio: questions that are answered once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TypeVar
+
+from mlxpool.client.aio.loop_calls import call_in_loop
+from mlxpool.client.batches.steps import Pause, Steps, Work
+from mlxpool.client.connection import Connection
+from mlxpool.client.request import Question
+from mlxpool.common.errors import PoolError
+
+Answer = TypeVar("Answer")
+
+
+class AsyncCaller:
+    """The calls of a client over its connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    async def call(self, question: Question[Answer]) -> Answer:
+        """The answer to a question. Raises PoolError."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer] = loop.create_future()
+
+        def resolve(reply: Answer | PoolError) -> None:
+            if answer.done():
+                return
+            if isinstance(reply, PoolError):
+                answer.set_exception(reply)
+            else:
+                answer.set_result(reply)
+
+        self.connection.ask(question, lambda reply: call_in_loop(loop, lambda: resolve(reply)))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.connection.forget(question)
+            raise
+
+    async def answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
+        """The answers to questions, of which at most `at_once` are open at a time."""
+        places = asyncio.Semaphore(at_once)
+
+        async def ask(question: Question[Answer]) -> Answer:
+            async with places:
+                return await self.call(question)
+
+        tasks = [asyncio.ensure_future(ask(question)) for question in questions]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def run(self, steps: Steps[Answer]) -> Answer:
+        """Perform steps of which each depends on the answer to the one before."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = await self._perform(step)
+                except PoolError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as end:
+            result: Answer = end.value
+            return result
+
+    async def _perform(self, step: Question[object] | Pause | Work) -> object:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return None
+        if isinstance(step, Work):
+            return await asyncio.to_thread(step.call)
+        return await self.call(step)

@@ -1,0 +1,149 @@
+"""What a client for asyncio can do with jobs and batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import mlxpool.client.jobs as jobs
+from mlxpool.client.aio.batch import AsyncBatch
+from mlxpool.client.aio.calls import AsyncCaller
+from mlxpool.client.aio.stream import AsyncStream
+from mlxpool.client.batches import steps
+from mlxpool.client.batches.settings import source_and_settings
+from mlxpool.client.batches.source import Lines
+from mlxpool.client.batches.steps import OnSent, drawn_key
+from mlxpool.client.connection import Connection
+from mlxpool.client.images import Image
+from mlxpool.client.jobs import Job, JobRef
+from mlxpool.common.options import GenerateOptions
+from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
+from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+
+
+class AsyncJobMethods:
+    """The methods of `AsyncClient` about requests that outlive it."""
+
+    _caller: AsyncCaller
+    _connection: Connection
+
+    async def submit(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        key: str | None = None,
+        keep: float | None = None,
+        not_before: float | None = None,
+        notify: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Job:
+        """Have a completion made, whoever is there to read it; see `Client.submit`."""
+        return await self._caller.call(
+            jobs.submit(
+                model,
+                prompt,
+                messages,
+                tokens,
+                options,
+                images,
+                key=key,
+                keep=keep,
+                not_before=not_before,
+                notify=notify,
+            )
+        )
+
+    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> AsyncStream:
+        """Read a job, its key or its id; see `Client.fetch`."""
+        return AsyncStream(self._connection, jobs.fetch(job, start, gen))
+
+    async def jobs(
+        self, *, after: int | None = None, state: str = "", limit: int = 0, batch: str = ""
+    ) -> list[dict[str, Any]]:
+        """The jobs of this user, each a map; see `Client.jobs`."""
+        pages = jobs.Pages(after, state, limit, batch)
+        while not pages.complete:
+            pages.add(await self._caller.call(pages.question()))
+        return pages.rows
+
+    async def follow_jobs(
+        self, after: int = 0, *, interval: float = 1.0
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Each job of this user that ended since, and that will end; see `Client.follow_jobs`."""
+        while True:
+            for row in await self.jobs(after=after):
+                after = row["end_seq"]
+                yield row
+            await asyncio.sleep(interval)
+
+    async def job(self, job: JobRef) -> dict[str, Any]:
+        """The map of one job; `failures` are what went wrong with it. Raises UnknownJob."""
+        return await self._caller.call(jobs.about(READ, job))
+
+    async def retry(self, job: JobRef) -> dict[str, Any]:
+        """Let a job that is dead or expired be tried again, from the ids that it has."""
+        return await self._caller.call(jobs.about(RETRY, job))
+
+    async def release(self, job: JobRef) -> dict[str, Any]:
+        """Delete the result of a job that has ended; its key answers Gone for some time."""
+        return await self._caller.call(jobs.about(RELEASE, job))
+
+    async def cancel(
+        self, request: bytes | Job | None = None, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Cancel any request of this owner by its id, 16 bytes, or a job, also by its `key`.
+
+        Returns {state, pos} and raises as `Client.cancel` does.
+        """
+        return await self._caller.call(jobs.cancel_request(request, key))
+
+    async def submit_batch(
+        self,
+        lines: Lines,
+        model: str | None = None,
+        *,
+        key: str | None = None,
+        keep: float | None = None,
+        deadline: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        check: bool = True,
+        on_sent: OnSent | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncBatch:
+        """Have every line of a file become a job; see `Client.submit_batch`.
+
+        The lines are read and checked in a thread.
+        """
+        source, settings = source_and_settings(
+            lines,
+            model,
+            options,
+            keep=keep,
+            deadline=deadline,
+            metadata=metadata,
+            check=check,
+        )
+        named = drawn_key() if key is None else key
+        return AsyncBatch(
+            self._caller, await self._caller.run(steps.submit(source, named, settings, on_sent))
+        )
+
+    async def batch(self, key: str) -> AsyncBatch:
+        """A batch by its key. Raises UnknownJob."""
+        row = await self._caller.call(steps.about(READ_BATCH, key))
+        return AsyncBatch(self._caller, row)
+
+    async def batches(self, *, limit: int = 0) -> list[dict[str, Any]]:
+        """The batches of this user, the newest first; `limit` 0: all.
+
+        Each is a map: key, state, lines, done, … (docs/protocol.md, `batch`).
+        """
+        pages = steps.BatchPages(limit)
+        while not pages.complete:
+            pages.add(await self._caller.call(pages.question()))
+        return pages.rows

@@ -1,0 +1,99 @@
+"""The stream of one completion, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+
+from mlxpool.client.aio.loop_calls import put_in_loop
+from mlxpool.client.connection import Connection
+from mlxpool.client.request import Draft
+from mlxpool.client.stream import Delta, Result
+from mlxpool.common.closing import AsyncClosing
+
+
+class AsyncStream(AsyncClosing):
+    """An asynchronous iterator over the deltas of one completion, as they arrive.
+
+    Belongs to the event loop that started it. Leaving the loop, `close`, the end of an `async with`
+    or the end of the object cancels what is not finished.
+    """
+
+    def __init__(self, connection: Connection, draft: Draft) -> None:
+        self._connection = connection
+        self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+        # The connection keeps what it delivers to: that must not be this object, see `__del__`.
+        put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
+        self._open = connection.open(draft, put)
+
+    @property
+    def id(self) -> bytes:
+        """The request's id, 16 bytes."""
+        return self._open.state.id
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a broker has accepted the request, or it was cancelled before."""
+        return bool(self._open.state.boot or self._open.state.result)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the stream's first worker reported (docs/protocol.md, `facts`).
+
+        Empty before the first delta.
+        """
+        return self._open.state.facts.raw if self._open.state.facts else {}
+
+    @property
+    def result(self) -> Result:
+        """The whole completion.
+
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
+        of the process it raises BadRequest if the stream had not ended before.
+        """
+        return self._connection.result(self._open)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        try:
+            while (delta := await self._next()) is not None:
+                yield delta
+        finally:
+            self.close()
+
+    async def _next(self) -> Delta | None:
+        if self._open.finished:
+            return None
+        self._connection.check_process()
+        return self._connection.took(self._open, await self._queue.get())
+
+    async def ready(self) -> list[Delta]:
+        """Wait for the next delta; returns it and all others that are there, none at the end.
+
+        Raises the stream's error. No delta is lost if the wait is cancelled.
+        """
+        first = await self._next()
+        deltas = [] if first is None else [first]
+        while deltas and not self._queue.empty():
+            delta = self._queue.get_nowait()
+            if delta is None:
+                self._queue.put_nowait(None)  # the next call reports the end
+                break
+            self._connection.took(self._open, delta)
+            deltas.append(delta)
+        return deltas
+
+    async def read(self) -> Result:
+        """Wait for the end; returns the whole completion. Raises the stream's error."""
+        while await self._next() is not None:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Cancel the stream if it is not finished."""
+        self._connection.leave(self._open)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):  # it was sent
+            self._connection.abandon(self._open)

@@ -1,0 +1,87 @@
+"""What became of the lines of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.client.stream import Result
+from mlxpool.common.errors import PoolError, from_body
+from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.packing import unpack
+from mlxpool.common.protocol.to_client import Done, Failed
+from mlxpool.common.protocol.token_ids import unpack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """What became of one line of a batch: a `result`, or an `error`."""
+
+    line: int  # the number of the line in the file, from 0
+    id: str  # the `id` of the line, "" if it has none
+    state: str  # done, dead, expired, cancelled, gone, or failed: it could not become a job
+    job: bytes | None  # the id of its job; None: it could not become one
+    result: Result | None
+    error: PoolError | None
+
+    @property
+    def text(self) -> str:
+        """The text of the result, "" without one."""
+        return "" if self.result is None else self.result.text
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Outcomes in the order of lines. `next`: the `after` of the next page, -1: the last."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    next: int
+
+    @classmethod
+    def of(cls, answer: Message) -> Page:
+        return cls(tuple(unpack(answer.blobs[0])), int(answer.body["next"]))
+
+
+def line_result(row: Mapping[str, Any], whole: Result | PoolError | None = None) -> LineResult:
+    """The outcome of a row. `whole`: what was fetched of a job that is too long for a page."""
+    result, error = None, None
+    if isinstance(whole, Result):
+        result = whole
+    elif isinstance(whole, PoolError):
+        error = whole
+    elif (end := row.get("end")) is not None:
+        if end["kind"] == Failed.kind:
+            error = from_body(end["body"])
+        else:
+            result = _result(row, Done.parse(end["body"]))
+    return LineResult(row["line"], row["id"], row["state"], row.get("job"), result, error)
+
+
+def _result(row: Mapping[str, Any], done: Done) -> Result:
+    return Result(
+        text=row["text"] + done.text,
+        ids=tuple(unpack_ids(row["ids"])),
+        reason=done.reason,
+        usage=done.usage,
+        timings_ms=done.timings_ms,
+        seed=row["seed"],
+        attempts=done.attempts,
+        logprobs=tuple(row.get("logprobs", ())),
+        complete=done.complete,
+    )
+
+
+def is_too_long(row: Mapping[str, Any]) -> bool:
+    """Whether the output of the job has to be fetched by itself."""
+    return row.get("job") is not None and not row.get("whole", True)
+
+
+def count_ended(row: Mapping[str, Any]) -> int:
+    """How many lines of a batch have ended, well or not."""
+    return sum(row[state] for state in ("done", "dead", "expired", "cancelled", "failed"))
+
+
+def count_bad(row: Mapping[str, Any]) -> int:
+    """How many lines of a batch have ended without a result."""
+    return sum(row[state] for state in ("dead", "expired", "failed"))

@@ -1,0 +1,124 @@
+"""Where the lines of a batch come from, and the parts of the file that is made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.checks import shown
+from mlxpool.common.errors import BadRequest, TooLarge
+from mlxpool.common.protocol.batch_lines import MAX_LINE, BadLine, parse_line
+from mlxpool.common.protocol.file_messages import PART_BYTES
+
+Lines = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str | bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a file that begin at `start`. `last`: the file ends with them."""
+
+    start: int
+    data: bytes
+    last: bool
+
+
+@dataclass(eq=False, slots=True)
+class Source:
+    """Reads lines as they are needed: no more than a part and a line are in memory.
+
+    `lines`: the path of a file of JSON lines, or lines as maps, texts or bytes. `check`: raise
+    BadRequest for the first line that the pool would not take, with its number from 1.
+    """
+
+    lines: Lines
+    defaults: Mapping[str, Any]
+    check: bool = True
+    count: int = 0  # lines that are not empty, of those read
+    size: int = 0  # bytes read
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it can be read again."""
+        return isinstance(self.lines, str | os.PathLike | list | tuple)
+
+    @property
+    def whole_size(self) -> int | None:
+        """Bytes of all lines; None if that is not known before they are read."""
+        if isinstance(self.lines, str | os.PathLike):
+            return os.stat(self.lines).st_size
+        return None
+
+    def again(self) -> Source:
+        """The same lines from the beginning."""
+        return Source(self.lines, self.defaults, self.check)
+
+    def parts(self) -> Iterator[Part]:
+        """The parts in their order. Raises BadRequest and TooLarge naming the line, OSError."""
+        waiting = bytearray()
+        start = 0
+        for line in self._checked():
+            waiting += line
+            while len(waiting) > PART_BYTES:
+                yield self._part(start, bytes(waiting[:PART_BYTES]), last=False)
+                start += PART_BYTES
+                del waiting[:PART_BYTES]
+        if not self.count:
+            raise BadRequest("there is no line: a batch has at least one")
+        yield self._part(start, bytes(waiting), last=True)
+
+    def _part(self, start: int, data: bytes, *, last: bool) -> Part:
+        self.digest.update(data)
+        self.size += len(data)
+        return Part(start, data, last)
+
+    def _checked(self) -> Iterator[bytes]:
+        """Whole lines with their line ends."""
+        for number, line in enumerate(self._read(), 1):
+            if line.strip():
+                self.count += 1
+                if self.check:
+                    self._check(number, line)
+            yield line if line.endswith(b"\n") else line + b"\n"
+
+    def _check(self, number: int, line: bytes) -> None:
+        try:
+            parsed = parse_line(line.rstrip(b"\r\n"), self.defaults)
+        except BadLine as bad:
+            named = f" (id {bad.label!r})" if bad.label else ""
+            raise type(bad.error)(f"line {number}{named}: {bad.error.message}") from None
+        if not parsed.submit.generate.model:
+            raise BadRequest(f"line {number}: names no model")
+
+    def _read(self) -> Iterator[bytes]:
+        if isinstance(self.lines, str | os.PathLike):
+            with Path(self.lines).open("rb") as file:
+                number = 0
+                while line := file.readline(MAX_LINE + 2):
+                    number += 1
+                    if len(line) > MAX_LINE + 1:
+                        raise TooLarge(f"line {number} has more than {MAX_LINE} bytes")
+                    yield line
+            return
+        for number, given in enumerate(self.lines, 1):
+            yield _line_bytes(number, given)
+
+
+def _line_bytes(number: int, line: object) -> bytes:
+    """A line as bytes. Raises BadRequest."""
+    try:
+        if isinstance(line, Mapping):
+            return json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
+        data = line.encode() if isinstance(line, str) else line
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"line {number} cannot be written as JSON: {error}") from None
+    if not isinstance(data, bytes):
+        raise BadRequest(f"line {number} must be a map, a text or bytes, got {shown(line)}")
+    if b"\n" in data.rstrip(b"\r\n"):
+        raise BadRequest(f"line {number} has a line end in it: give one JSON object a line")
+    return data

@@ -1,0 +1,189 @@
+"""What clients do with batches, as steps that a client performs: it waits, or its event loop does.
+
+A generator yields a step and is sent its answer, or has the step's error thrown into it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from mlxpool.client.batches.outcome import Page
+from mlxpool.client.batches.source import Part, Source
+from mlxpool.client.request import Question
+from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, StoreUnavailable, UnknownJob
+from mlxpool.common.protocol import batch_messages as messages
+from mlxpool.common.protocol import file_messages as files
+from mlxpool.common.protocol.batch_messages import (
+    AboutBatch,
+    BatchList,
+    ListBatches,
+    ReadOutcomes,
+    SubmitBatch,
+    WaitForProgress,
+)
+from mlxpool.common.protocol.file_messages import AboutFile, KeyName, PutFile
+from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
+from mlxpool.common.protocol.job_messages import job_key
+
+KEY_BYTES = 8  # of a key that is drawn
+PATIENCE = 120  # times in a row that a busy store is asked again, about a second apart
+PAUSE = 1.0  # seconds, where the pool names no time
+
+Answer = TypeVar("Answer")
+OnSent = Callable[[int], None]  # gets the bytes that were sent so far
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait so long. Its answer is None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Read or check something, which takes time. Its answer is what `call` returns."""
+
+    call: Callable[[], Any]
+
+
+Steps = Generator[Question[Any] | Pause | Work, Any, Answer]
+
+
+def _ask(content: Content, read: Callable[[Message], Any]) -> Question[Any]:
+    return Question(os.urandom(ID_BYTES), content, read)
+
+
+def _row(answer: Message) -> dict[str, Any]:
+    return dict(answer.body)
+
+
+def _patiently(content: Content, read: Callable[[Message], Any]) -> Steps[Any]:
+    """Ask, and ask again while the store is busy or its disk fails."""
+    for attempt in range(PATIENCE):
+        try:
+            return (yield _ask(content, read))
+        except (QueueFull, StoreUnavailable) as error:
+            if attempt == PATIENCE - 1:
+                raise
+            yield Pause((error.retry_after_ms or 1000 * PAUSE) / 1000)
+    raise AssertionError("not reached")
+
+
+# ---- submit --------------------------------------------------------------------------------------
+
+
+def drawn_key() -> str:
+    return secrets.token_hex(KEY_BYTES)
+
+
+def submit(
+    source: Source, key: str, settings: Mapping[str, Any], on_sent: OnSent | None
+) -> Steps[dict[str, Any]]:
+    """Send a file and submit its lines as a batch; both have the same key.
+
+    A program that does not know how far an earlier one came does the same again. `settings` are
+    those of SubmitBatch. Raises PoolError.
+    """
+    name = KeyName(job_key(key))
+    try:
+        yield from _send(source, name, on_sent)
+    except DuplicateId:
+        if not (source.repeatable and (yield from _drop_incomplete(name))):
+            raise
+        source = source.again()
+        yield from _send(source, name, on_sent)
+    digest = source.digest.digest()
+    message = SubmitBatch(name, key, digest, source.count, source.defaults, **settings)
+    row: dict[str, Any] = yield from _patiently(message, _row)
+    return row
+
+
+def _send(source: Source, name: KeyName, on_sent: OnSent | None) -> Steps[None]:
+    """Send the file, part by part: each is on the disk before the next one goes out."""
+    parts = source.parts()
+    while True:
+        try:
+            part = yield Work(partial(next, parts, None))
+        except PoolError:  # of a line
+            yield from _drop_incomplete(name)
+            raise
+        if part is None:
+            return
+        yield from _put(part, name)
+        if on_sent is not None:
+            on_sent(part.start + len(part.data))
+
+
+def _put(part: Part, name: KeyName) -> Steps[None]:
+    message = PutFile(name, part.start, part.data, part.last)
+    row = yield from _patiently(message, _row)
+    if row["size"] < part.start + len(part.data):
+        raise DuplicateId(
+            f"the file {name} was changed by another program: it has {row['size']} bytes"
+        )
+
+
+def _drop_incomplete(name: KeyName) -> Steps[bool]:
+    """Delete what an earlier program began to send; whether there was such a file."""
+    try:
+        row = yield _ask(AboutFile(files.READ, name), _row)
+        if not row["complete"]:
+            yield _ask(AboutFile(files.DELETE, name), _row)
+            return True
+    except UnknownJob:
+        pass
+    return False
+
+
+# ---- one batch -----------------------------------------------------------------------------------
+
+
+def about(kind: str, key: str) -> Question[dict[str, Any]]:
+    """Ask for a batch, or change it: a kind of batch_messages.CALLS. Raises BadRequest."""
+    return _ask(AboutBatch(kind, KeyName(job_key(key))), _row)
+
+
+def progress(key: str, seen: str) -> Steps[dict[str, Any]]:
+    """The batch once it is no longer as `seen` says, however long that takes."""
+    while True:
+        row = yield from _patiently(WaitForProgress(KeyName(key), seen), _row)
+        if row["mark"] != seen or is_over(row):
+            return dict(row)
+
+
+def is_over(row: Mapping[str, Any]) -> bool:
+    """Whether nothing of a batch waits or runs any more."""
+    return row["state"] not in ("running", "cancelling")
+
+
+def page(key: str, after: int) -> Steps[Page]:
+    """The outcomes behind a line."""
+    found: Page = yield from _patiently(ReadOutcomes(KeyName(key), after), Page.of)
+    return found
+
+
+class BatchPages:
+    """A list of batches over as many answers as it takes."""
+
+    def __init__(self, limit: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.complete = False
+        self._limit, self._before = limit, ""
+
+    def question(self) -> Question[BatchList]:
+        """Ask for the next rows."""
+        left = self._limit - len(self.rows) if self._limit else messages.MAX_BATCHES
+        asked = ListBatches(before=self._before, limit=min(left, messages.MAX_BATCHES))
+        return _ask(asked, lambda answer: BatchList.parse(answer.body))
+
+    def add(self, answer: BatchList) -> None:
+        """Take an answer."""
+        self.rows += map(dict, answer.batches)
+        self._before = answer.next
+        self.complete = not answer.next or 0 < self._limit <= len(self.rows)

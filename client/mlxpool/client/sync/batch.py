@@ -1,0 +1,92 @@
+"""One batch, for threads that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlxpool.client.jobs as jobs
+from mlxpool.client.batches import steps
+from mlxpool.client.batches.outcome import LineResult, is_too_long, line_result
+from mlxpool.client.stream import Result
+from mlxpool.client.sync.calls import Caller
+from mlxpool.client.sync.stream import Stream
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.batch_messages import CANCEL, READ, RELEASE, RETRY
+
+
+class Batch:
+    """A batch that the pool has: it is on the disk, and outlives this program.
+
+    `key` names it, for whoever connects as the same user or with the same key. `row` is the map
+    that the pool answered last: state, lines, waiting, running, done, … (docs/protocol.md,
+    `batch`).
+    """
+
+    def __init__(self, caller: Caller, row: Mapping[str, Any]) -> None:
+        self._caller = caller
+        self.key: str = row["key"]
+        self.row = dict(row)
+
+    def progress(self) -> Iterator[dict[str, Any]]:
+        """The row of the batch now, and whenever it has changed, until the batch has ended.
+
+        Any number of programs may follow a batch, also over the end of a broker.
+        """
+        seen = ""
+        while True:
+            self.row = self._caller.run(steps.progress(self.key, seen))
+            yield self.row
+            if steps.is_over(self.row):
+                return
+            seen = self.row["mark"]
+
+    def wait(self) -> dict[str, Any]:
+        """Wait until the batch has ended; returns its row."""
+        for _ in self.progress():
+            pass
+        return self.row
+
+    def results(self, *, wait: bool = True, after: int = -1) -> Iterator[LineResult]:
+        """What became of each line, in the order of the file, a page at a time.
+
+        Waits for the end of the batch first; with wait=False those lines come that have ended.
+        `after` is the number of the last line that was read, to go on from there.
+        """
+        if wait:
+            self.wait()
+        while True:
+            page = self._caller.run(steps.page(self.key, after))
+            for row in page.rows:
+                yield line_result(row, self._whole(row) if is_too_long(row) else None)
+            if page.next < 0:
+                return
+            after = page.next
+
+    def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
+        """Fetch the job of a line by itself."""
+        try:
+            with Stream(self._caller.connection, jobs.fetch(row["job"], 0, None)) as stream:
+                return stream.read()
+        except PoolError as error:
+            return error
+
+    def refresh(self) -> dict[str, Any]:
+        """The row of the batch as it is now."""
+        return self._about(READ)
+
+    def cancel(self) -> dict[str, Any]:
+        """End the batch: no further line is begun, and what runs is cancelled."""
+        return self._about(CANCEL)
+
+    def retry(self) -> dict[str, Any]:
+        """Let the lines that are dead or expired be tried again."""
+        return self._about(RETRY)
+
+    def release(self) -> dict[str, Any]:
+        """Delete the results of a batch that has ended; its key answers Gone for some time."""
+        return self._about(RELEASE)
+
+    def _about(self, kind: str) -> dict[str, Any]:
+        self.row = self._caller.call(steps.about(kind, self.key))
+        return self.row

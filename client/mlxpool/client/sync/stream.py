@@ -1,0 +1,74 @@
+"""The stream of one completion, for threads that wait."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlxpool.client.connection import Connection
+from mlxpool.client.request import Draft
+from mlxpool.client.stream import Delta, Result
+from mlxpool.common.closing import Closing
+
+
+class Stream(Closing):
+    """An iterator over the deltas of one completion, as they arrive.
+
+    Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is not
+    finished. After the last delta `result` holds the whole completion.
+    """
+
+    def __init__(self, connection: Connection, draft: Draft) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        self._open = connection.open(draft, self._queue.put)
+
+    @property
+    def id(self) -> bytes:
+        """The request's id, 16 bytes."""
+        return self._open.state.id
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the stream's first worker reported (docs/protocol.md, `facts`).
+
+        Empty before the first delta.
+        """
+        return self._open.state.facts.raw if self._open.state.facts else {}
+
+    @property
+    def result(self) -> Result:
+        """The whole completion.
+
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
+        of the process it raises BadRequest if the stream had not ended before.
+        """
+        return self._connection.result(self._open)
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while (delta := self._next()) is not None:
+                yield delta
+        finally:
+            self.close()
+
+    def _next(self) -> Delta | None:
+        if self._open.finished:
+            return None
+        self._connection.check_process()
+        return self._connection.took(self._open, self._queue.get())
+
+    def read(self) -> Result:
+        """Wait for the end; returns the whole completion. Raises the stream's error."""
+        while self._next() is not None:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Cancel the stream if it is not finished."""
+        self._connection.leave(self._open)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):  # it was sent
+            self._connection.abandon(self._open)

@@ -1,0 +1,177 @@
+"""The lines of a batch: JSON objects of which each is a request.
+
+A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line.
+What JSON has not is written otherwise: `tokens` is a list of ids, `images` a list of files in
+base64. Clients check lines before they send them, and the broker checks them again.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mlxpool.common.checks import is_integer, shown
+from mlxpool.common.errors import BadRequest, PoolError, TooLarge
+from mlxpool.common.protocol import frames, images
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.job_messages import Submit
+from mlxpool.common.protocol.token_ids import pack_ids
+
+MAX_LINE = 4 * 1024 * 1024  # bytes of JSON
+MAX_LABEL = 256  # characters of an `id`
+MAX_ID = 2**32 - 1  # of a token
+# Keys that a line has of its batch: there they hold for all lines.
+OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
+DEFAULTS = ("model", "options", "tools", "think", "session")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that can become a job. `label` is its `id`, `packed` the body of its `generate`."""
+
+    label: str
+    packed: bytes
+    blobs: tuple[bytes, ...]
+    submit: Submit
+
+
+class BadLine(Exception):
+    """A line that cannot become a job, and why. `label` is its `id`, if it can be read."""
+
+    def __init__(self, label: str, error: PoolError) -> None:
+        super().__init__(error.message)
+        self.label = label
+        self.error = error
+
+
+def check_defaults(defaults: object) -> Mapping[str, Any]:
+    """Keys for lines that lack them. Raises BadRequest for others than DEFAULTS."""
+    if not isinstance(defaults, Mapping):
+        raise BadRequest(f"defaults must be a map, got {shown(defaults)}")
+    for key in defaults:
+        if key not in DEFAULTS:
+            raise BadRequest(
+                f"defaults can have {', '.join(DEFAULTS)}, got {shown(key)}; give it in each line"
+            )
+    if not isinstance(defaults.get("options") or {}, Mapping):
+        raise BadRequest(f"options must be a map, got {shown(defaults['options'])}")
+    return defaults
+
+
+def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
+    """Check one line, without its line end. Raises BadLine."""
+    label = ""
+    try:
+        if len(data) > MAX_LINE:
+            raise TooLarge(f"the line has more than {MAX_LINE} bytes")
+        given = _object(data)
+        label = _label(given.pop("id", None))
+        body, blobs = _request(given, defaults)
+        packed = _packed(body, blobs)
+        return Line(label, packed, blobs, Submit.parse({**body, "key": "line"}, blobs))
+    except PoolError as error:
+        raise BadLine(label, error) from None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"no JSON: {str(error)[:200]}") from None
+    if not isinstance(given, dict):
+        raise BadRequest(f"must be a JSON object, got {shown(given)}")
+    return given
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _label(value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_LABEL or not value.isprintable():
+        raise BadRequest(f"id must be at most {MAX_LABEL} printable characters, got {shown(value)}")
+    return value
+
+
+def _request(
+    given: dict[str, Any], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[bytes, ...]]:
+    """Body and blobs of the `generate` of a line. Raises BadRequest."""
+    for key in OF_BATCHES:
+        if given.get(key) is not None:
+            raise BadRequest(f"{key} is of the batch: give it there, for all lines")
+    if given.get("prompt") is True or given.get("tokens") is True:
+        raise BadRequest("a line has no blobs: give prompt as text, tokens as a list of ids")
+    body = _with_defaults(given, defaults)
+    blobs: list[bytes] = []
+    if (packed := _packed_text(body.get("prompt"))) is not None:
+        body["prompt"] = True
+        blobs.append(packed)
+    if (tokens := body.get("tokens")) is not None:
+        body["tokens"] = True
+        blobs.append(_ids(tokens))
+    if (files := body.get(images.KEY)) is not None:
+        found = _files(files)
+        body[images.KEY] = len(found)
+        blobs += found
+    return body, tuple(blobs)
+
+
+def _with_defaults(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a line, and those of its batch that it lacks."""
+    options = given.get("options")
+    if not isinstance(options, dict | None):
+        raise BadRequest(f"options must be an object, got {shown(options)}")
+    body = {**defaults, **given, "options": {**(defaults.get("options") or {}), **(options or {})}}
+    if "messages" not in body:  # what goes with messages alone is no default of this line
+        for key in {"tools", "think"} - given.keys():
+            body.pop(key, None)
+    return body
+
+
+def _packed_text(prompt: object) -> bytes | None:
+    """A prompt that is too long for a body; None for another one."""
+    if not isinstance(prompt, str) or 4 * len(prompt) <= frames.TEXT_AS_BLOB:
+        return None
+    encoded = _utf8(prompt)
+    return encoded if len(encoded) > frames.TEXT_AS_BLOB else None
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeError as error:
+        raise BadRequest(f"prompt is not Unicode text: {error}") from None
+
+
+def _ids(tokens: object) -> bytes:
+    if not isinstance(tokens, list) or not tokens:
+        raise BadRequest(f"tokens must be a list of ids, got {shown(tokens)}")
+    for token in tokens:
+        if not is_integer(token) or not 0 <= token <= MAX_ID:
+            raise BadRequest(f"tokens has {shown(token)}, must be ids from 0 to {MAX_ID}")
+    return pack_ids(tokens)
+
+
+def _files(files: object) -> list[bytes]:
+    if not isinstance(files, list):
+        raise BadRequest(f"{images.KEY} must be a list of files in base64, got {shown(files)}")
+    found = []
+    for index, file in enumerate(files):
+        try:
+            found.append(base64.b64decode(file, validate=True))
+        except (TypeError, ValueError, binascii.Error) as error:
+            raise BadRequest(f"{images.KEY}[{index}] is no base64: {error}") from None
+    return found
+
+
+def _packed(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> bytes:
+    """The body as a message has it. A line is no larger, and no deeper, than a message can be."""
+    frames.check_shape(body, frames.MAX_DEPTH)
+    return frames.encode(Header(Submit.kind), body, blobs)[1]

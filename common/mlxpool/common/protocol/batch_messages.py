@@ -1,0 +1,246 @@
+"""Messages about batches: files whose lines become jobs.
+
+A batch is named by its key, and belongs to the owner and the tenant that submitted it. The keys of
+files, of batches and of jobs are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mlxpool.common.checks import integer, is_integer, shown, text
+from mlxpool.common.errors import BadRequest, TooLarge
+from mlxpool.common.options import MAX_DEADLINE_MS
+from mlxpool.common.protocol.batch_lines import check_defaults
+from mlxpool.common.protocol.file_messages import KeyName
+from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.from_client import MAX_PRIORITY
+from mlxpool.common.protocol.job_messages import IDLE, MAX_KEEP_MS, job_key, tenant_of
+from mlxpool.common.protocol.packing import pack
+
+MAX_LINES = 10_000_000  # that a client can say a file has
+MAX_BATCHES = 100  # in one answer
+MAX_OUTCOMES = 1000  # in one answer
+DEFAULT_OUTCOMES = 200
+MAX_WAIT_MS = 30_000  # of a `batch_progress`
+MAX_METADATA = 16 * 1024  # packed bytes
+MAX_DIGEST = 64  # bytes
+
+READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_release"
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitBatch(Content):
+    """Have each line of a complete file become a job.
+
+    `file` is the key of the file. `digest` tells its content from another one's, so that another
+    file under the key of an earlier batch is refused. `lines` is how many the client counted, 0: it
+    has not. `defaults` are keys of a line for lines that lack them, see batch_lines. `deadline_ms`
+    counts for the batch as a whole; `keep_ms` is how long the results are kept after its end.
+    `metadata` is the client's own.
+    """
+
+    kind: ClassVar[str] = "batch_submit"
+    name: KeyName
+    file: str
+    digest: bytes = b""
+    lines: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    keep_ms: int | None = None
+    deadline_ms: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        body = {**self.name.body(), "file": self.file, "lines": self.lines}
+        body |= {"digest": self.digest, "priority": self.priority}
+        body |= {"defaults": dict(self.defaults), "metadata": dict(self.metadata)}
+        body |= {} if self.keep_ms is None else {"keep_ms": self.keep_ms}
+        return body if self.deadline_ms is None else {**body, "deadline_ms": self.deadline_ms}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> SubmitBatch:
+        """Raises BadRequest and TooLarge naming the key, its value and its bound."""
+        digest = body.get("digest") or b""
+        if not isinstance(digest, bytes) or len(digest) > MAX_DIGEST:
+            raise BadRequest(f"digest must be at most {MAX_DIGEST} bytes, got {shown(digest)}")
+        metadata = body.get("metadata") or {}
+        if not isinstance(metadata, Mapping):
+            raise BadRequest(f"metadata must be a map, got {shown(metadata)}")
+        if (size := len(pack(metadata))) > MAX_METADATA:
+            raise TooLarge(f"metadata has {size} bytes, at most {MAX_METADATA}")
+        return cls(
+            KeyName.parse(body),
+            _file_key(body.get("file")),
+            digest,
+            integer(body, "lines", 0, MAX_LINES) or 0,
+            check_defaults(body.get("defaults") or {}),
+            integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
+            integer(body, "keep_ms", 0, MAX_KEEP_MS),
+            integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
+            metadata,
+        )
+
+
+def _file_key(value: object) -> str:
+    try:
+        return job_key(value)
+    except BadRequest as error:
+        raise BadRequest(f"file must be the key of a file: {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForProgress(Content):
+    """Ask for a batch once it is no longer as `seen` says, or after `wait_ms`.
+
+    `seen` is the `mark` of the last answer, "" at first: then the answer comes at once.
+    """
+
+    kind: ClassVar[str] = "batch_progress"
+    name: KeyName
+    seen: str = ""
+    wait_ms: int = MAX_WAIT_MS
+
+    def body(self) -> dict[str, Any]:
+        return {**self.name.body(), "seen": self.seen, "wait_ms": self.wait_ms}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> WaitForProgress:
+        """Raises BadRequest naming the key, its value and its bound."""
+        wait_ms = integer(body, "wait_ms", 0, MAX_WAIT_MS)
+        return cls(
+            KeyName.parse(body), text(body, "seen"), MAX_WAIT_MS if wait_ms is None else wait_ms
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcomes(Content):
+    """Ask what became of the lines behind the one with the number `after`, in their order.
+
+    The answer leaves out lines that have not ended.
+    """
+
+    kind: ClassVar[str] = "batch_results"
+    name: KeyName
+    after: int = -1
+    limit: int = DEFAULT_OUTCOMES
+
+    def body(self) -> dict[str, Any]:
+        return {**self.name.body(), "after": self.after, "limit": self.limit}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ReadOutcomes:
+        """Raises BadRequest naming the key, its value and its bound."""
+        after = body.get("after", -1)
+        if not is_integer(after) or not -1 <= after <= MAX_LINES:
+            raise BadRequest(
+                f"after must be the number of a line, or -1 for all; got {shown(after)}"
+            )
+        limit = integer(body, "limit", 1, MAX_OUTCOMES) or DEFAULT_OUTCOMES
+        return cls(KeyName.parse(body), after, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class ListBatches(Content):
+    """Ask for the batches of a tenant, the newest first; those behind the one with `before`."""
+
+    kind: ClassVar[str] = "batches"
+    tenant: str = ""
+    before: str = ""
+    limit: int = MAX_BATCHES
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"limit": self.limit}
+        body |= {"before": self.before} if self.before else {}
+        return {**body, "tenant": self.tenant} if self.tenant else body
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ListBatches:
+        """Raises BadRequest naming the key, its value and its bound."""
+        before = body.get("before")
+        return cls(
+            tenant_of(body),
+            "" if before in (None, "") else job_key(before),
+            integer(body, "limit", 1, MAX_BATCHES) or MAX_BATCHES,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AboutBatch(Content):
+    """Ask for one batch, or change it: the kinds of CALLS."""
+
+    kind: str  # type: ignore[misc]  # one dataclass for several kinds
+    name: KeyName
+
+    def body(self) -> dict[str, Any]:
+        return self.name.body()
+
+
+CALLS = frozenset({READ, CANCEL, RETRY, RELEASE})
+KINDS = frozenset(
+    {SubmitBatch.kind, WaitForProgress.kind, ReadOutcomes.kind, ListBatches.kind, *CALLS}
+)
+Question = SubmitBatch | WaitForProgress | ReadOutcomes | ListBatches | AboutBatch
+
+
+def parse_question(kind: str, body: Mapping[str, Any]) -> Question:
+    """Check a message of one of KINDS. Raises BadRequest and TooLarge."""
+    if kind == SubmitBatch.kind:
+        return SubmitBatch.parse(body)
+    if kind == WaitForProgress.kind:
+        return WaitForProgress.parse(body)
+    if kind == ReadOutcomes.kind:
+        return ReadOutcomes.parse(body)
+    if kind == ListBatches.kind:
+        return ListBatches.parse(body)
+    return AboutBatch(kind, KeyName.parse(body))
+
+
+# ---- broker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow(Content):
+    """The map of one batch, see docs/protocol.md, `batch`."""
+
+    kind: ClassVar[str] = "batch"
+    row: Mapping[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchList(Content):
+    """Answer to `batches`. `next` is the `before` of the following question; "": the last."""
+
+    kind: ClassVar[str] = "batches"
+    batches: Sequence[Mapping[str, Any]]
+    next: str = ""
+
+    def body(self) -> dict[str, Any]:
+        return {"batches": list(map(dict, self.batches)), "next": self.next}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> BatchList:
+        return cls(list(body["batches"]), str(body["next"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes(Content):
+    """Answer to `batch_results`. `packed`: the map of each line, a packed list, as a blob.
+
+    `next` is the `after` of the following question; -1: these are the last.
+    """
+
+    kind: ClassVar[str] = "batch_results"
+    next: int
+    packed: bytes
+
+    def body(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (self.packed,)

@@ -1,0 +1,200 @@
+"""Messages about files: bytes that the pool keeps for batches, named by a key.
+
+A file belongs to the owner and the tenant that sent it. It is sent in parts, and never changes once
+it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mlxpool.common.checks import flag, integer, shown, text
+from mlxpool.common.errors import BadRequest, TooLarge
+from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.job_messages import MAX_KEEP_MS, job_key, tenant_of
+
+PART_BYTES = 256 * 1024  # of a file that one message sends or reads
+MAX_FILE = 1024 * 1024 * 1024  # bytes
+MAX_FILES = 1000  # in one answer
+READ, DELETE = "file", "file_delete"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyName:
+    """Which file or batch is meant."""
+
+    key: str
+    tenant: str = ""
+
+    def body(self) -> dict[str, Any]:
+        return {"key": self.key, "tenant": self.tenant} if self.tenant else {"key": self.key}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> KeyName:
+        """Raises BadRequest."""
+        return cls(job_key(body.get("key")), tenant_of(body))
+
+    def __str__(self) -> str:
+        return repr(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class PutFile(Content):
+    """Send a part of a file, which begins at byte `start`; the first part makes the file.
+
+    A part may be sent again: what is there already is compared. `last`: the file ends with it.
+    `keep_ms`: for how long the file is kept, from its first part on, None: as the pool's settings
+    say.
+    """
+
+    kind: ClassVar[str] = "file_put"
+    name: KeyName
+    start: int
+    data: bytes
+    last: bool = False
+    title: str = ""
+    purpose: str = ""
+    keep_ms: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        body = {**self.name.body(), "start": self.start, "last": self.last}
+        body |= {"name": self.title} if self.title else {}
+        body |= {"purpose": self.purpose} if self.purpose else {}
+        return body if self.keep_ms is None else {**body, "keep_ms": self.keep_ms}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (self.data,)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> PutFile:
+        """Raises BadRequest and TooLarge naming the key, its value and its bound."""
+        if len(blobs) != 1:
+            raise BadRequest(f"file_put has one blob, the bytes of the part; got {len(blobs)}")
+        if len(blobs[0]) > PART_BYTES:
+            raise TooLarge(f"the part has {len(blobs[0])} bytes, at most {PART_BYTES}")
+        start = integer(body, "start", 0, MAX_FILE) or 0
+        if start + len(blobs[0]) > MAX_FILE:
+            raise TooLarge(
+                f"the file has {start + len(blobs[0])} bytes or more, at most {MAX_FILE}"
+            )
+        title, purpose = text(body, "name"), text(body, "purpose")
+        for key, value in (("name", title), ("purpose", purpose)):
+            if not value.isprintable():
+                raise BadRequest(f"{key} must be printable characters, got {shown(value)}")
+        return cls(
+            KeyName.parse(body),
+            start,
+            blobs[0],
+            flag(body, "last", False),
+            title,
+            purpose,
+            integer(body, "keep_ms", 1, MAX_KEEP_MS),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile(Content):
+    """Ask for at most `limit` bytes of a file from byte `start` on."""
+
+    kind: ClassVar[str] = "file_read"
+    name: KeyName
+    start: int = 0
+    limit: int = PART_BYTES
+
+    def body(self) -> dict[str, Any]:
+        return {**self.name.body(), "start": self.start, "limit": self.limit}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ReadFile:
+        """Raises BadRequest naming the key, its value and its bound."""
+        return cls(
+            KeyName.parse(body),
+            integer(body, "start", 0, MAX_FILE) or 0,
+            integer(body, "limit", 1, PART_BYTES) or PART_BYTES,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ListFiles(Content):
+    """Ask for the files of a tenant, the newest first."""
+
+    kind: ClassVar[str] = "files"
+    tenant: str = ""
+    limit: int = MAX_FILES
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"limit": self.limit}
+        return {**body, "tenant": self.tenant} if self.tenant else body
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ListFiles:
+        """Raises BadRequest naming the key, its value and its bound."""
+        return cls(tenant_of(body), integer(body, "limit", 1, MAX_FILES) or MAX_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class AboutFile(Content):
+    """Ask for one file, or delete it: the kinds READ and DELETE."""
+
+    kind: str  # type: ignore[misc]  # one dataclass for both kinds
+    name: KeyName
+
+    def body(self) -> dict[str, Any]:
+        return self.name.body()
+
+
+KINDS = frozenset({PutFile.kind, ReadFile.kind, ListFiles.kind, READ, DELETE})
+Question = PutFile | ReadFile | ListFiles | AboutFile
+
+
+def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
+    """Check a message of one of KINDS. Raises BadRequest and TooLarge."""
+    if kind == PutFile.kind:
+        return PutFile.parse(body, blobs)
+    if kind == ReadFile.kind:
+        return ReadFile.parse(body)
+    if kind == ListFiles.kind:
+        return ListFiles.parse(body)
+    return AboutFile(kind, KeyName.parse(body))
+
+
+# ---- broker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow(Content):
+    """Answer to `file`, `file_put` and `file_delete`: the map of a file, see docs/protocol.md."""
+
+    kind: ClassVar[str] = "file"
+    row: Mapping[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart(Content):
+    """Answer to `file_read`: the map of the file with `start`, and the bytes as a blob."""
+
+    kind: ClassVar[str] = "file_part"
+    row: Mapping[str, Any]
+    data: bytes
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.row)
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (self.data,)
+
+
+@dataclass(frozen=True, slots=True)
+class FileList(Content):
+    """Answer to `files`: the map of each file."""
+
+    kind: ClassVar[str] = "files"
+    files: Sequence[Mapping[str, Any]]
+
+    def body(self) -> dict[str, Any]:
+        return {"files": list(map(dict, self.files))}

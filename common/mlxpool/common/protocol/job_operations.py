@@ -1,0 +1,112 @@
+"""What operators ask about jobs of all owners, over the admin socket and on the status page.
+
+A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `job`, `retry` and
+`release` are those of clients, for every owner; `cancel_job` is their `cancel` of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from mlxpool.common.checks import integer, text
+from mlxpool.common.protocol import job_messages as messages
+from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.job_messages import (
+    DEFAULT_LISTED,
+    MAX_LISTED,
+    MAX_NUMBER,
+    AboutJob,
+    JobName,
+    ListJobs,
+    job_id,
+)
+
+CANCEL_JOB, NOTICES, EXPORT, VERIFY = "cancel_job", "notices", "export_jobs", "verify_jobs"
+KINDS = frozenset({ListJobs.kind, *messages.JOB_CALLS, CANCEL_JOB, NOTICES, EXPORT, VERIFY})
+CHANGING = frozenset({CANCEL_JOB, messages.RETRY, messages.RELEASE})
+
+
+@dataclass(frozen=True, slots=True)
+class ListNotices:
+    """Notices that were not delivered yet, or were given up, behind the end with this number."""
+
+    owner: str | None
+    after: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJobs:
+    """Jobs with all that is stored of them, from a place on; see `Exported`."""
+
+    seq: int
+    gen: int
+    part: int
+    pos: int
+    states: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyJobs:
+    """Compare jobs behind the one with this number with their checksums."""
+
+    after: int
+
+
+Question = ListJobs | AboutJob | ListNotices | ExportJobs | VerifyJobs
+
+
+def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
+    """Check a message of one of KINDS; returns the owner it names, "" if none, and the question.
+
+    Raises BadRequest naming the key, its value and its bound.
+    """
+    owner = text(body, "owner")
+    if kind == ListJobs.kind:
+        model = text(body, "model")
+        batch = None if body.get("batch") is None else job_id(body["batch"])
+        listed = ListJobs.parse({name: value for name, value in body.items() if name != "batch"})
+        return owner, replace(listed, owner=owner or None, model=model, batch_id=batch)
+    if kind == NOTICES:
+        limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
+        return owner, ListNotices(owner or None, _number(body, "after"), limit)
+    if kind == EXPORT:
+        states = () if not body.get("state") else (messages.job_state(body["state"]),)
+        seq, gen, part, pos = (_number(body, name) for name in ("seq", "gen", "part", "pos"))
+        return owner, ExportJobs(seq, gen, part, pos, states)
+    if kind == VERIFY:
+        return owner, VerifyJobs(_number(body, "after"))
+    return owner, AboutJob(messages.CANCEL if kind == CANCEL_JOB else kind, JobName.parse(body))
+
+
+def _number(body: Mapping[str, Any], name: str) -> int:
+    return integer(body, name, 0, MAX_NUMBER) or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Content):
+    """An answer to an operator: a map."""
+
+    kind: ClassVar[str] = "told"
+    told: Mapping[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.told)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported(Content):
+    """Answer to `export_jobs`: items of the export in order, and where to go on.
+
+    `next` is {seq, gen, part, pos} of the following question, None: these are the last. An item is
+    {"job": …}, {"blob": …}, {"output": …} or {"damaged": …}, see docs/jobs.md.
+    """
+
+    kind: ClassVar[str] = EXPORT
+    items: Sequence[Mapping[str, Any]]
+    next: Mapping[str, int] | None
+
+    def body(self) -> dict[str, Any]:
+        return {"items": list(map(dict, self.items)), "next": self.next}

@@ -1,0 +1,26 @@
+"""All questions about what the pool keeps on its disk: jobs, files and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpool.common.protocol import batch_messages, file_messages, job_messages
+from mlxpool.common.protocol.frames import Message
+
+KINDS = job_messages.KINDS | file_messages.KINDS | batch_messages.KINDS
+Question = job_messages.Question | file_messages.Question | batch_messages.Question
+
+
+def asks(message: Message) -> bool:
+    """Whether a message is such a question; `cancel` is one if it names a job."""
+    return message.kind in KINDS or job_messages.names_a_job(message)
+
+
+def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
+    """Check a question. Raises BadRequest and TooLarge."""
+    if kind in file_messages.KINDS:
+        return file_messages.parse_question(kind, body, blobs)
+    if kind in batch_messages.KINDS:
+        return batch_messages.parse_question(kind, body)
+    return job_messages.parse_question(kind, body, blobs)

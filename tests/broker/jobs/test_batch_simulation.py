@@ -1,0 +1,232 @@
+"""Random histories of batches: late commits, deaths of workers and brokers, lost stores, cancels.
+
+Whatever happens: each line of an accepted batch becomes one job or one failed line, and each job
+ends once, with the ids of an undisturbed run; the counts of a batch are those of its jobs, and a
+program that follows it hears of its end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.store.batch_operations import ReadBatch
+from mlxpool.broker.store.batch_records import BatchView
+from mlxpool.broker.store.records import JobState, Refused
+from mlxpool.common.protocol import batch_messages as messages
+from mlxpool.common.protocol.token_ids import pack_ids
+from support.batch_harness import BatchStory, prompts
+from support.core_harness import FakeWorker
+from support.stored_jobs import StoredJobs
+
+BATCHES = 3
+FAULTS = 25
+REST = 300.0  # seconds without faults, in which everything has to end
+BAD = {"id": "bad", "prompt": ""}
+
+
+class World:
+    """One history, over a store in a folder of the test."""
+
+    def __init__(self, seed: int, store: StoredJobs) -> None:
+        self.random = random.Random(seed)
+        self.store = store
+        self.story = BatchStory(store)
+        self.lines: dict[str, list[dict[str, Any]]] = {}
+        self.ids: dict[str, bytes] = {}  # of the accepted batches
+        self.touched: set[str] = set()  # cancelled, or tried again
+        self.seen: dict[str, tuple[bytes, dict[str, Any]]] = {}  # question, last row
+        self.done = Counter[str]()
+
+    # ---- what happens ----------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """A little time, in which the store may or may not commit."""
+        story, draw = self.story, self.random
+        for link in list(story.core.state.links):
+            story.hear(link)
+        story.later(draw.choice((0.01, 0.05, 0.3)))
+        for _ in range(draw.randint(1, 4)):
+            if story.manager.next_wake() <= story.now:
+                story.tell_manager(ev.Wake())
+            if draw.random() < 0.8:
+                story.settle()
+        self.work()
+        story.drain()
+        self.follow()
+
+    def work(self) -> None:
+        """Workers boot, compute an id, end or fail runs."""
+        story = self.story
+        for worker in list(story.workers.values()):
+            if story.core.state.registry.slots[worker.slot].worker is None:
+                continue
+            if not worker.epoch:
+                worker.hello().credit(4)
+                continue
+            worker.beat()
+            for id in list(worker.runs):
+                self.compute(worker, id)
+            for id, number in worker.cancelled:
+                if id in worker.runs and worker.runs[id].attempt == number:
+                    worker.confirm(id)
+            worker.cancelled.clear()
+            worker.credit()
+
+    def compute(self, worker: FakeWorker, id: bytes) -> None:
+        """Each run is two tokens long."""
+        draw, pos = self.random.random(), worker.runs[id].pos
+        if self.story.core.state.requests.get(id) is None or draw < 0.3:
+            return
+        if draw < 0.35:
+            worker.fail(id, "bad_request" if draw < 0.32 else "internal")
+        elif pos < 2 and draw < 0.6:
+            worker.tokens(id, 1)
+        else:
+            worker.end(id, count=2 - pos)
+
+    def fault(self) -> None:
+        draw = self.random
+        choices = [self.submit, self.submit, self.crash, self.kill_worker, self.lose_store]
+        draw.choice([*choices, self.refuse, self.cancel, self.retry])()
+
+    def submit(self) -> None:
+        """Submit a batch, or one again: it is the same."""
+        key = f"b{self.random.randrange(BATCHES)}"
+        if key not in self.lines:
+            lines = prompts(self.random.randint(1, 200))
+            for _ in range(self.random.randint(0, 3)):
+                lines.insert(self.random.randrange(len(lines)), BAD)
+            self.lines[key] = lines
+        row = self.story.submit_batch(key, self.lines[key])
+        if "batch" in row:
+            assert self.ids.setdefault(key, row["batch"]) == row["batch"]
+
+    def crash(self) -> None:
+        """The broker dies with what is not committed; or after that."""
+        if self.random.random() < 0.5:
+            self.story.settle()
+        self.story = self.story.restart()
+        self.seen = {key: (b"", row) for key, (_, row) in self.seen.items()}
+
+    def kill_worker(self) -> None:
+        for worker in list(self.story.workers.values()):
+            if self.story.core.state.registry.slots[worker.slot].worker is not None:
+                worker.die()
+
+    def lose_store(self) -> None:
+        """The disk fails: what waits is refused; then the store is there again."""
+        story, store = self.story, self.store
+        store.results += [(one, Refused("store_closed", "lost")) for one in store.inbox]
+        store.inbox = []
+        story.drain()
+        story.tell_manager(ev.StoreLost())
+        store.refusal = Refused("store_closed", "lost")
+        story.settle()
+        busy = self.random.random() < 0.3  # even the first look is refused
+        store.refusal = Refused("store_busy", "busy") if busy else None
+        story.tell_manager(ev.StoreOpened())
+        story.settle()
+        store.refusal = None
+
+    def refuse(self) -> None:
+        self.store.refusal = Refused("store_busy", "busy")
+        for _ in range(self.random.randint(1, 5)):
+            self.turn()
+        self.store.refusal = None
+
+    def cancel(self) -> None:
+        self._change(messages.CANCEL)
+
+    def retry(self) -> None:
+        self._change(messages.RETRY)
+
+    def _change(self, kind: str) -> None:
+        if self.ids and self.random.random() < 0.5:
+            key = self.random.choice(list(self.ids))
+            self.touched.add(key)
+            self.story.about_batch(kind, key)
+
+    # ---- a program that follows every batch ------------------------------------------------------
+
+    def follow(self) -> None:
+        for key in self.ids:
+            ident, row = self.seen.get(key, (b"", {}))
+            tell = next((tell for tell in self.story.told if tell.header.id == ident), None)
+            if tell is not None:
+                answer = tell.message.body() or {}
+                if "mark" in answer:
+                    self.check_row(key, row, answer)
+                    row = answer
+            if tell is not None or not ident:
+                ident = self.story.wait_for(key, row.get("mark", ""))
+            self.seen[key] = (ident, row)
+
+    def check_row(self, key: str, before: dict[str, Any], row: dict[str, Any]) -> None:
+        """What has ended does not become less, unless lines are tried again."""
+        parts = ("waiting", "running", "done", "dead", "expired", "cancelled", "failed")
+        assert sum(row[part] for part in parts) == row["lines"]
+        assert all(row[part] >= 0 for part in parts), row
+        assert row["done"] >= before.get("done", 0)
+        assert row["failed"] >= before.get("failed", 0)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """No more faults: everything ends."""
+        end = self.story.now + REST
+        self.story.ready_worker(sequences=64)
+        while self.story.now < end and not self.ended():
+            self.turn()
+        assert self.ended(), {key: self.story.batch(key) for key in self.ids}
+        for _ in range(20):
+            self.turn()
+        self.check()
+
+    def ended(self) -> bool:
+        return not any(self.view(key).live for key in self.ids)
+
+    def view(self, key: str) -> BatchView:
+        found = self.store.ask(ReadBatch(self.ids[key]))
+        assert isinstance(found, BatchView)
+        return found
+
+    def check(self) -> None:
+        assert not self.story.manager.batches.live and not self.story.manager.runs.active
+        for key, id in self.ids.items():
+            batch, jobs = self.view(key), self.store.lines(id)
+            states = Counter(job.state for job in jobs)
+            assert dict(batch.counts) == states, key
+            numbers = [job.line for job in jobs]
+            assert numbers == sorted(set(numbers)), "a line that became two jobs"
+            outcomes = self.story.outcomes(key, limit=50)
+            lines = self.lines[key]
+            if batch.state.value == "ended":
+                assert len(jobs) + batch.failed == len(lines) == len(outcomes)
+                bad = [row["line"] for row in outcomes if row["state"] == "failed"]
+                assert bad == [number for number, line in enumerate(lines) if line is BAD]
+            for row in outcomes:
+                if row["state"] == JobState.DONE.value:
+                    assert row["ids"] == pack_ids([0, 1]) and row["id"] == lines[row["line"]]["id"]
+                    self.done[key] += 1
+            assert self.seen[key][1]["state"] in ("done", "cancelled")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_history_loses_or_doubles_a_line(seed: int, tmp_path: Path) -> None:
+    store = StoredJobs(tmp_path)
+    try:
+        world = World(seed, store)
+        world.submit()
+        for _ in range(FAULTS):
+            for _ in range(world.random.randint(1, 8)):
+                world.turn()
+            world.fault()
+        world.rest()
+    finally:
+        store.close()

@@ -1,0 +1,216 @@
+"""Notices of ended jobs: posted after the commit, again after a failure, in order of each job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.actions import Post
+from mlxpool.broker.jobs.notices import FIRST_DELAY, MAX_DELAY, MAX_UNDER_WAY, retry_delay
+from mlxpool.broker.store.records import JobState
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.job_messages import Notify, Submit
+from mlxpool.common.web_targets import Allowed
+from support.job_harness import JobStory
+
+URL = "https://hooks.example.org/ends?who=me"
+NOTIFY = {"url": URL}
+
+
+def telling_story(store: Any = None) -> JobStory:
+    story = JobStory(store)
+    story.policy = replace(
+        story.policy, notify_allowed=Allowed.of(["https://hooks.example.org"], []), notify_for=600.0
+    )
+    return story
+
+
+def restarted(story: JobStory) -> JobStory:
+    policy, story = story.policy, story.restart()
+    story.policy = policy
+    return story
+
+
+def ended_job(story: JobStory, key: str = "a", **body: Any) -> Post:
+    """A job that is done; returns what is posted of it."""
+    worker = story.ready_worker()
+    story.submit(key, **{"notify": NOTIFY, **body})
+    story.settle()
+    worker.end(story.job(key).id, count=2)
+    story.settle()
+    return story.posts[-1]
+
+
+def posted(story: JobStory, post: Post, delivered: bool = True, **fields: Any) -> None:
+    story.tell_manager(ev.Posted(post.end_seq, delivered, **fields))
+    story.settle()
+
+
+def test_an_end_is_told_after_its_commit() -> None:
+    story = telling_story()
+    post = ended_job(story)
+    job = story.assert_state("a", JobState.DONE)
+    assert (post.url, post.end_seq, len(story.posts)) == (URL, job.end_seq, 1)
+    assert post.id == f"job_{job.id.hex()}_{job.end_seq}"
+    told = json.loads(post.body)
+    assert told["type"] == "job.ended" and told["timestamp"].endswith("Z")
+    assert told["data"] == {
+        "job": job.id.hex(), "key": "a", "tenant": "", "model": "m", "state": "done", "gen": 0,
+        "ids": 2, "end_seq": job.end_seq, "cause": "",
+    }  # fmt: skip
+    posted(story, post)
+    story.pass_time(3.0)
+    assert not story.store.outbox and len(story.posts) == 1
+
+
+def test_jobs_that_name_nobody_are_told_to_the_url_of_the_pool() -> None:
+    story = telling_story()
+    story.submit("quiet")
+    story.policy = replace(story.policy, notify_url="https://pool.example.org/")
+    story.submit("a")
+    story.settle()
+    assert story.job("quiet").notify == ""
+    assert story.job("a").notify == "https://pool.example.org/"
+
+
+def test_a_url_of_another_host_is_refused() -> None:
+    story = telling_story()
+    ident = story.submit("a", notify={"url": "https://hooks.example.org:8443/ends"})
+    story.settle()
+    answer = story.answer(ident)
+    assert answer["code"] == "bad_request" and "job_notify_hosts" in answer["message"]
+    assert not story.store.rows
+
+
+@pytest.mark.parametrize(
+    "notify", ["https://a.example", {}, {"url": 5}, {"url": URL, "secret": "x"}, {"url": "ftp://a"}]
+)
+def test_a_notify_of_another_form_is_refused(notify: Any) -> None:
+    with pytest.raises(BadRequest, match="notify"):
+        Submit.parse({"model": "m", "prompt": "x", "key": "a", "notify": notify}, ())
+    assert Notify.parse(NOTIFY).target.path == "/ends?who=me"
+
+
+def test_a_cancelled_and_an_expired_job_are_told() -> None:
+    story = telling_story()
+    story.submit("a", notify=NOTIFY)
+    story.submit("b", notify=NOTIFY, deadline_ms=1000)
+    story.about("cancel", "a")
+    story.settle()
+    story.pass_time(3.0)
+    states = {json.loads(post.body)["data"]["state"] for post in story.posts}
+    assert states == {"cancelled", "expired"}
+
+
+def test_a_failed_try_is_made_again_later_and_the_delays_grow() -> None:
+    story = telling_story()
+    post = ended_job(story)
+    posted(story, post, delivered=False, why="HTTP 500")
+    assert len(story.posts) == 1
+    story.pass_time(FIRST_DELAY * 1.3)
+    assert [one.id for one in story.posts] == [post.id, post.id]
+    delays = [retry_delay(b"job", tries) for tries in range(30)]
+    assert all(FIRST_DELAY <= delay <= 1.25 * MAX_DELAY for delay in delays)
+    assert delays[3] > delays[1] > delays[0] and delays[29] >= MAX_DELAY
+    assert retry_delay(b"one", 2) != retry_delay(b"two", 2)
+
+
+def test_a_receiver_that_asks_for_time_gets_it() -> None:
+    story = telling_story()
+    post = ended_job(story)
+    posted(story, post, delivered=False, why="HTTP 503", retry_after=100.0)
+    story.pass_time(90.0)
+    assert len(story.posts) == 1
+    story.pass_time(15.0)
+    assert len(story.posts) == 2
+
+
+def test_a_notice_is_given_up_and_kept_with_its_reason() -> None:
+    story = telling_story()
+    story.policy = replace(story.policy, notify_for=60.0)
+    ended_job(story)
+    for _ in range(200):
+        if story.store.outbox[1].given_up is not None:
+            break
+        if len(story.posts) > story.store.outbox[1].tries:
+            posted(story, story.posts[-1], delivered=False, why="refused")
+        story.pass_time(1.0)
+    given_up = story.store.outbox[1]
+    assert given_up.cause == "refused" and 2 <= given_up.tries <= 5
+    tries = len(story.posts)
+    story.pass_time(100.0)
+    assert len(story.posts) == tries
+
+
+def test_a_receiver_that_wants_no_more_is_not_asked_again() -> None:
+    story = telling_story()
+    post = ended_job(story)
+    posted(story, post, delivered=False, why="HTTP 410", final=True)
+    assert story.store.outbox[post.end_seq].given_up is not None
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_notice_outlives_the_broker(told: bool) -> None:
+    story = telling_story()
+    post = ended_job(story)
+    if told:  # it was delivered, and the broker ended before that was on the disk
+        story.tell_manager(ev.Posted(post.end_seq, True))
+    story = restarted(story)
+    story.pass_time(0.2)
+    assert [one.id for one in story.posts] == [post.id]
+
+
+def test_a_job_that_ends_twice_is_told_twice_and_in_order() -> None:
+    story = telling_story()
+    worker = story.ready_worker()
+    story.submit("a", notify=NOTIFY)
+    story.settle()
+    job = story.job("a")
+    worker.fail(job.id, "bad_request", "no")
+    story.settle()
+    (first,) = story.posts
+    assert json.loads(first.body)["data"]["state"] == "dead"
+    story.about("retry", "a")
+    story.settle()
+    worker.credit()
+    story.pass_time(0.3)
+    worker.end(job.id, count=1)
+    story.settle()
+    story.pass_time(1.0)
+    assert len(story.posts) == 1  # the first is still under way
+    posted(story, first)
+    second = story.posts[-1]
+    assert json.loads(second.body)["data"]["state"] == "done" and second.id != first.id
+    posted(story, second)
+    assert not story.store.outbox
+
+
+def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
+    story = telling_story()
+    count = 2 * MAX_UNDER_WAY + 9
+    for number in range(count):
+        story.submit(f"k{number}", notify=NOTIFY)
+        story.about("cancel", f"k{number}")
+    story.settle()
+    assert len(story.posts) == MAX_UNDER_WAY
+    for index in range(count):
+        posted(story, story.posts[index])
+        assert len(story.posts) <= MAX_UNDER_WAY + index + 1
+    assert len({post.id for post in story.posts}) == len(story.posts) == count
+    assert not story.store.outbox
+
+
+def test_a_store_that_refuses_delays_notices_and_loses_none() -> None:
+    story = telling_story()
+    post = ended_job(story)
+    story.store.refusing = "store_busy"
+    posted(story, post)
+    story.store.refusing = ""
+    story.pass_time(3.0)
+    assert len(story.posts) == 2  # told at least once
+    posted(story, story.posts[-1])
+    assert not story.store.outbox

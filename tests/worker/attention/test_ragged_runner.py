@@ -1,0 +1,120 @@
+"""The numbers of passes over the same decoding rows are those of passes built from nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention import block_tables  # noqa: E402
+from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
+from mlxpool.worker.attention.ragged_batch import AttentionProbe  # noqa: E402
+from mlxpool.worker.attention.ragged_runner import PlanShape, RaggedRunner  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.kernels.work_list import TileShape  # noqa: E402
+from mlxpool.worker.prefix.shared_blocks import BlockRun  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
+from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
+
+ROWS, BLOCKS, CAPACITY = 5, 60, 6 * KV_BLOCK_TOKENS
+TILES = TileShape(group=2, kv_heads=2)
+SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
+
+
+class Passes:
+    """A runner whose passes only note their numbers, and the rows of its pool."""
+
+    def __init__(self) -> None:
+        pool = KVPool(SHAPE, BLOCKS, in_place=False)
+        self.store = PagedStore(pool)
+        probe = AttentionProbe(mx.float32)
+        probe.shapes, probe.chunk_shapes = {TILES}, {TILES}
+        self.uploads = Uploads()
+        model: Any = None
+        self.runner = RaggedRunner(model, self.store, pool, ROWS, probe, self.uploads)
+        self.numbers: list[list[int]] = []
+        self.runner._compiled = self._compiled  # type: ignore[method-assign]
+        self.rows: list[Any] = []  # of the store
+        self.kept: list[BlockRun] = []
+
+    def _compiled(self, shape: PlanShape) -> Any:
+        def note(plan: Any, drawn: Any) -> list[Any]:
+            self.numbers.append(np.array(plan).tolist())
+            return [mx.zeros((shape.lines, 4))]
+
+        return note
+
+    def enter(self, tokens: int) -> None:
+        row: Any = self.store.new_row()
+        self.rows.append(row)
+        self.uploads.begin()
+        self.runner.step([RowSpan(row, tokens)], [7] * tokens, None, [0])
+
+    def decode(self, spans: list[RowSpan]) -> None:
+        self.uploads.begin()
+        ids = list(range(-1, -1 - len(spans), -1))
+        self.runner.step(spans, ids, None, list(range(len(spans))))
+
+    def change(self, event: str, number: int, amount: int) -> None:
+        """What happens to row `number` between two passes."""
+        if event == "leave":
+            self.rows.pop(number).release()
+            return
+        row = self.rows[number]
+        if event == "rewind":  # as `withdraw` does; the spans stay the same
+            row.trim(max(1, row.offset - amount))
+        elif event == "keep":  # so that the row has to copy its last block
+            self.kept.append(self.store.keep(row, 0, row.offset))
+        elif self.kept:
+            self.store.free(self.kept.pop(0))
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables on the device are not written."""
+
+    def written(*_: Any) -> Any:
+        return mx.zeros((1,), dtype=mx.int32)
+
+    monkeypatch.setattr(block_tables, "write_in_place", written)
+    monkeypatch.setattr(block_tables, "_update_kernel", lambda: None)
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("seed", range(6))
+def test_passes_over_the_same_rows(seed: int) -> None:
+    """One runner is given the same object of spans again while the same rows decode."""
+    again, anew = both = Passes(), Passes()
+    spans: list[RowSpan] = []
+    repeated = 0
+    draw = random.Random(seed)
+    for _ in range(150):
+        event = draw.choice(["decode"] * 12 + ["enter", "leave", "rewind", "keep", "free"])
+        if event == "enter" and len(again.rows) < ROWS:
+            tokens = draw.randrange(1, 4) * KV_BLOCK_TOKENS - draw.randrange(12)
+            for side in both:
+                side.enter(tokens)
+        elif event not in ("enter", "decode") and len(again.rows) > 1:
+            number, amount = draw.randrange(len(again.rows)), draw.randrange(1, 20)
+            for side in both:
+                side.change(event, number, amount)
+        elif again.rows and max(row.offset for row in again.rows) < CAPACITY:
+            if [span.row for span in spans] == again.rows:
+                repeated += again.runner.decodes(spans)
+            else:
+                spans = [RowSpan(row, 1) for row in again.rows]
+            again.decode(spans)
+            anew.decode([RowSpan(row, 1) for row in anew.rows])
+        assert again.numbers == anew.numbers
+        assert [row.table for row in again.rows] == [row.table for row in anew.rows]
+        for side in both:
+            side.numbers.clear()
+    assert repeated > 40
+    tables = again.runner._tables.numbers, anew.runner._tables.numbers
+    assert (tables[0] == tables[1]).all()

@@ -1,0 +1,53 @@
+"""What the spans of a pass have of images: features of inputs, what they see, positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.attention.row_batch import ImageLines, ImageView, RowSpan
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.positions import positions
+from mlxpool.worker.media.spans import image_views, overlapping
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.weights.inspect import Vision
+
+
+def add_images(row: RowSpan, span: Span, vision: Vision, encoded: EncodedImages[Any]) -> None:
+    """Gives the span of a row what it has of the images of its sequence."""
+    if vision.plan.crossed:
+        row.views = _views(span, encoded)
+    else:
+        row.images = _images(span, encoded)
+    row.positions = _positions(span, vision)
+
+
+def _images(span: Span, encoded: EncodedImages[mx.array]) -> tuple[ImageLines, ...]:
+    """Returns the images that have inputs in a span, with their features."""
+    found = []
+    for one in overlapping(span.sequence.media, span.start, span.end):
+        begin, end = max(one.start, span.start), min(one.end, span.end)
+        features = encoded.get(one.image)[:, begin - one.start : end - one.start]
+        found.append(ImageLines(begin - span.start, end - span.start, features, one.group))
+    return tuple(found)
+
+
+def _views(span: Span, encoded: EncodedImages[mx.array]) -> tuple[ImageView, ...]:
+    """Returns what the inputs of a span see of images in layers of cross-attention."""
+    return tuple(
+        ImageView(
+            begin - span.start, end - span.start, tuple(encoded.get(one.image) for one in seen)
+        )
+        for begin, end, seen in image_views(span.sequence.media, span.start, span.end)
+    )
+
+
+def _positions(span: Span, vision: Vision) -> npt.NDArray[np.int32] | None:
+    """Returns the positions of a span, where they are not its numbers in the row."""
+    media = span.sequence.media
+    if not vision.plan.grid_positions or media[0].start >= span.end:
+        return None
+    return positions(span.start, span.end, media, vision.settings.merge)
