@@ -326,6 +326,21 @@ def test_the_endpoint_picker_reads_existing_series() -> None:
     assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= types
 
 
+def test_a_pod_of_a_group_has_a_gpu_for_each_rank() -> None:
+    place = FOLDER / "overlays" / "groups"
+    (container,) = pod(named("StatefulSet", "mlxpool-worker-big"))["containers"]
+    options = parsed(container["args"])
+    model = load(place / "mlxpool.toml").models[options.name]
+    assert model.devices == int(container["resources"]["limits"]["nvidia.com/gpu"]) > 1
+    assert Path(options.config).name in kustomization(place)["configMapGenerator"][0]["files"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {str(Path(options.config).parent), str(Path(model.path).parent)} <= mounts
+    rest = (place / "mlxpool.toml").read_text().replace(
+        '[models.big]\npath = "/models/big"\ndevices = 2\n\n', ""
+    )  # fmt: skip
+    assert rest == CONFIG.read_text(), "the base has other settings"
+
+
 def test_an_inference_pool_names_the_port_of_its_pods() -> None:
     place = FOLDER / "overlays" / "inference"
     spec = named("InferencePool", "mlxpool")["spec"]
