@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
             stack.enter_context(running(words, log, network.inside(pod)))
         found = Deployed(network, folder)
         for broker in ("pool", "pool-2"):
-            until(lambda broker=broker: found.ready(broker), f"{broker} is ready")
+            until(partial(found.ready, broker), f"{broker} is ready")
         health = "http://mlxpool-http.mlxpool.svc:11434/health"
         until(lambda: found.fetch("program", health), "the gateway is ready")
         yield found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mlxpool.common.closing import Closing
@@ -17,6 +19,7 @@ from support.network_policies import Allowed
 from support.pool import PATIENCE
 
 NAMES = Path("/etc/netns")  # `ip netns exec` shows a process the files of its namespace's folder
+PREFIX = "mlxpool-"  # of namespaces; the process that made one and its pod follow
 ADDRESS = "10.77.0.{}"
 DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 10).close()"
 
@@ -35,7 +38,8 @@ class PodNetwork(Closing):
         if lacking:
             pytest.skip(f"missing program: {', '.join(lacking)}, of iproute2 and nftables")
         self._cleanup = ExitStack()
-        self._prefix = f"mlxpool-{os.getpid()}"
+        self._prefix = f"{PREFIX}{os.getpid()}"
+        _remove_left()
         self.addresses = {pod: ADDRESS.format(number) for number, pod in enumerate(pods, 2)}
         try:
             self._make_bridge()
@@ -120,6 +124,21 @@ class PodNetwork(Closing):
 def _run(*words: str, given: str = "") -> None:
     done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, (words, done.stderr)
+
+
+def _remove_left() -> None:
+    """Remove the namespaces of test processes that were killed, and end what runs in them."""
+    told = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for space in (line.split()[0] for line in told.splitlines() if line.startswith(PREFIX)):
+        maker = space.removeprefix(PREFIX).partition("-")[0]
+        if not maker.isdecimal() or psutil.pid_exists(int(maker)):
+            continue
+        inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+        for pid in map(int, inside.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+        _forget(NAMES / space)
 
 
 def _forget(folder: Path) -> None:
