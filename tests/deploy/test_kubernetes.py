@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import promql_parser
 import pytest
 import yaml
 
+from mlxpool.broker.telemetry.metric_table import FAMILIES
 from mlxpool.broker.telemetry.reports import pool_stats
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.config.loading import load
@@ -27,6 +29,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
 VERSION = "1.33"
 PLACES = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
 CONFIG = FOLDER / "base" / "mlxpool.toml"
+NAMESPACES = {"mlxpool", "mlxpool-2", "mlxpool-inference"}
 # Allowed keys of kinds that are not Kubernetes's own.
 KUSTOMIZATION = {
     "apiVersion", "kind", "namespace", "labels", "resources", "configMapGenerator", "images",
@@ -69,10 +72,11 @@ def named(kind: str, name: str) -> dict[str, Any]:
 
 def check(document: dict[str, Any]) -> None:
     """Raises for a field that is unknown, missing or of a wrong type."""
-    if document["apiVersion"] == "keda.sh/v1alpha1":
-        check_scaled_object(document)
-    else:
+    own = OTHERS.get(document["apiVersion"])
+    if own is None:
         kubernetes_validate.validate(document, VERSION, strict=True)
+    else:
+        own(document)
 
 
 def check_scaled_object(document: dict[str, Any]) -> None:
@@ -86,6 +90,18 @@ def check_scaled_object(document: dict[str, Any]) -> None:
         assert trigger["type"] == "metrics-api"
         assert set(trigger["metadata"]) == {"url", "valueLocation", "targetValue"}
         assert all(isinstance(value, str) for value in trigger["metadata"].values())
+
+
+def check_inference_pool(document: dict[str, Any]) -> None:
+    """Check the kind of the Gateway API inference extension; `test_kube_api` has its schema."""
+    assert document["kind"] == "InferencePool"
+    assert set(document["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
+
+
+OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "keda.sh/v1alpha1": check_scaled_object,
+    "inference.networking.k8s.io/v1": check_inference_pool,
+}
 
 
 @pytest.mark.parametrize("document", EVERY, ids=lambda d: f"{d['kind']}-{d['metadata']['name']}")
@@ -106,9 +122,9 @@ def test_a_kustomization_names_existing_files(place: Path) -> None:
     assert set(told) <= KUSTOMIZATION
     for name in (*told["resources"], *patches(place)):
         assert (place / name).exists(), name
-    for generator in told.get("configMapGenerator", []):
-        assert all((place / name).is_file() for name in generator["files"])
-    listed = {*told["resources"], *patches(place), "kustomization.yaml"}
+    generated = [name for one in told.get("configMapGenerator", []) for name in one["files"]]
+    assert all((place / name).is_file() for name in generated)
+    listed = {*told["resources"], *patches(place), *generated, "kustomization.yaml"}
     assert {path.name for path in place.glob("*.yaml")} <= listed, "a file that nobody uses"
 
 
@@ -116,7 +132,7 @@ def test_a_kustomization_names_existing_files(place: Path) -> None:
 def test_the_output_of_kustomize_matches_the_schemas(place: Path) -> None:
     program = shutil.which("kubectl")
     if program is None:
-        pytest.skip("no kubectl here; Debian's is too old for `kubectl kustomize`")
+        pytest.skip("no kubectl here")
     done = subprocess.run(
         [program, "kustomize", str(place)], capture_output=True, text=True, timeout=60
     )
@@ -124,7 +140,7 @@ def test_the_output_of_kustomize_matches_the_schemas(place: Path) -> None:
     made = list(yaml.safe_load_all(done.stdout))
     for document in made:
         check(document)
-        assert document["metadata"].get("namespace", "mlxpool") == "mlxpool"
+        assert document["kind"] == "Namespace" or document["metadata"]["namespace"] in NAMESPACES
     images = [
         container["image"]
         for document in made
@@ -220,15 +236,27 @@ def test_the_gateway_listens_on_its_port_and_dials_the_brokers() -> None:
     gateway = container_of("gateway")
     options = parsed(gateway["args"])
     assert ports(gateway) == {"http": options.port}
-    assert options.endpoint == f"tcp://mlxpool:{ports(broker())['front']}"
+    assert options.endpoints == [f"tcp://mlxpool:{ports(broker())['front']}"]
     (front,) = named("Service", "mlxpool")["spec"]["ports"]
     assert front["port"] == ports(broker())["front"]
     installed = pod(named("Deployment", "mlxpool-gateway"))["initContainers"][0]["command"]
     names = {Path(path).name for path in installed[3:-1]}
-    used = {options.keys, Path(options.key), Path(options.server_key)}
+    used = {options.keys, *map(Path, (options.key, *options.server_keys))}
     assert {path.name for path in used} == names and {path.parent for path in used} == {
         Path("/keys")
     }
+
+
+def test_the_gateway_of_several_pools_dials_each_with_its_key() -> None:
+    (patch,) = documents(FOLDER / "overlays" / "pools" / "gateway.yaml")
+    options = parsed(containers(patch)[1]["args"])
+    assert options.endpoints == ["tcp://mlxpool:7200", "tcp://mlxpool.mlxpool-2.svc:7200"]
+    second = kustomization(FOLDER / "overlays" / "pools" / "second")
+    assert f".{second['namespace']}.svc" in options.endpoints[1]
+    installed = {Path(path).name for path in containers(patch)[0]["command"][3:-1]}
+    used = {options.keys, *map(Path, (options.key, *options.server_keys))}
+    assert {path.name for path in used} == installed
+    assert len(options.server_keys) == len(options.endpoints)
 
 
 def test_the_gateway_has_time_for_its_answers() -> None:
@@ -264,6 +292,67 @@ def test_policies_and_budgets_select_existing_pods() -> None:
         selector = document["spec"].get("podSelector", document["spec"].get("selector"))
         wanted = selector.get("matchLabels", {}).items()
         assert any(wanted <= each.items() for each in labels), document["metadata"]["name"]
+
+
+def test_the_autoscaler_keeps_to_the_brokers_bounds() -> None:
+    spec = named("HorizontalPodAutoscaler", "mlxpool-worker-demo")["spec"]
+    (metric,) = spec["metrics"]
+    wanted = metric["external"]["metric"]
+    assert wanted["name"] == "mlxpool_replicas_wanted"
+    (family,) = (one for one in FAMILIES if one.name == wanted["name"])
+    assert tuple(wanted["selector"]["matchLabels"]) == family.labels
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+    bounds = load(CONFIG).models[wanted["selector"]["matchLabels"]["model"]].scaling
+    assert (bounds.min, bounds.max) == (spec["minReplicas"], spec["maxReplicas"])
+
+
+def test_the_endpoint_picker_reads_existing_series() -> None:
+    place = FOLDER / "overlays" / "inference"
+    (picker,) = documents(place / "picker.yaml")
+    known = {one.name: set(one.labels) for one in FAMILIES}
+    (engine,) = next(
+        plugin["parameters"]["engineConfigs"]
+        for plugin in picker["plugins"]
+        if plugin["type"] == "core-metrics-extractor"
+    )
+    specs = [value for name, value in engine.items() if name.endswith("Spec")]
+    assert len(specs) == 3
+    for spec in specs:
+        selector = promql_parser.parse(spec)
+        matchers = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
+        assert matchers.items() <= {"model": "demo"}.items() and "model" in known[selector.name]
+    types = {plugin["type"] for plugin in picker["plugins"]}
+    (profile,) = picker["schedulingProfiles"]
+    assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= types
+
+
+def test_a_pod_of_a_group_has_a_gpu_for_each_rank() -> None:
+    place = FOLDER / "overlays" / "groups"
+    (container,) = pod(named("StatefulSet", "mlxpool-worker-big"))["containers"]
+    options = parsed(container["args"])
+    model = load(place / "mlxpool.toml").models[options.name]
+    assert model.devices == int(container["resources"]["limits"]["nvidia.com/gpu"]) > 1
+    assert Path(options.config).name in kustomization(place)["configMapGenerator"][0]["files"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {str(Path(options.config).parent), str(Path(model.path).parent)} <= mounts
+    rest = (place / "mlxpool.toml").read_text().replace(
+        '[models.big]\npath = "/models/big"\ndevices = 2\n\n', ""
+    )  # fmt: skip
+    assert rest == CONFIG.read_text(), "the base has other settings"
+
+
+def test_an_inference_pool_names_the_port_of_its_pods() -> None:
+    place = FOLDER / "overlays" / "inference"
+    spec = named("InferencePool", "mlxpool")["spec"]
+    pods = named("Deployment", "mlxpool")
+    labels = pods["spec"]["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    served = load(place / "mlxpool.toml")
+    http, metrics = (host_port(each)[1] for each in (served.http, served.metrics))
+    assert ports(containers(pods)[1]) == {"http": http, "metrics": metrics}
+    assert spec["targetPorts"] == [{"number": http}]
+    told = (place / "kustomization.yaml").read_text()
+    assert f"--model-server-metrics-port={metrics}" in told
 
 
 def test_the_scaling_figure_is_one_of_the_stats() -> None:

@@ -47,7 +47,7 @@ OF_GATEWAY = {
 OF_BROKER = {name: {*one.labels, "le"} for one in FAMILIES for name in one.series()}
 OF_PROMETHEUS: dict[str, set[str]] = {"up": set()}  # metrics of Prometheus itself
 LABELS = {**OF_GATEWAY, **OF_BROKER, **OF_PROMETHEUS}
-ANYWHERE = {"job", "instance"}
+ANYWHERE = {"job", "instance", "namespace"}
 VALUES: dict[str, tuple[str, ...]] = {
     "error": metric_table.FAILURES,
     "kind": metric_table.MEMORY,
@@ -79,6 +79,18 @@ ALERTED = [rule["expr"] for rule in alerts()]
 NAMES = [rule["alert"] for rule in alerts()]
 
 
+def adapted() -> list[str]:
+    """The queries of prometheus-adapter: which series it looks for, and what it asks of one."""
+    rules = yaml.safe_load((PROMETHEUS / "adapter.yaml").read_text("utf-8"))["externalRules"]
+    queries = []
+    for rule in rules:
+        (series,) = selectors(rule["seriesQuery"])
+        (name,) = (one.value for one in series.matchers.matchers if one.name == "__name__")
+        filled = rule["metricsQuery"].replace("<<.Series>>", name)
+        queries.append(filled.replace("<<.LabelMatchers>>", 'namespace="mlxpool",model="demo"'))
+    return queries
+
+
 def selectors(query: str) -> list[promql_parser.VectorSelector]:
     """The selectors of a query, with Grafana's variables replaced. Raises if it is not PromQL."""
     filled = query.replace("$__rate_interval", "5m").replace("$model", ".*")
@@ -96,6 +108,9 @@ def selectors(query: str) -> list[promql_parser.VectorSelector]:
     return found
 
 
+ADAPTED = adapted()
+
+
 def check(selector: promql_parser.VectorSelector) -> None:
     """Assert that the metric, its labels and their values exist."""
     name = selector.name or ""
@@ -108,7 +123,7 @@ def check(selector: promql_parser.VectorSelector) -> None:
                 assert value in VALUES[matcher.name], f"{name} has no {matcher.name} {value!r}"
 
 
-@pytest.mark.parametrize("query", [*DASHED, *ALERTED])
+@pytest.mark.parametrize("query", [*DASHED, *ALERTED, *ADAPTED])
 def test_a_query_parses_and_names_existing_series(query: str) -> None:
     found = selectors(query)
     assert found
@@ -135,7 +150,9 @@ def test_the_query_check_finds_errors(query: str) -> None:
 
 
 def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> None:
-    used = {selector.name for query in (*DASHED, *ALERTED) for selector in selectors(query)}
+    used = {
+        selector.name for query in (*DASHED, *ALERTED, *ADAPTED) for selector in selectors(query)
+    }
     unused = {f.name for f in FAMILIES if not used & set(f.series())}
     assert unused == {
         "mlxpool_broker_uptime_seconds",

@@ -7,36 +7,23 @@ import subprocess
 from pathlib import Path
 
 import httpx
-import pytest
-import yaml
 
-from support.deployment import MLXPOOL, answers, free_ports, running
+from support.deployment import (
+    MLXPOOL,
+    admitting,
+    answers,
+    arguments,
+    free_ports,
+    make_keys,
+    running,
+)
 from support.pool import PATIENCE, until
 
 BASE = Path(__file__).parents[2] / "deploy" / "k8s" / "base"
 BEARER = "a-key-of-more-than-16-characters"
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> dict[str, str]:
-    """The public keys by name; writes the key files that the Secrets hold."""
-    made = {}
-    for name, role in (
-        ("broker", "server"), ("worker", "worker"), ("gateway", "client"), ("app", "client"),
-    ):  # fmt: skip
-        flags = ("keygen", name, "--role", role, "--folder", str(tmp_path / "keys"), "--json")
-        done = subprocess.run([*MLXPOOL, *flags], capture_output=True, timeout=PATIENCE, check=True)
-        made[name] = str(json.loads(done.stdout)["public"])
-    (tmp_path / "keys" / "broker.pub").write_text(made["broker"])
-    (tmp_path / "keys" / "http.keys").write_text(BEARER)
-    return made
-
-
-def arguments(manifest: str) -> list[str]:
-    """The arguments of a workload's container."""
-    (workload,) = yaml.safe_load_all((BASE / manifest).read_text("utf-8"))
-    (container,) = workload["spec"]["template"]["spec"]["containers"]
-    return list(container["args"])
+ROLES = {"broker": "server", "worker": "worker", "gateway": "client", "app": "client"}
 
 
 def here(text: str, folder: Path, ports: dict[str, str]) -> str:
@@ -52,15 +39,15 @@ def here(text: str, folder: Path, ports: dict[str, str]) -> str:
 
 
 def test_requests_pass_through_gateway_broker_and_worker(
-    tmp_path: Path, keys: dict[str, str]
+    tmp_path: Path,
 ) -> None:
     ports = free_ports()
+    keys = make_keys(tmp_path / "keys", ROLES, BEARER)
     settings = here((BASE / "mlxpool.toml").read_text("utf-8"), tmp_path, ports)
-    for name, role in (("worker", "worker"), ("gateway", "client"), ("app", "client")):
-        settings += f'\n[keys.{name}]\nrole = "{role}"\npublic = "{keys[name]}"\n'
+    settings = admitting(settings, ROLES, keys)
     (tmp_path / "mlxpool.toml").write_text(settings)
     broker, worker, gateway = (
-        [here(word, tmp_path, ports) for word in arguments(manifest)]
+        [here(word, tmp_path, ports) for word in arguments(BASE / manifest)]
         for manifest in ("broker.yaml", "worker-demo.yaml", "gateway.yaml")
     )
     asked = [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import yaml
 
 from support.pool import PATIENCE
 
@@ -26,12 +29,45 @@ def free_ports() -> dict[str, str]:
         return {port: str(s.getsockname()[1]) for port, s in zip(PORTS, held, strict=True)}
 
 
+def arguments(manifest: Path) -> list[str]:
+    """The arguments of the container of the one workload in a file, a patch of one included."""
+    (workload,) = yaml.safe_load_all(manifest.read_text("utf-8"))
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return list(container["args"])
+
+
+def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, str]:
+    """Write the key files that the Secrets hold, each broker's public one too; the public keys."""
+    made = {}
+    for name, role in roles.items():
+        flags = ("keygen", name, "--role", role, "--folder", str(folder), "--json")
+        done = subprocess.run([*MLXPOOL, *flags], capture_output=True, timeout=PATIENCE, check=True)
+        made[name] = str(json.loads(done.stdout)["public"])
+        if role == "server":
+            (folder / f"{name}.pub").write_text(made[name])
+    (folder / "http.keys").write_text(bearer)
+    return made
+
+
+def admitting(settings: str, roles: Mapping[str, str], public: Mapping[str, str]) -> str:
+    """A broker's settings with a section for each key that is no server's."""
+    return settings + "".join(
+        f'\n[keys.{name}]\nrole = "{role}"\npublic = "{public[name]}"\n'
+        for name, role in roles.items()
+        if role != "server"
+    )
+
+
 @contextmanager
-def running(words: Sequence[str], log: Path) -> Iterator[None]:
-    """Run `mlxpool` with these arguments meanwhile, with a run directory of its own."""
+def running(words: Sequence[str], log: Path, prefix: Sequence[str] = ()) -> Iterator[None]:
+    """Run `mlxpool` with these arguments meanwhile, with a run directory of its own.
+
+    `prefix`: a command that becomes `mlxpool`, such as `ip netns exec NAME`.
+    """
     with TemporaryDirectory(prefix="mlxpool-") as folder, log.open("wb") as out:
         environment = {**os.environ, "MLXPOOL_RUN_DIR": f"{folder}/pool"}
-        process = subprocess.Popen([*MLXPOOL, *words], stdout=out, stderr=out, env=environment)
+        command = [*prefix, *MLXPOOL, *words]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
             yield
         finally:
