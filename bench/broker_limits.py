@@ -2,10 +2,10 @@
 
     python bench/broker_limits.py [--rounds 3] [--seconds 10] [--json FILE]
 
-A worker without a model (bench/mlxpool/bench/firehose.py) sends tokens of 64 streams a frame, as a
-GPU's worker does in a step, to clients that only count them and the delay of each token. With more
-streams than it can carry, delays grow to seconds: that is the limit. `mlxpool bench broker`
-measures tokens as fast as it goes.
+A worker without a model (bench/mlxpool/bench/traffic/firehose.py) sends tokens of 64 streams a
+frame, as a GPU's worker does in a step, to clients that only count them and the delay of each
+token. With more streams than it can carry, delays grow to seconds: that is the limit. `mlxpool
+bench broker` measures tokens as fast as it goes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxpool.bench.broker import Cost, through_broker
-from mlxpool.bench.firehose import Flood
+from mlxpool.bench.traffic.firehose import Flood
 
 STREAMS = (256, 512, 1024, 2048, 4096)  # multiples of ROWS
 PACE = 20  # tokens/s of a stream: faster than people read

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from mlxpool.bench import report
 from mlxpool.bench.broker import Cost, CountingClient, cost_of, ended
-from mlxpool.bench.firehose import Flood, environment
+from mlxpool.bench.traffic.firehose import Flood, environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -11,7 +11,7 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 from mlxpool.bench import checkpoint
 from mlxpool.bench.our_engine import OurEngine, prompt
 from mlxpool.bench.shapes import SHAPES
-from mlxpool.bench.swarm import text_of
+from mlxpool.bench.traffic.swarm import text_of
 from mlxpool.worker import models
 from mlxpool.worker.weights.inspect import inspect
 

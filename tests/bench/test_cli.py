@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.bench import broker
-from mlxpool.bench.firehose import Flood
 from mlxpool.bench.measurement import OURS, Figures
+from mlxpool.bench.traffic.firehose import Flood
 from support.json_shapes import faults
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")

@@ -8,7 +8,7 @@ import pytest
 
 from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
-from mlxpool.bench.swarm import Arrivals, summarise, text_of
+from mlxpool.bench.traffic.swarm import Arrivals, summarise, text_of
 
 DECODE = Measurement(
     "decode", "8 streams", "tokens/s", {OURS: (10.0, 20.0), "a": (5.0, 40.0), "b": (8.0, 1.0)}, at=8

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.cli.commands.stats import Pages
-from mlxpool.cli.stats_view import lines
+from mlxpool.cli.screens.stats_view import lines
 from mlxpool.cli.style import plain
 
 

@@ -318,7 +318,7 @@ def test_the_endpoint_picker_reads_existing_series() -> None:
     specs = [value for name, value in engine.items() if name.endswith("Spec")]
     assert len(specs) == 3
     for spec in specs:
-        selector = promql_parser.parse(spec)
+        selector: Any = promql_parser.parse(spec)
         matchers = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
         assert matchers.items() <= {"model": "demo"}.items() and "model" in known[selector.name]
     types = {plugin["type"] for plugin in picker["plugins"]}

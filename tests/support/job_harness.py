@@ -18,8 +18,8 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.manager import JobManager
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
-from mlxpool.common.protocol import job_messages as messages
-from mlxpool.common.protocol.job_messages import AboutJob, Fetch, JobName, ListJobs, Submit
+from mlxpool.common.protocol.kept import job_messages as messages
+from mlxpool.common.protocol.kept.job_messages import AboutJob, Fetch, JobName, ListJobs, Submit
 from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import unpack_ids
 from support.core_harness import BOOT, ENTROPY, OWNER, Story, request_id

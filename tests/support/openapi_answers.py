@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-from mlxpool.gateway.answers import COMPONENTS
+from mlxpool.gateway.description.answers import COMPONENTS
 
 
 def validator(schema: Mapping[str, Any]) -> Draft202012Validator:

@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 import zmq
 
-from mlxpool.bench.firehose import Flood, environment
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.pools import serving, started
+from mlxpool.bench.traffic.firehose import Flood, environment
 from mlxpool.common.protocol import frames, from_client, to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
@@ -133,11 +133,11 @@ def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
         front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
         python = [sys.executable, "-m"]
-        command = [*python, "mlxpool.bench.relay", front, back]
+        command = [*python, "mlxpool.bench.traffic.relay", front, back]
         relay = stack.enter_context(started(command, folder / "relay.log"))
         counters = stack.enter_context(_counters(front, 1))
         counters[0].socket.send(b"hello")
-        command = [*python, "mlxpool.bench.firehose", back]
+        command = [*python, "mlxpool.bench.traffic.firehose", back]
         stack.enter_context(started(command, folder / "talker.log", environment(folder, flood)))
         arrived = partial(_arrived, counters, flood.streams * flood.tokens)
         return cost_of(counters, arrived, relay.pid, delays=delays)

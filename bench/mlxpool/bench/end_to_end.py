@@ -17,7 +17,7 @@ from typing import Any
 from mlxpool.bench import mlx_lm
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.pools import START_TIMEOUT, serving, started
-from mlxpool.bench.swarm import MODEL, Arrivals, Job, RoundFigures, run, summarise, text_of
+from mlxpool.bench.traffic.swarm import MODEL, Arrivals, Job, RoundFigures, run, summarise, text_of
 
 ENGINE, SERVER = "engine alone", "mlx_lm.server"
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion

@@ -19,7 +19,7 @@ from typing import Any
 
 from mlxpool.bench import checkpoint
 from mlxpool.bench.pools import START_TIMEOUT, interrupt_at_signals, serving
-from mlxpool.bench.swarm import MODEL, Arrivals, Job, run, summarise
+from mlxpool.bench.traffic.swarm import MODEL, Arrivals, Job, run, summarise
 from mlxpool.common.transport import question, sockets
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion

@@ -20,9 +20,9 @@ from mlxpool.cli.style import print_table
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line, escape_text
-from mlxpool.common.protocol import job_operations as asked
 from mlxpool.common.protocol.frames import ID_BYTES
-from mlxpool.common.protocol.job_messages import MAX_LISTED, READ, ListJobs
+from mlxpool.common.protocol.kept import job_operations as asked
+from mlxpool.common.protocol.kept.job_messages import MAX_LISTED, READ, ListJobs
 
 ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
 FORMAT = 1  # of the lines of an export

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import from_client, kept_questions, to_client
-from mlxpool.common.protocol.batch_messages import WaitForProgress
+from mlxpool.common.protocol import from_client, to_client
 from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.kept import kept_questions
+from mlxpool.common.protocol.kept.batch_messages import WaitForProgress
 
 # The others may wait for a model.
 ANSWERED_AT_ONCE = frozenset(

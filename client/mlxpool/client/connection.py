@@ -36,7 +36,7 @@ from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Content, Message
 from mlxpool.common.protocol.from_client import Ack, Cancel, Ping
-from mlxpool.common.protocol.job_messages import Fetch
+from mlxpool.common.protocol.kept.job_messages import Fetch
 from mlxpool.common.protocol.owners import encoded_for
 from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History

@@ -13,9 +13,9 @@ from mlxpool.client.request import Question, cancel, generate
 from mlxpool.common.checks import is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol.frames import ID_BYTES
-from mlxpool.common.protocol.job_messages import (
+from mlxpool.common.protocol.kept import job_messages as messages
+from mlxpool.common.protocol.kept.job_messages import (
     IDLE,
     AboutJob,
     Fetch,

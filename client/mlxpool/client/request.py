@@ -24,7 +24,7 @@ from mlxpool.common.protocol.from_client import (
     ListModels,
     ModelCall,
 )
-from mlxpool.common.protocol.job_messages import Fetch
+from mlxpool.common.protocol.kept.job_messages import Fetch
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Resume, check_size
 from mlxpool.common.protocol.to_client import Kept, ModelList

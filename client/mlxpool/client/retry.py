@@ -12,7 +12,7 @@ from enum import Enum
 
 from mlxpool.client.stream import Delta, Frame, StreamState
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
-from mlxpool.common.protocol.job_messages import JobAccepted
+from mlxpool.common.protocol.kept.job_messages import JobAccepted
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself

@@ -17,7 +17,7 @@ from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import PROMPT_KEY, Usage
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.job_messages import JobAccepted
+from mlxpool.common.protocol.kept.job_messages import JobAccepted
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed, StreamDelta
 from mlxpool.common.protocol.token_ids import unpack_ids

@@ -11,8 +11,8 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import check_tools
+from mlxpool.gateway.description.schemas import Schema, nullable
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.schemas import Schema, nullable
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]

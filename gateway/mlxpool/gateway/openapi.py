@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlxpool.gateway.answers import COMPONENTS
+from mlxpool.gateway.description.answers import COMPONENTS
+from mlxpool.gateway.description.schemas import ref
 from mlxpool.gateway.openai.batches.fields import FORM
 from mlxpool.gateway.operations.exchange import REQUEST_ID
 from mlxpool.gateway.route_spec import RouteSpec
-from mlxpool.gateway.schemas import ref
 
 DESCRIPTION = (
     "HTTP for a pool of mlxpool, in the formats of OpenAI, Anthropic and Ollama. In a request null"

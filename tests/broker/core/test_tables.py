@@ -22,7 +22,7 @@ from mlxpool.broker.workers import worker_states as workers
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.common.protocol.job_messages import Submit
+from mlxpool.common.protocol.kept.job_messages import Submit
 from mlxpool.common.protocol.packing import pack
 from support.core_requests import new_request
 from support.store_model import StoreModel

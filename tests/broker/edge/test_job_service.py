@@ -19,7 +19,7 @@ from mlxpool.broker.store.records import Refused, Result
 from mlxpool.broker.store.writer import Health, HealthState
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol.frames import decode
-from mlxpool.common.protocol.job_messages import Submit
+from mlxpool.common.protocol.kept.job_messages import Submit
 from support.core_harness import BOOT, request_id
 from support.store_model import StoreModel
 

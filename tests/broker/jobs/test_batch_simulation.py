@@ -18,7 +18,7 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.batch_operations import ReadBatch
 from mlxpool.broker.store.batch_records import BatchView
 from mlxpool.broker.store.records import JobState, Refused
-from mlxpool.common.protocol import batch_messages as messages
+from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.batch_harness import BatchStory, prompts
 from support.core_harness import FakeWorker

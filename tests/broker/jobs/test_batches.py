@@ -9,18 +9,24 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs import line_feeding
-from mlxpool.broker.jobs.batches import MAX_WATCHERS
-from mlxpool.broker.jobs.line_feeding import AHEAD, PORTION_LINES
+from mlxpool.broker.jobs.batches import line_feeding
+from mlxpool.broker.jobs.batches.line_feeding import AHEAD, PORTION_LINES
+from mlxpool.broker.jobs.batches.live_batches import MAX_WATCHERS
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, Refused
 from mlxpool.common.errors import Draining
-from mlxpool.common.protocol import batch_messages as messages
-from mlxpool.common.protocol import file_messages as files
-from mlxpool.common.protocol.batch_lines import Line, parse_line
-from mlxpool.common.protocol.batch_messages import ListBatches, SubmitBatch
-from mlxpool.common.protocol.file_messages import AboutFile, KeyName, ListFiles, PutFile, ReadFile
-from mlxpool.common.protocol.job_messages import ListJobs
+from mlxpool.common.protocol.kept import batch_messages as messages
+from mlxpool.common.protocol.kept import file_messages as files
+from mlxpool.common.protocol.kept.batch_lines import Line, parse_line
+from mlxpool.common.protocol.kept.batch_messages import ListBatches, SubmitBatch
+from mlxpool.common.protocol.kept.file_messages import (
+    AboutFile,
+    KeyName,
+    ListFiles,
+    PutFile,
+    ReadFile,
+)
+from mlxpool.common.protocol.kept.job_messages import ListJobs
 from support.batch_harness import BatchStory, jsonl, prompts
 from support.core_harness import BOB
 from support.stored_jobs import StoredJobs

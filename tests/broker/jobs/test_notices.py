@@ -13,7 +13,7 @@ from mlxpool.broker.jobs.actions import Post
 from mlxpool.broker.jobs.notices import FIRST_DELAY, MAX_DELAY, MAX_UNDER_WAY, retry_delay
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.job_messages import Notify, Submit
+from mlxpool.common.protocol.kept.job_messages import Notify, Submit
 from mlxpool.common.web_targets import Allowed
 from support.job_harness import JobStory
 

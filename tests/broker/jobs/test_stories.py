@@ -7,7 +7,7 @@ from typing import Any
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
-from mlxpool.common.protocol.job_messages import Fetch, JobName
+from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import OWNER, FakeWorker
 from support.job_harness import JobStory

@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import top_view
 from mlxpool.cli.commands.top import View
-from mlxpool.cli.top_view import COLUMNS, SORT_ORDERS, Row, cells, median, ordered, rows, summary
+from mlxpool.cli.screens import top_view
+from mlxpool.cli.screens.top_view import (
+    COLUMNS,
+    SORT_ORDERS,
+    Row,
+    cells,
+    median,
+    ordered,
+    rows,
+    summary,
+)
 
 BOUNDS = [0.1, 0.2, 0.4]
 

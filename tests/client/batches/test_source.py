@@ -13,7 +13,7 @@ import pytest
 from mlxpool.client.batches import source as source_of
 from mlxpool.client.batches.source import Part, Source
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.file_messages import PART_BYTES
+from mlxpool.common.protocol.kept.file_messages import PART_BYTES
 
 MODEL = {"model": "m"}
 

@@ -19,8 +19,8 @@ from mlxpool.common.errors import (
     StoreFull,
     UnknownJob,
 )
-from mlxpool.common.protocol.batch_messages import SubmitBatch
-from mlxpool.common.protocol.file_messages import DELETE, READ, PutFile
+from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
+from mlxpool.common.protocol.kept.file_messages import DELETE, READ, PutFile
 from mlxpool.common.protocol.token_ids import pack_ids
 
 LINES = [{"prompt": "a", "model": "m"}]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.batch_lines import (
+from mlxpool.common.protocol.frames import TEXT_AS_BLOB
+from mlxpool.common.protocol.kept.batch_lines import (
     DEFAULTS,
     MAX_LABEL,
     MAX_LINE,
@@ -19,7 +20,6 @@ from mlxpool.common.protocol.batch_lines import (
     check_defaults,
     parse_line,
 )
-from mlxpool.common.protocol.frames import TEXT_AS_BLOB
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.prompts import PackedPrompt
 from mlxpool.common.protocol.token_ids import pack_ids

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol import job_messages as jobs
 from mlxpool.common.protocol.frames import Header, Message
-from mlxpool.common.protocol.job_messages import (
+from mlxpool.common.protocol.kept import job_messages as jobs
+from mlxpool.common.protocol.kept.job_messages import (
     Fetch,
     JobAccepted,
     JobList,

@@ -13,9 +13,10 @@ from mlxpool.broker.core.events import AnswerLater
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.errors import Internal, JobsOff, PoolError
-from mlxpool.common.protocol import admin, frames, from_client, job_operations
+from mlxpool.common.protocol import admin, frames, from_client
 from mlxpool.common.protocol.frames import Content, Header, Message, encoded
-from mlxpool.common.protocol.job_messages import JOBS_OFF
+from mlxpool.common.protocol.kept import job_operations
+from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 log = logging.getLogger("mlxpool.broker")

@@ -19,9 +19,10 @@ from mlxpool.broker.security.keyring import may_name_owners
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError, Unauthorized
-from mlxpool.common.protocol import frames, from_client, kept_questions, owners
+from mlxpool.common.protocol import frames, from_client, owners
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
-from mlxpool.common.protocol.job_messages import JOBS_OFF
+from mlxpool.common.protocol.kept import kept_questions
+from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read

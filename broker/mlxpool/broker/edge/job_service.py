@@ -35,9 +35,10 @@ from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol import frames, job_operations
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Content, Header, encoded
 from mlxpool.common.protocol.from_client import Ack
+from mlxpool.common.protocol.kept import job_operations
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.transport.waker import Waker
 from mlxpool.common.web_targets import Allowed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mlxpool.broker.edge.job_service import JobService
 from mlxpool.common.errors import JobsOff
 from mlxpool.common.protocol.frames import Content
-from mlxpool.common.protocol.job_messages import JOBS_OFF
+from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mlxpool.broker.http.loop_queue import Fate
 from mlxpool.broker.http.operator_route import OperatorRoute
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol import job_messages, job_operations
+from mlxpool.common.protocol.kept import job_messages, job_operations
 
 log = logging.getLogger("mlxpool.broker")
 

@@ -9,7 +9,7 @@ from mlxpool.broker.jobs.job_states import phase_of
 from mlxpool.broker.store.records import JobView, Name, Refused, Scope
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.job_messages import JobName
+from mlxpool.common.protocol.kept.job_messages import JobName
 from mlxpool.common.protocol.packing import pack
 
 BUSY_RETRY_MS = 1000

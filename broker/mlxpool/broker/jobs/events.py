@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import job_operations
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.kept_questions import Question
+from mlxpool.common.protocol.kept import job_operations
+from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Done, Failed
 
 

@@ -15,7 +15,7 @@ from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store.operations import FeedNext
 from mlxpool.broker.store.records import Fed
-from mlxpool.common.protocol.job_messages import IDLE
+from mlxpool.common.protocol.kept.job_messages import IDLE
 
 WINDOW = 2  # times the places of ready workers
 FEED_BYTES = 64 * 1024 * 1024  # of requests that one operation takes

@@ -14,11 +14,11 @@ from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Action, Outbox
 from mlxpool.broker.jobs.active import ActiveJob
-from mlxpool.broker.jobs.batch_questions import BatchQuestions
-from mlxpool.broker.jobs.batches import Batches
+from mlxpool.broker.jobs.batches.batch_questions import BatchQuestions
+from mlxpool.broker.jobs.batches.file_questions import FileQuestions
+from mlxpool.broker.jobs.batches.live_batches import Batches
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.figures import JobFigures
-from mlxpool.broker.jobs.file_questions import FileQuestions
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.questions import Questions
@@ -38,9 +38,9 @@ from mlxpool.broker.store.records import (
     Swept,
 )
 from mlxpool.common.errors import DeadlineExceeded, Draining, PoolError, StoreUnavailable
-from mlxpool.common.protocol import batch_messages, file_messages, job_operations
-from mlxpool.common.protocol.job_messages import Fetch
-from mlxpool.common.protocol.kept_questions import Question
+from mlxpool.common.protocol.kept import batch_messages, file_messages, job_operations
+from mlxpool.common.protocol.kept.job_messages import Fetch
+from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Failed
 
 POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due

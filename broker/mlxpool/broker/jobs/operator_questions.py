@@ -25,8 +25,8 @@ from mlxpool.broker.store.records import (
     Verified,
 )
 from mlxpool.common.errors import Internal
-from mlxpool.common.protocol import job_operations as asked
-from mlxpool.common.protocol.job_messages import AboutJob
+from mlxpool.common.protocol.kept import job_operations as asked
+from mlxpool.common.protocol.kept.job_messages import AboutJob
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.to_client import Done
 from mlxpool.common.protocol.token_ids import unpack_ids

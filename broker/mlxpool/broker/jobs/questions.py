@@ -48,9 +48,9 @@ from mlxpool.common.errors import (
     PoolError,
     UnknownJob,
 )
-from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol import to_client
-from mlxpool.common.protocol.job_messages import (
+from mlxpool.common.protocol.kept import job_messages as messages
+from mlxpool.common.protocol.kept.job_messages import (
     AboutJob,
     JobAccepted,
     JobRequest,

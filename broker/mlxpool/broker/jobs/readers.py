@@ -29,7 +29,7 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.common.errors import BadRequest, DuplicateId, Gone, OverQuota, PoolError, SlowConsumer
 from mlxpool.common.protocol.deltas import Usage
-from mlxpool.common.protocol.job_messages import Fetch, JobAccepted
+from mlxpool.common.protocol.kept.job_messages import Fetch, JobAccepted
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.to_client import Done, Failed, Fate, StreamDelta
 

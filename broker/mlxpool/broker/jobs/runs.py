@@ -46,7 +46,7 @@ from mlxpool.broker.store.records import (
 from mlxpool.common.errors import Damaged, Internal, Poisoned, PoolError
 from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.from_client import Ack, Generate
-from mlxpool.common.protocol.job_messages import IDLE
+from mlxpool.common.protocol.kept.job_messages import IDLE
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed

@@ -33,7 +33,7 @@ from mlxpool.common.config.bounds import seconds as seconds_of
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
-from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES
+from mlxpool.common.protocol.kept.job_messages import IDLE, JOB_STATES
 
 if TYPE_CHECKING:
     from mlxpool.client import Delta

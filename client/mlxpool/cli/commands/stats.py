@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.cli import stats_view
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import count
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.stats_view import RATE_SNAPSHOTS
+from mlxpool.cli.screens import stats_view
+from mlxpool.cli.screens.stats_view import RATE_SNAPSHOTS
 from mlxpool.cli.style import paint_of, width_of
 
 KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
@@ -78,8 +78,8 @@ class Pages:
 
 def _watch(options: argparse.Namespace) -> int:
     # Here and not above: `stats` alone starts faster without.
-    from mlxpool.cli.terminal import screen
-    from mlxpool.cli.watch import Subscription, snapshots
+    from mlxpool.cli.screens.terminal import screen
+    from mlxpool.cli.screens.watch import Subscription, snapshots
 
     if options.json:
         for snapshot in snapshots(options.admin_target, options.count):

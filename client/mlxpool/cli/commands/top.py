@@ -7,12 +7,19 @@ import sys
 from collections import deque
 from typing import Any
 
-from mlxpool.cli import top_view
 from mlxpool.cli.columns import joined
 from mlxpool.cli.formatting import count
 from mlxpool.cli.json_text import json_text
+from mlxpool.cli.screens import top_view
+from mlxpool.cli.screens.top_view import (
+    COLUMNS,
+    MAX_SNAPSHOTS,
+    SORT_ORDERS,
+    Row,
+    Snapshot,
+    SortOrder,
+)
 from mlxpool.cli.style import NOTE, Paint, paint_of, plain, table_lines
-from mlxpool.cli.top_view import COLUMNS, MAX_SNAPSHOTS, SORT_ORDERS, Row, Snapshot, SortOrder
 from mlxpool.common.escapes import escape_line
 
 KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
@@ -90,8 +97,8 @@ class View:
 def run(options: argparse.Namespace) -> int:
     """Show a page for each snapshot until `q`, Ctrl-C or the last of --count."""
     # Here and not above: the other commands start faster without.
-    from mlxpool.cli.terminal import screen
-    from mlxpool.cli.watch import Subscription, snapshots
+    from mlxpool.cli.screens.terminal import screen
+    from mlxpool.cli.screens.watch import Subscription, snapshots
 
     view = View(options.sort)
     if options.json:

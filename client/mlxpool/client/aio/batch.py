@@ -12,7 +12,7 @@ from mlxpool.client.batches import steps
 from mlxpool.client.batches.outcome import LineResult, is_too_long, line_result
 from mlxpool.client.stream import Result
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.batch_messages import CANCEL, READ, RELEASE, RETRY
+from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, RETRY
 
 
 class AsyncBatch:

@@ -19,8 +19,8 @@ from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
-from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+from mlxpool.common.protocol.kept.batch_messages import READ as READ_BATCH
+from mlxpool.common.protocol.kept.job_messages import READ, RELEASE, RETRY
 
 Answer = TypeVar("Answer")
 

@@ -9,8 +9,8 @@ from mlxpool.client.batches.source import Lines, Source
 from mlxpool.client.jobs import milliseconds
 from mlxpool.client.request import divide_options
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.batch_lines import DEFAULTS
-from mlxpool.common.protocol.job_messages import IDLE
+from mlxpool.common.protocol.kept.batch_lines import DEFAULTS
+from mlxpool.common.protocol.kept.job_messages import IDLE
 
 
 def source_and_settings(

@@ -12,8 +12,8 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.batch_lines import MAX_LINE, BadLine, parse_line
-from mlxpool.common.protocol.file_messages import PART_BYTES
+from mlxpool.common.protocol.kept.batch_lines import MAX_LINE, BadLine, parse_line
+from mlxpool.common.protocol.kept.file_messages import PART_BYTES
 
 Lines = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str | bytes]
 

@@ -16,9 +16,10 @@ from mlxpool.client.batches.outcome import Page
 from mlxpool.client.batches.source import Part, Source
 from mlxpool.client.request import Question
 from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, StoreUnavailable, UnknownJob
-from mlxpool.common.protocol import batch_messages as messages
-from mlxpool.common.protocol import file_messages as files
-from mlxpool.common.protocol.batch_messages import (
+from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
+from mlxpool.common.protocol.kept import batch_messages as messages
+from mlxpool.common.protocol.kept import file_messages as files
+from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     BatchList,
     ListBatches,
@@ -26,9 +27,8 @@ from mlxpool.common.protocol.batch_messages import (
     SubmitBatch,
     WaitForProgress,
 )
-from mlxpool.common.protocol.file_messages import AboutFile, KeyName, PutFile
-from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
-from mlxpool.common.protocol.job_messages import job_key
+from mlxpool.common.protocol.kept.file_messages import AboutFile, KeyName, PutFile
+from mlxpool.common.protocol.kept.job_messages import job_key
 
 KEY_BYTES = 8  # of a key that is drawn
 PATIENCE = 120  # times in a row that a busy store is asked again, about a second apart

@@ -12,7 +12,7 @@ from mlxpool.client.stream import Result
 from mlxpool.client.sync.calls import Caller
 from mlxpool.client.sync.stream import Stream
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.batch_messages import CANCEL, READ, RELEASE, RETRY
+from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, RETRY
 
 
 class Batch:

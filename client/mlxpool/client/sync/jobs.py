@@ -20,8 +20,8 @@ from mlxpool.client.sync.calls import Caller
 from mlxpool.client.sync.stream import Stream
 from mlxpool.common.closing import Closing
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
-from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+from mlxpool.common.protocol.kept.batch_messages import READ as READ_BATCH
+from mlxpool.common.protocol.kept.job_messages import READ, RELEASE, RETRY
 
 Answer = TypeVar("Answer")
 

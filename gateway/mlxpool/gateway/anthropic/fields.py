@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_STOP_BYTES, MAX_STOPS
 from mlxpool.common.protocol.chat import MAX_MESSAGES, MAX_TOOLS
-from mlxpool.gateway.field_checks import Body, RefusedFields
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.schemas import (
     ANY,
     FLAG,
     MAP,
@@ -21,6 +20,7 @@ from mlxpool.gateway.schemas import (
     one_of,
     option,
 )
+from mlxpool.gateway.field_checks import Body, RefusedFields
 
 ROLES = ("user", "assistant", "system")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlxpool.gateway.description.schemas import Schema, choice
+from mlxpool.gateway.description.schemas import integer as integers
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body, check_names
-from mlxpool.gateway.schemas import Schema, choice
-from mlxpool.gateway.schemas import integer as integers
 
 BRACKETS = "[]"  # behind the name of a field that has several values, as some clients write it
 

@@ -9,9 +9,19 @@ from typing import Any
 from mlxpool.common.answer_format import MAX_CHOICES
 from mlxpool.common.checks import shown
 from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.description.schemas import (
+    FLAG,
+    MAP,
+    NAME,
+    TEXT,
+    Schema,
+    choice,
+    described,
+    listed,
+    one_of,
+)
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.schemas import FLAG, MAP, NAME, TEXT, Schema, choice, described, listed, one_of
 
 JSON_SCHEMA = Body({"name": TEXT, "schema": MAP}, accepted={"strict": FLAG, "description": TEXT})
 RESPONSE_FORMAT = Body(

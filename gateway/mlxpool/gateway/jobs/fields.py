@@ -6,10 +6,9 @@ from mlxpool.common.options import CHECKS, MAX_DEADLINE_MS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.images import MAX_IMAGES
-from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES, MAX_KEEP_MS, MAX_LISTED
+from mlxpool.common.protocol.kept.job_messages import IDLE, JOB_STATES, MAX_KEEP_MS, MAX_LISTED
 from mlxpool.common.protocol.resume import MAX_TIME
-from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.schemas import (
     FLAG,
     MAP,
     NAME,
@@ -23,6 +22,7 @@ from mlxpool.gateway.schemas import (
     one_of,
     option,
 )
+from mlxpool.gateway.field_checks import Body
 
 MAX_NUMBER = 2**53  # of a job, of an end, of an id
 MAX_KEY = 256  # characters

@@ -11,7 +11,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_DEADLINE_MS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
-from mlxpool.common.protocol.job_messages import IDLE, MAX_KEEP_MS, job_key
+from mlxpool.common.protocol.kept.job_messages import IDLE, MAX_KEEP_MS, job_key
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.gateway import field_checks as fields

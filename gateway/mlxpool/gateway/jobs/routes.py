@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream
 from mlxpool.common.errors import JobRestarted, PoolError
-from mlxpool.common.protocol.job_messages import DEFAULT_LISTED, JOB_STATES, MAX_LISTED
+from mlxpool.common.protocol.kept.job_messages import DEFAULT_LISTED, JOB_STATES, MAX_LISTED
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation import queries

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
-from mlxpool.gateway.field_checks import Body, RefusedFields
-from mlxpool.gateway.generation import structured
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.schemas import (
     ANY,
     FLAG,
     MAP,
@@ -27,6 +25,8 @@ from mlxpool.gateway.schemas import (
     one_of,
     option,
 )
+from mlxpool.gateway.field_checks import Body, RefusedFields
+from mlxpool.gateway.generation import structured
 
 # field of `options` -> option of the pool
 OPTIONS: Mapping[str, str] = {

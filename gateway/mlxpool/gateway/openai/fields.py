@@ -21,10 +21,7 @@ from mlxpool.common.protocol.decisions import (
     MIN_TEMPERATURE,
 )
 from mlxpool.common.protocol.decisions import MAX_CHOICES as MAX_LABELS
-from mlxpool.gateway.field_checks import Body, RefusedFields
-from mlxpool.gateway.generation import structured
-from mlxpool.gateway.generation.sampling import MAX_CACHE_KEY
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.schemas import (
     ANY,
     FLAG,
     MAP,
@@ -39,6 +36,9 @@ from mlxpool.gateway.schemas import (
     one_of,
     option,
 )
+from mlxpool.gateway.field_checks import Body, RefusedFields
+from mlxpool.gateway.generation import structured
+from mlxpool.gateway.generation.sampling import MAX_CACHE_KEY
 
 MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
 MAX_TOP = 2**31 - 1

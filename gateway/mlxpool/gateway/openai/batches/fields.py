@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from mlxpool.gateway.description.schemas import NAME, TEXT, choice, described, integer
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.queries import page_fields
 from mlxpool.gateway.openai.responses_api.fields import METADATA
-from mlxpool.gateway.schemas import NAME, TEXT, choice, described, integer
 
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES)

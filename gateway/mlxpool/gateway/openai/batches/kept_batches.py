@@ -8,15 +8,15 @@ from typing import Any
 from mlxpool.client import AsyncClient, Result
 from mlxpool.client.batches.outcome import Page, is_too_long
 from mlxpool.common.errors import Gone, PoolError, UnknownJob
-from mlxpool.common.protocol import batch_messages as messages
-from mlxpool.common.protocol.batch_messages import (
+from mlxpool.common.protocol.kept import batch_messages as messages
+from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     BatchList,
     ListBatches,
     ReadOutcomes,
     SubmitBatch,
 )
-from mlxpool.common.protocol.file_messages import KeyName
+from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from mlxpool.client import AsyncClient
 from mlxpool.client.request import Question
 from mlxpool.common.errors import QueueFull, StoreUnavailable
-from mlxpool.common.protocol import file_messages as messages
-from mlxpool.common.protocol.file_messages import (
+from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
+from mlxpool.common.protocol.kept import file_messages as messages
+from mlxpool.common.protocol.kept.file_messages import (
     PART_BYTES,
     AboutFile,
     KeyName,
@@ -19,7 +20,6 @@ from mlxpool.common.protocol.file_messages import (
     PutFile,
     ReadFile,
 )
-from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.gateway.errors import HttpError
 
 ATTEMPTS = 60  # times in a row that a busy store is asked again, about a second apart

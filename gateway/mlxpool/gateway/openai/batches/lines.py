@@ -10,7 +10,8 @@ from typing import Any
 
 from mlxpool.client.request import divide_options
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.batch_lines import MAX_LABEL, BadLine, parse_line
+from mlxpool.common.protocol.kept.batch_lines import MAX_LABEL, BadLine, parse_line
+from mlxpool.gateway.description.schemas import MAP, NAME
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, template_messages
@@ -20,7 +21,6 @@ from mlxpool.gateway.openai import requests
 from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, RESPONSES
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
-from mlxpool.gateway.schemas import MAP, NAME
 
 ASKED = "asked"  # key of a line of the pool: what its answer is made with
 LINE = Body(

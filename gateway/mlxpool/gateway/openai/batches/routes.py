@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.common.errors import PoolError, UnknownJob
-from mlxpool.common.protocol.batch_messages import SubmitBatch
-from mlxpool.common.protocol.file_messages import KeyName
+from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
+from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
-from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.generation.queries import page_fields
-from mlxpool.gateway.openai.fields import ACCEPTED, COMMON
-from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.schemas import (
     ANY,
     FLAG,
     MAP,
@@ -23,6 +19,10 @@ from mlxpool.gateway.schemas import (
     listed,
     one_of,
 )
+from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.generation.queries import page_fields
+from mlxpool.gateway.openai.fields import ACCEPTED, COMMON
+from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"

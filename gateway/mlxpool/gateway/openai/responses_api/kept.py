@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlxpool.client.jobs import SubmittedJob
-from mlxpool.common.protocol.job_messages import MAX_NOTE
+from mlxpool.common.protocol.kept.job_messages import MAX_NOTE
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, response_id

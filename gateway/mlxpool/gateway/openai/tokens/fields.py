@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mlxpool.common.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from mlxpool.gateway.description.schemas import FLAG, NAME, TEXT, TOKEN_IDS, described, listed
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.openai.fields import CHAT_TEMPLATE_KWARGS, MESSAGE, TOOL
-from mlxpool.gateway.schemas import FLAG, NAME, TEXT, TOKEN_IDS, described, listed
 
 TOKENIZE = Body(
     {

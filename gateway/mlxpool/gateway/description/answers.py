@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlxpool.gateway.block_answers import ANTHROPIC, RESPONSES
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.block_answers import ANTHROPIC, RESPONSES
+from mlxpool.gateway.description.schemas import (
     COUNT,
     FLAG,
     MAP,

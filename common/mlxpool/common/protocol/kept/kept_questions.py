@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxpool.common.protocol import batch_messages, file_messages, job_messages
 from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.kept import batch_messages, file_messages, job_messages
 
 KINDS = job_messages.KINDS | file_messages.KINDS | batch_messages.KINDS
 Question = job_messages.Question | file_messages.Question | batch_messages.Question

@@ -8,8 +8,8 @@ from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.batch_rows import BatchSettings, batch_digest, file_id, outcome_row
-from mlxpool.broker.jobs.batches import CANCELLED_END, Batches, Watcher
+from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, batch_digest, file_id, outcome_row
+from mlxpool.broker.jobs.batches.live_batches import CANCELLED_END, Batches, Watcher
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
 from mlxpool.broker.store.batch_records import (
@@ -31,15 +31,15 @@ from mlxpool.common.errors import (
     PoolError,
     UnknownJob,
 )
-from mlxpool.common.protocol import batch_messages as messages
-from mlxpool.common.protocol.batch_messages import (
+from mlxpool.common.protocol.kept import batch_messages as messages
+from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     ListBatches,
     ReadOutcomes,
     SubmitBatch,
     WaitForProgress,
 )
-from mlxpool.common.protocol.file_messages import KeyName
+from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.common.protocol.packing import pack
 
 MAX_LIVE = 256  # batches of one owner that have not ended

@@ -13,16 +13,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mlxpool.broker.jobs.batch_rows import BatchSettings, failure_text
+from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, failure_text
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, job_digest
 from mlxpool.broker.store.batch_operations import AddLines
 from mlxpool.broker.store.batch_records import BatchView, Lines
 from mlxpool.broker.store.operations import Submit
 from mlxpool.broker.store.records import Scope
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.protocol.batch_lines import BadLine, Line, parse_line
 from mlxpool.common.protocol.frames import EXACT_BITS
 from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.kept.batch_lines import BadLine, Line, parse_line
 
 AHEAD = 1024  # jobs of a batch that wait or run, from which on no further lines become jobs
 PORTION_LINES = 128  # that one commit makes jobs of: about 10 ms of the store's thread

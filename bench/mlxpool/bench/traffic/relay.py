@@ -1,6 +1,8 @@
 """The peer of the broker: two ROUTER sockets, every message forwarded unchanged.
 
-python -m mlxpool.bench.relay FRONT BACK   # endpoints; the first client of FRONT gets all messages
+python -m mlxpool.bench.traffic.relay FRONT BACK   # endpoints
+
+The first client of FRONT gets all messages.
 """
 
 from __future__ import annotations

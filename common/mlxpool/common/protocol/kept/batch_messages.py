@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from mlxpool.common.checks import integer, is_integer, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.options import MAX_DEADLINE_MS
-from mlxpool.common.protocol.batch_lines import check_defaults
-from mlxpool.common.protocol.file_messages import KeyName
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
-from mlxpool.common.protocol.job_messages import IDLE, MAX_KEEP_MS, job_key, tenant_of
+from mlxpool.common.protocol.kept.batch_lines import check_defaults
+from mlxpool.common.protocol.kept.file_messages import KeyName
+from mlxpool.common.protocol.kept.job_messages import IDLE, MAX_KEEP_MS, job_key, tenant_of
 from mlxpool.common.protocol.packing import pack
 
 MAX_LINES = 10_000_000  # that a client can say a file has

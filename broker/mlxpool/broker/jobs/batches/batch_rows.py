@@ -13,7 +13,7 @@ from mlxpool.broker.jobs.terminals import terminal_of
 from mlxpool.broker.store.batch_records import BatchState, BatchView, FileView, LineOutcome
 from mlxpool.broker.store.records import ENDED, JobState, JobView
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol.batch_messages import SubmitBatch
+from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
 from mlxpool.common.protocol.packing import pack, unpack
 from mlxpool.common.protocol.to_client import Failed
 

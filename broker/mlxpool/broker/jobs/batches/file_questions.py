@@ -7,14 +7,15 @@ from collections.abc import Callable
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.batch_rows import file_id, file_row
+from mlxpool.broker.jobs.batches.batch_rows import file_id, file_row
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
 from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView
 from mlxpool.broker.store.records import Refused, Result, UnknownName
 from mlxpool.common.errors import DuplicateId, Internal, PoolError, UnknownJob
-from mlxpool.common.protocol import file_messages as messages
-from mlxpool.common.protocol.file_messages import (
+from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.kept import file_messages as messages
+from mlxpool.common.protocol.kept.file_messages import (
     AboutFile,
     FileRow,
     KeyName,
@@ -22,7 +23,6 @@ from mlxpool.common.protocol.file_messages import (
     PutFile,
     ReadFile,
 )
-from mlxpool.common.protocol.frames import Content
 
 
 class FileQuestions:

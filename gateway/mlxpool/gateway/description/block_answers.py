@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlxpool.gateway.schemas import (
+from mlxpool.gateway.description.schemas import (
     ANY,
     COUNT,
     FLAG,

@@ -2,7 +2,7 @@
 
 It runs in place of the broker's workers (see `environment`), or by itself for the bare relay:
 
-    python -m mlxpool.bench.firehose ENDPOINT   # FIREHOSE holds the Flood
+    python -m mlxpool.bench.traffic.firehose ENDPOINT   # FIREHOSE holds the Flood
 
 It waits for as many requests as the flood has streams, then sends. The text of a row is the
 monotonic time in ns at which it was sent.
@@ -34,7 +34,7 @@ SITECUSTOMIZE = f"""\
 import os
 
 if "{WORKER_VARIABLE}" in os.environ:
-    from mlxpool.bench import firehose
+    from mlxpool.bench.traffic import firehose
 
     firehose.serve()
 """

@@ -14,9 +14,9 @@ from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
-from mlxpool.broker.jobs.batch_rows import BatchSettings, batch_row, mark_of
+from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, batch_row, mark_of
+from mlxpool.broker.jobs.batches.line_feeding import PORTION_LINES, Check, Hunger, Portion
 from mlxpool.broker.jobs.feeding import Feeder
-from mlxpool.broker.jobs.line_feeding import PORTION_LINES, Check, Hunger, Portion
 from mlxpool.broker.jobs.terminals import packed_end
 from mlxpool.broker.store.batch_operations import (
     AddLines,
@@ -36,7 +36,7 @@ from mlxpool.broker.store.batch_records import (
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import JobView, Refused, Result
 from mlxpool.common.errors import OverQuota, PoolError, StoreUnavailable
-from mlxpool.common.protocol.batch_messages import BatchRow
+from mlxpool.common.protocol.kept.batch_messages import BatchRow
 from mlxpool.common.protocol.to_client import Done
 
 READ_INTERVAL = 0.1  # seconds between two looks at the counts of a batch

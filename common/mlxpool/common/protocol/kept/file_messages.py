@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from mlxpool.common.checks import flag, integer, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.frames import Content
-from mlxpool.common.protocol.job_messages import MAX_KEEP_MS, job_key, tenant_of
+from mlxpool.common.protocol.kept.job_messages import MAX_KEEP_MS, job_key, tenant_of
 
 PART_BYTES = 256 * 1024  # of a file that one message sends or reads
 MAX_FILE = 1024 * 1024 * 1024  # bytes

@@ -1,6 +1,6 @@
 """Runs many streams from several client processes, against the pool or an HTTP server.
 
-python -m mlxpool.bench.swarm   # in: a Job as JSON; out: the Arrivals of each stream
+python -m mlxpool.bench.traffic.swarm   # in: a Job as JSON; out: the Arrivals of each stream
 
 A process prints `ready`, then reads the time of the monotonic clock at which all start.
 """
@@ -89,7 +89,7 @@ def run(job: Job, processes: int) -> list[Arrivals]:
 
 def _child(job: Job, share: Sequence[int]) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name if __spec__ else "mlxpool.bench.swarm"],
+        [sys.executable, "-m", __spec__.name if __spec__ else "mlxpool.bench.traffic.swarm"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mlxpool.common.checks import integer, text
-from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol.frames import Content
-from mlxpool.common.protocol.job_messages import (
+from mlxpool.common.protocol.kept import job_messages as messages
+from mlxpool.common.protocol.kept.job_messages import (
     DEFAULT_LISTED,
     MAX_LISTED,
     MAX_NUMBER,

@@ -18,7 +18,7 @@ from mlxpool.common.checks import is_integer, shown
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
 from mlxpool.common.protocol import frames, images
 from mlxpool.common.protocol.frames import Header
-from mlxpool.common.protocol.job_messages import Submit
+from mlxpool.common.protocol.kept.job_messages import Submit
 from mlxpool.common.protocol.token_ids import pack_ids
 
 MAX_LINE = 4 * 1024 * 1024  # bytes of JSON

@@ -1,0 +1,1 @@
+"""Clients and workers of measurements: processes that send requests, or answer them at once."""

@@ -1,0 +1,1 @@
+"""Schemas of what the gateway takes and answers, for the OpenAPI document."""
