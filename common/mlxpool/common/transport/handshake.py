@@ -4,7 +4,7 @@ Two failures are certain, and libzmq connects no more after them: a broker that 
 so, and a greeting that was read whole names another mechanism than ours: one side has keys, the
 other has none. Every other failure is a connection that was closed in the handshake, after which
 libzmq connects again. A broker closes one so for a wrong server key, but so does everything that
-ends or breaks on the way, such as a proxy whose broker is restarted. A socket without keys therefore
+ends or breaks on the way, such as a proxy whose broker is restarted. A socket without keys
 concludes nothing from it: a broker with keys sends its greeting in one of the next attempts.
 """
 
