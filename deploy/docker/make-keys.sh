@@ -25,6 +25,7 @@ for name in worker gateway app; do
     {
         echo
         mlxpool keygen "$name" --role "$role" --folder "$folder/$name"
+        [ "$name" != gateway ] || echo "may_name_owners = true"
     } >>"$folder/broker/mlxpool.part"
     sed -n 's/^public = "\(.*\)"/\1/p' "$folder/broker/broker.key" >"$folder/$name/broker.pub"
 done

@@ -1,4 +1,4 @@
-"""Faults inside the engine of a worker process, which its interpreter's start puts there."""
+"""Faults inside a class of a worker process, which its interpreter's start puts there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from support.pool import with_path
 
-# `arm(engine)`, which the fault defines, is called with ModelEngine when its module was imported.
+# `arm(kind)`, which the fault defines, is called with the class when its module was imported.
 _WHEN_IMPORTED = """
 import importlib.abc, importlib.util, sys
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "mlxpool.worker.engine.model_engine":
+        if name != "MODULE":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -20,7 +20,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def run_and_arm(module):
             run(module)
-            arm(module.ModelEngine)
+            arm(module.CLASS)
 
         spec.loader.exec_module = run_and_arm
         return spec
@@ -29,10 +29,17 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def install_fault(folder: Path, fault: str) -> dict[str, str]:
+ENGINE = "mlxpool.worker.engine.model_engine", "ModelEngine"
+FOLLOWER = "mlxpool.worker.compute.follower", "Follower"
+
+
+def install_fault(folder: Path, fault: str, where: tuple[str, str] = ENGINE) -> dict[str, str]:
     """Writes a fault to `folder`; returns the environment in which processes have it.
 
-    `fault` is Python that defines `arm(engine)`, which changes methods of the class ModelEngine.
+    `fault` is Python that defines `arm(kind)`, which changes methods of the class `where`, given by
+    its module and its name.
     """
-    (folder / "sitecustomize.py").write_text(fault + _WHEN_IMPORTED)
+    module, name = where
+    hook = _WHEN_IMPORTED.replace("MODULE", module).replace("CLASS", name)
+    (folder / "sitecustomize.py").write_text(fault + hook)
     return {"PYTHONPATH": with_path(folder)}

@@ -17,11 +17,15 @@ from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.jobs import requests as jobs
+from mlxpool.gateway.jobs.fields import JOB
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai
+from mlxpool.gateway.openai.batches import requests as batches
+from mlxpool.gateway.openai.batches.fields import BATCH
 from mlxpool.gateway.openai.responses_api import requests as responses_api
 from mlxpool.gateway.openai.responses_api.fields import RESPONSE
 from mlxpool.gateway.openai.tokens import requests as tokens
@@ -60,6 +64,12 @@ PARSERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Body, dict[str, 
         anthropic.counted,
         anthropic_fields.COUNT_TOKENS,
         {"model": "m", "messages": HI},
+    ),
+    "/v1/jobs": (jobs.job, JOB, {"model": "m", "prompt": "x"}),
+    "/v1/batches": (
+        batches.new_batch,
+        BATCH,
+        {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"},
     ),
     "/tokenize": (tokens.tokenize, TOKENIZE, {"model": "m", "prompt": "x"}),
     "/detokenize": (tokens.detokenize, DETOKENIZE, {"model": "m", "tokens": [1]}),
@@ -110,6 +120,25 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),  # with stream_options
     "name": ("",),  # beside a model
     "model": (None,),  # `name` may stand in its place
+    "/v1/jobs prompt": (None,),  # one of three, and what goes with messages alone
+    "/v1/jobs messages": (
+        [{}],
+        [{"text": "x"}],
+        HI,
+        [{"role": "pope", "content": "x"}],
+        [TOOL],
+        [{"type": "web"}],
+    ),
+    "/v1/jobs tokens": ([0], [1, 2]),
+    "/v1/jobs think": (True, False, "low"),
+    "/v1/jobs tools": (
+        [{}],
+        [{"text": "x"}],
+        HI,
+        [{"role": "pope", "content": "x"}],
+        [TOOL],
+        [{"type": "web"}],
+    ),
     "/tokenize prompt": (None,),  # `messages` may stand in its place
     "/tokenize messages": (HI,),  # which does not go with a prompt
 }
@@ -128,7 +157,7 @@ def test_every_route_that_is_served_is_in_it(tmp_path: Path) -> None:
         for route in Gateway(settings).routes(PoolAccess(settings, AsyncClient(tmp_path)))
     }
     assert served - {*NOT_BUILT, "/{path}"} == set(DOCUMENT["paths"])
-    assert len({route.path for route in ROUTES}) == len(ROUTES)
+    assert len({(route.method, route.path) for route in ROUTES}) == len(ROUTES)
     ids = [each["operationId"] for path in DOCUMENT["paths"].values() for each in path.values()]
     assert len(set(ids)) == len(ids) == len(ROUTES)
 

@@ -17,6 +17,7 @@ import psutil
 
 from mlxpool.cli.admin import ask
 from mlxpool.client import Client
+from mlxpool.client.connection import Connection
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost
 
@@ -25,7 +26,9 @@ PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
 
 def reconnects(client: Client) -> int:
     """How often a client has replaced its connection since it last heard the broker."""
-    return client._connection.timer.reconnects
+    connection = client._connection
+    assert isinstance(connection, Connection)
+    return connection.timer.reconnects
 
 
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:

@@ -29,10 +29,14 @@ Send = Callable[[Sequence[bytes]], None]
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call. `peer` is the one that it was sent to; `due` is when it is sent again."""
+    """One call. `peer` is the one that it was sent to; `due` is when it is sent again.
+
+    `owner`: on whose behalf it is sent; "": of the client itself.
+    """
 
     kind: str
     parts: Sequence[bytes]
+    owner: str = ""
     replies: list[OnReply] = field(default_factory=list)
     peer: Peer = UNKNOWN_PEER
     sendings: int = 0
@@ -59,22 +63,20 @@ class Calls:
         """Whether the broker has sent its boot and link on this connection."""
         return self._peer != UNKNOWN_PEER
 
-    def ask(
-        self, ident: bytes, kind: str, parts: Sequence[bytes], on_reply: OnReply, now: float
-    ) -> None:
+    def ask(self, ident: bytes, call: Call, on_reply: OnReply, now: float) -> None:
         """Send a call; a second one with the same id gets the same answer."""
-        call = self._open.setdefault(ident, Call(kind, parts))
+        call = self._open.setdefault(ident, call)
         call.replies.append(on_reply)
         self._send(call, now)
 
-    def forget(self, ident: bytes) -> bool:
-        """Drop a call whose caller no longer waits; whether the broker has to be told."""
+    def forget(self, ident: bytes) -> Call | None:
+        """Drop a call whose caller no longer waits; returns it if the broker has to be told."""
         call = self._open.pop(ident, None)
-        return call is not None and call.kind in CANCELLABLE
+        return call if call is not None and call.kind in CANCELLABLE else None
 
-    def cancellable(self) -> list[bytes]:
-        """The ids of the open calls that a worker may be working on."""
-        return [ident for ident, call in self._open.items() if call.kind in CANCELLABLE]
+    def cancellable(self) -> list[tuple[bytes, Call]]:
+        """The open calls that a worker may be working on, with their ids."""
+        return [(ident, call) for ident, call in self._open.items() if call.kind in CANCELLABLE]
 
     def answer(self, message: Message, now: float) -> None:
         """Give an answer to the callers that wait for it."""

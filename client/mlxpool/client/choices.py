@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
-from mlxpool.client.connection import Connection
 from mlxpool.client.open_stream import OpenStream
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import reports_prompt
 from mlxpool.client.stream import Delta, Result
 from mlxpool.common.checks import is_integer, shown
@@ -118,7 +118,9 @@ def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
 class OpenChoices:
     """The open streams of all choices. `put` gets their items, on the connection's thread."""
 
-    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft], put: Put) -> None:
+    def __init__(
+        self, connection: AnyConnection, drafts: Sequence[GenerateDraft], put: Put
+    ) -> None:
         """Raises TooLarge or BadRequest if they cannot be sent; then none is."""
         self._connection = connection
         self._open: list[OpenStream] = []
@@ -187,7 +189,7 @@ class ChoicesStream(Closing):
     not finished. After the last delta `result` holds all completions.
     """
 
-    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
+    def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._choices = OpenChoices(connection, drafts, self._queue.put)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mlxpool.client.calls import Calls
+from mlxpool.client.calls import Call, Calls
 from mlxpool.client.dealer import Dealer
 from mlxpool.client.open_stream import OpenStream, front_endpoint
 from mlxpool.client.request import (
@@ -34,9 +34,10 @@ from mlxpool.client.stream import Delta, Frame, Result, StreamState, frame_of_ro
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized, from_body
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
-from mlxpool.common.protocol.frames import Content, Message, encoded
+from mlxpool.common.protocol.frames import Content, Message
 from mlxpool.common.protocol.from_client import Ack, Cancel, Ping
 from mlxpool.common.protocol.job_messages import Fetch
+from mlxpool.common.protocol.owners import encoded_for
 from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
 from mlxpool.common.transport.keys import Credentials
@@ -127,18 +128,23 @@ class Connection:
 
     # ---- commands of other threads ---------------------------------------------------------------
 
-    def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream:
-        """Send what begins a stream. Raises TooLarge or BadRequest if it cannot be sent."""
+    def open(
+        self, draft: Draft, deliver: Callable[[Delta | None], None], owner: str = ""
+    ) -> OpenStream:
+        """Send what begins a stream. Raises TooLarge or BadRequest if it cannot be sent.
+
+        `owner`: on whose behalf, see `AsyncClient.for_owner`.
+        """
         ident = os.urandom(frames.ID_BYTES)
         if isinstance(draft, Fetch):
             state = StreamState(ident, draft.start)
         else:
             state = StreamState(ident, reports=reports_prompt(draft), index=index_of(draft))
-        parts = encoded(draft, state.id, attempt=state.attempt)
+        parts = encoded_for(owner, draft, state.id, state.attempt)
         seconds = deadline_of(draft)
         deadline = None if seconds is None else time.monotonic() + seconds
         retry = StreamRetry(state, self._pace, is_durable(draft))
-        stream = OpenStream(state, retry, draft, deadline, deliver)
+        stream = OpenStream(state, retry, draft, deadline, deliver, owner=owner)
 
         def send() -> None:
             self._history.write("submit", id=state.id)
@@ -189,19 +195,23 @@ class Connection:
 
     def _cancel(self, stream: OpenStream) -> None:
         if self._streams.get(stream.state.id) is stream:
-            self._send(Cancel(), stream.state.id)
+            self._send(Cancel(), stream.state.id, stream.owner)
             stream.retry.cancel_sent(self.timer.now)
 
     def ask(
-        self, question: Question[Answer], on_reply: Callable[[Answer | PoolError], None]
+        self,
+        question: Question[Answer],
+        on_reply: Callable[[Answer | PoolError], None],
+        owner: str = "",
     ) -> None:
         """Send a call; `on_reply` gets the answer, or an error, on the connection's thread."""
         ident, kind = question.id, question.content.kind
-        parts = encoded(question.content, ident)
+        parts = encoded_for(owner, question.content, ident)
 
         def send() -> None:
             now = self.timer.now
-            self._calls.ask(ident, kind, parts, lambda reply: on_reply(question.answer(reply)), now)
+            call = Call(kind, parts, owner)
+            self._calls.ask(ident, call, lambda reply: on_reply(question.answer(reply)), now)
             if not self._calls.peer_known:
                 self._send(Ping())  # its `pong` tells which link has the call
             if kind == Cancel.kind and ident in self._streams:
@@ -213,8 +223,9 @@ class Connection:
         """Drop a call whose caller no longer waits; a worker stops working on it."""
 
         def send() -> None:
-            if self._calls.forget(question.id):
-                self._send(Cancel(), question.id)
+            call = self._calls.forget(question.id)
+            if call is not None:
+                self._send(Cancel(), question.id, call.owner)
 
         with contextlib.suppress(PoolError):  # `close` has cancelled everything
             self._do(send)
@@ -227,8 +238,10 @@ class Connection:
             while not self._closing.is_set():
                 self._turn()
             self._run_commands()  # such as the cancel of a stream left early
-            for ident in [*self._streams, *self._calls.cancellable()]:
-                self._send(Cancel(), ident)
+            for stream in self._streams.values():
+                self._send(Cancel(), stream.state.id, stream.owner)
+            for ident, call in self._calls.cancellable():
+                self._send(Cancel(), ident, call.owner)
             self._dealer.flush()
         finally:
             self._closing.set()
@@ -271,8 +284,8 @@ class Connection:
         while not self._commands.empty():
             self._commands.get()()
 
-    def _send(self, content: Content, ident: bytes | None = None) -> None:
-        self._dealer.send(encoded(content, ident))
+    def _send(self, content: Content, ident: bytes | None = None, owner: str = "") -> None:
+        self._dealer.send(encoded_for(owner, content, ident))
 
     def _acknowledge(self) -> None:
         """Send how many ids readers have taken, of the streams that this broker accepted."""
@@ -398,7 +411,7 @@ class Connection:
         if action is Action.SEND:
             self._send_again(stream, left)
         elif action is Action.CANCEL:
-            self._send(Cancel(), stream.state.id)
+            self._send(Cancel(), stream.state.id, stream.owner)
             stream.retry.cancel_sent(self.timer.now)
         elif action is Action.GIVE_UP:
             stream.state.error = BrokerLost(
@@ -413,7 +426,7 @@ class Connection:
         try:
             draft = sent_again(stream.draft, state, left)
             stream.retry.sent_again(self.timer.now)
-            parts = encoded(draft, state.id, attempt=state.attempt)
+            parts = encoded_for(stream.owner, draft, state.id, state.attempt)
         except PoolError as error:  # prompt and ids together became too large for a message
             state.error = error
             return

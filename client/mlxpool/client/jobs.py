@@ -26,6 +26,7 @@ from mlxpool.common.protocol.job_messages import (
     SubmitDraft,
     job_key,
 )
+from mlxpool.common.protocol.packing import unpack
 
 KEY_BYTES = 8  # of a key that is drawn
 
@@ -56,7 +57,8 @@ def submit(
     key: str | None,
     keep: float | None,
     not_before: float | None,
-    notify: str | None,
+    notify: str | None = None,
+    note: bytes = b"",
 ) -> Question[Job]:
     """Ask to take a job. Raises BadRequest for what cannot be sent."""
     given = dict(options)
@@ -70,6 +72,8 @@ def submit(
         settings["not_before"] = not_before
     if notify is not None:
         settings["notify"] = {"url": notify}
+    if note:
+        settings["note"] = note
     named = secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
     content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=named)
     return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
@@ -96,17 +100,40 @@ def name_of(job: JobRef) -> JobName:
     return JobName(id=messages.job_id(job)) if isinstance(job, bytes) else JobName(job_key(job))
 
 
-def fetch(job: JobRef, start: int, gen: int | None) -> Fetch:
+def fetch(job: JobRef, start: int, gen: int | None, steps: bool = False) -> Fetch:
     """The message that begins a reading. Raises BadRequest."""
     if not is_integer(start) or start < 0:
         raise BadRequest(f"start is {shown(start)}, must be the index of an id, 0 or more")
-    return Fetch(name_of(job), start, gen)
+    return Fetch(name_of(job), start, gen, steps=steps)
 
 
 def about(kind: str, job: JobRef) -> Question[dict[str, Any]]:
     """Ask for a job, or change it: `job`, `retry`, `release`; `cancel` has a fate as its answer."""
     return Question(
         os.urandom(ID_BYTES), AboutJob(kind, name_of(job)), lambda answer: dict(answer.body)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedJob:
+    """A job with what was submitted: the body of its `submit`, its blobs, and the note."""
+
+    row: Mapping[str, Any]
+    request: Mapping[str, Any]
+    blobs: tuple[bytes, ...]
+
+    @property
+    def note(self) -> bytes:
+        """What was kept with it for the client; b"" if nothing was."""
+        return bytes(self.request.get("note", b""))
+
+
+def submitted(job: JobRef) -> Question[SubmittedJob]:
+    """Ask for a job and what was submitted."""
+    return Question(
+        os.urandom(ID_BYTES),
+        AboutJob(messages.REQUEST, name_of(job)),
+        lambda answer: SubmittedJob(answer.body, unpack(answer.blobs[0]), answer.blobs[1:]),
     )
 
 
@@ -124,11 +151,13 @@ def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dic
 class Pages:
     """A list of jobs over as many answers as it takes; see `Client.jobs`."""
 
-    def __init__(self, after: int | None, state: str, limit: int, batch: str = "") -> None:
+    def __init__(
+        self, after: int | None, state: str, limit: int, batch: str = "", before: int = 0
+    ) -> None:
         self.rows: list[dict[str, Any]] = []
         self.complete = False
         self._after, self._state, self._limit, self._batch = after, state, limit, batch
-        self._before = 0
+        self._before = before
 
     def question(self) -> Question[JobList]:
         """Ask for the next rows."""

@@ -25,6 +25,7 @@ class OpenStream:
     deadline: float | None  # the user's own, in monotonic seconds
     deliver: Callable[[Delta | None], None]  # called on the connection's thread; None: the end
     read: int = 0  # ids that the reader has taken; written by its thread alone
+    owner: str = ""  # on whose behalf it was sent; "": of the client itself
     finished: bool = False  # the reader has seen the end, or has left; written by its thread alone
     acked: int = 0  # ids of which the broker knows that they arrived
 

@@ -35,6 +35,8 @@ class Delta:
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
     prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, if asked for
     index: int = 0  # of the choice, where a request has several
+    # of a job, if asked for: ids and characters of this delta up to the end of each of its steps
+    steps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Piece:
     facts: Facts | None = None
     complete: bool = True  # False: the message announced another number of ids
     prompt: tuple[Mapping[str, object], ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ def _parse_delta(message: Message) -> Piece:
         Facts.from_worker(facts) if facts else None,
         complete=body.get("n", len(ids)) == len(ids),
         prompt=prompt,
+        steps=tuple((int(ids), int(end)) for ids, end in body.get("steps") or ()),
     )
 
 
@@ -253,7 +257,8 @@ class StreamState:
         self.facts = self.facts or piece.facts
         if piece.ids or piece.prompt:
             self.barren_boots = 0
-        return Delta(piece.text, piece.ids, pos, piece.logprobs, piece.prompt, self.index)
+        steps = piece.steps
+        return Delta(piece.text, piece.ids, pos, piece.logprobs, piece.prompt, self.index, steps)
 
     def _takes_report(self, piece: Piece) -> bool:
         """Whether a piece goes on with the report of the prompt, which is whole before all ids."""

@@ -32,6 +32,7 @@ _WORDS = (
     "compute_tid",  # kernel ids of the compute thread and the main thread; 0: unknown
     "edge_tid",
     "edge_ns",  # monotonic; newest turn of the main thread's loop
+    "pid",  # of a rank behind the first of a group; 0: unknown
 )
 _INDEX = {name: index for index, name in enumerate(_WORDS)}
 SIZE = mmap.PAGESIZE
@@ -52,6 +53,7 @@ class ProgressReading:
     compute_tid: int = 0
     edge_tid: int = 0
     edge_ns: int = 0
+    pid: int = 0
 
 
 class Block:
@@ -110,6 +112,7 @@ class Block:
             words["compute_tid"],
             words["edge_tid"],
             words["edge_ns"],
+            words["pid"],
         )
 
     def close(self) -> None:

@@ -63,8 +63,38 @@ _OF_ANTHROPIC: Mapping[str, Schema] = {  # the clients of both interfaces list m
     "created_at": {"type": "string", "format": "date-time"},
     "max_input_tokens": {"type": ["integer", "null"]},
 }
+_NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
 OPENAI: Mapping[str, Schema] = {
     **RESPONSES,
+    "Job": record(
+        {"id": TEXT, "object": {"const": "job"}, "key": TEXT, "model": TEXT, "state": TEXT},
+        {
+            **dict.fromkeys(("seq", "gen", "ids", "attempts", "end_seq", "bytes", "line"), COUNT),
+            **dict.fromkeys(("deadline", "ended", "forget"), _NUMBER_OR_NULL),
+            "custom_id": TEXT,
+            **dict.fromkeys(("priority", "submitted", "due"), NUMBER),
+            "cause": TEXT,
+            "batch": TEXT,
+        },
+    ),
+    "JobList": record({"object": {"const": "list"}, "data": listed(ref("Job")), "next": COUNT}),
+    "JobEvent": record(
+        {},
+        {
+            "pos": COUNT,
+            "text": TEXT,
+            "ids": listed(COUNT),
+            "logprobs": listed(MAP),
+            "gen": COUNT,
+            "reason": TEXT,
+            "usage": MAP,
+            "seed": COUNT,
+            "complete": FLAG,
+            "code": TEXT,
+            "message": TEXT,
+        },
+    ),
+    "Deleted": record({"id": TEXT, "object": TEXT, "deleted": FLAG}),
     "Usage": _USAGE,
     "Error": record(
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -19,12 +19,17 @@ from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway.anthropic.routes import MessageRoutes
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
-from mlxpool.gateway.endpoint import READ, Endpoint, PreflightRecords, Surroundings
+from mlxpool.gateway.endpoint import READ, ByMethod, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
+from mlxpool.gateway.jobs.routes import JobRoutes
 from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.routes import OllamaRoutes
+from mlxpool.gateway.openai.batches.file_routes import FileRoutes
+from mlxpool.gateway.openai.batches.routes import BatchRoutes
+from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
 from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
 from mlxpool.gateway.openai.tokens.routes import TokenRoutes
@@ -34,7 +39,8 @@ from mlxpool.gateway.operation_routes import OperationRoutes
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.route_table import ANTHROPIC, NOT_BUILT, ROUTES, Call, RouteSpec, Services
+from mlxpool.gateway.route_spec import ANTHROPIC, Call, RouteSpec, Services
+from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Broker, Settings
 
 log = logging.getLogger("mlxpool.gateway")
@@ -57,7 +63,8 @@ class Gateway:
         self.keys = ApiKeys(settings.keys)
         self.drain = Drain()
         self.metrics = Metrics(version("mlxpool"), (route.shown_path for route in ROUTES))
-        access = AccessControl(self.keys, ConcurrencyLimit(settings.per_key))
+        limit = ConcurrencyLimit(settings.per_key)
+        access = AccessControl(self.keys, limit, names_owners=settings.names_owners)
         self.surroundings = Surroundings(access, self.drain, self.metrics, settings.access_log)
         self.app = Starlette(lifespan=self._lifespan, middleware=self._middleware())
         self.app.router.redirect_slashes = False
@@ -99,9 +106,14 @@ class Gateway:
     def routes(self, pool: PoolAccess) -> list[Route]:
         """All paths, in the order in which they are matched."""
         described = document(ROUTES, version("mlxpool"), keys=self.keys.required)
+        kept_responses = KeptResponseRoutes(pool)
         services = Services(
             OpenAIRoutes(pool),
-            ResponseRoutes(pool),
+            ResponseRoutes(pool, kept_responses),
+            kept_responses,
+            FileRoutes(pool),
+            BatchRoutes(pool),
+            JobRoutes(pool),
             VectorRoutes(pool),
             TokenRoutes(pool),
             MessageRoutes(pool),
@@ -109,15 +121,31 @@ class Gateway:
             ModelRoutes(pool),
             OperationRoutes(pool, self.drain, self.metrics, described),
         )
+        paths: dict[str, list[RouteSpec]] = {}
+        for route in ROUTES:
+            paths.setdefault(route.path, []).append(route)
         return [
-            *(self._served(route, services) for route in ROUTES),
+            *(Route(path, self._served(specs, services)) for path, specs in paths.items()),
             *(self._not_built(path) for path in NOT_BUILT),
         ]
 
-    def _served(self, spec: RouteSpec, services: Services) -> Route:
+    def _served(self, specs: Sequence[RouteSpec], services: Services) -> ByMethod:
+        """What answers a path, with these routes."""
+        methods = tuple(name for spec in specs for name in methods_of(spec))
+        found: dict[str, Endpoint] = {}
+        for spec in specs:
+            endpoint = self._endpoint(spec, methods, services)
+            found |= dict.fromkeys(methods_of(spec), endpoint)
+        return ByMethod(found)
+
+    def _endpoint(self, spec: RouteSpec, methods: tuple[str, ...], services: Services) -> Endpoint:
         async def answer(request: Request, response: ResponseWriter) -> bool:
-            await spec.serve(services, Call(request, {}, response))
-            return False
+            given = {} if spec.query is None else queries.checked(request.query_params, spec.query)
+            call = Call(request, {}, response, given)
+            if spec.stream is None and not spec.watched:
+                await spec.serve(services, call)
+                return False
+            return await cancel_on_disconnect(request.receive, lambda: spec.serve(services, call))
 
         async def answer_body(request: Request, response: ResponseWriter) -> bool:
             settings, any_type = self.settings, spec.interface.any_content_type
@@ -127,17 +155,15 @@ class Gateway:
             call = Call(request, body, response)
             return await cancel_on_disconnect(request.receive, lambda: spec.serve(services, call))
 
-        reads = spec.body is None
-        endpoint = Endpoint(
+        return Endpoint(
             self.surroundings,
             spec.shown_path,
-            READ if reads else ("POST",),
-            answer if reads else answer_body,
+            methods,
+            answer if spec.body is None else answer_body,
             spec.interface,
             public=spec.public,
             in_drain=spec.in_drain,
         )
-        return Route(spec.path, endpoint)
 
     def _not_built(self, path: str) -> Route:
         interface, advice = NOT_BUILT[path]
@@ -158,11 +184,16 @@ class Gateway:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "HEAD", "POST"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
         return [Middleware(PreflightRecords, surroundings=self.surroundings), cors]
+
+
+def methods_of(spec: RouteSpec) -> tuple[str, ...]:
+    """The methods of HTTP that a route answers."""
+    return READ if spec.method == "GET" else (spec.method,)
 
 
 async def _log_broker(pool: PoolAccess) -> None:

@@ -7,6 +7,7 @@ SIGHUP.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import hmac
 import logging
 import re
@@ -35,6 +36,8 @@ class Owner:
 
 
 NOBODY = Owner(b"", None)
+# The name of the owner on whose behalf the pool is asked in this task; "": of the gateway itself.
+asking: contextvars.ContextVar[str] = contextvars.ContextVar("asking", default="")
 
 
 class ApiKeys:
@@ -106,9 +109,13 @@ class AccessControl:
     name, so that a page in a browser cannot reach it by a foreign name for this address.
     """
 
-    def __init__(self, keys: ApiKeys, limit: ConcurrencyLimit) -> None:
+    def __init__(
+        self, keys: ApiKeys, limit: ConcurrencyLimit, *, names_owners: bool = False
+    ) -> None:
+        """`names_owners`: the pool is asked on behalf of the key's owner."""
         self._keys = keys
         self._limit = limit
+        self._names_owners = names_owners
 
     @contextlib.contextmanager
     def admitted(self, request: Request) -> Iterator[Owner]:
@@ -122,7 +129,11 @@ class AccessControl:
             message = "a known key is wanted: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
         with self._limit.request(owner.digest):
-            yield owner
+            before = asking.set(owner.name or "" if self._names_owners else "")
+            try:
+                yield owner
+            finally:
+                asking.reset(before)
 
 
 def _authorization(request: Request) -> str | None:

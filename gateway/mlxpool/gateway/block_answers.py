@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from mlxpool.gateway.schemas import (
     ANY,
     COUNT,
+    FLAG,
     MAP,
+    MAP_OR_NULL,
     NULL,
     TEXT,
     TEXT_OR_NULL,
@@ -20,6 +22,26 @@ from mlxpool.gateway.schemas import (
     one_of,
     record,
     ref,
+)
+
+# a list of OpenAI's without its data
+LIST: Mapping[str, Schema] = {
+    "object": {"const": "list"},
+    "first_id": TEXT_OR_NULL,
+    "last_id": TEXT_OR_NULL,
+    "has_more": FLAG,
+}
+
+_COUNT_OR_NULL: Schema = {"type": ["integer", "null"]}
+_BATCH_TIMES = (
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
 )
 
 # ---- OpenAI's Responses ----------------------------------------------------------------------
@@ -59,7 +81,9 @@ RESPONSES: Mapping[str, Schema] = {
             "object": {"const": "response"},
             "created_at": COUNT,
             "model": TEXT,
-            "status": choice("in_progress", "completed", "incomplete", "failed"),
+            "status": choice(
+                "queued", "in_progress", "completed", "incomplete", "failed", "cancelled"
+            ),
             "output": listed(ref("ResponseItem")),
             "error": one_of(record({"code": TEXT, "message": TEXT}), NULL),
             "incomplete_details": one_of(record({"reason": {"const": "max_output_tokens"}}), NULL),
@@ -67,10 +91,10 @@ RESPONSES: Mapping[str, Schema] = {
         },
         {
             **dict.fromkeys(_ECHOED, ANY),
-            "background": {"const": False},
-            "previous_response_id": NULL,
+            "background": FLAG,
+            "previous_response_id": TEXT_OR_NULL,
             "service_tier": TEXT,
-            "store": {"const": False},
+            "store": FLAG,
         },
     ),
     "ResponseItem": record(
@@ -108,8 +132,53 @@ RESPONSES: Mapping[str, Schema] = {
             "name": TEXT,
             "arguments": TEXT,
             "logprobs": listed(MAP),
+            "code": TEXT,
+            "message": TEXT,
+            "param": NULL,
         },
     ),
+    "File": record(
+        {
+            "id": TEXT,
+            "object": {"const": "file"},
+            "bytes": COUNT,
+            "created_at": COUNT,
+            "filename": TEXT,
+            "purpose": choice("batch", "batch_output"),
+            "status": TEXT,
+        },
+        {"expires_at": _COUNT_OR_NULL, "status_details": NULL},
+    ),
+    "FileList": record({**LIST, "data": listed(ref("File"))}),
+    "Batch": record(
+        {
+            "id": TEXT,
+            "object": {"const": "batch"},
+            "endpoint": TEXT,
+            "input_file_id": TEXT,
+            "completion_window": TEXT,
+            "status": choice(
+                "in_progress",
+                "finalizing",
+                "completed",
+                "failed",
+                "expired",
+                "cancelling",
+                "cancelled",
+            ),
+            "created_at": COUNT,
+            "request_counts": record({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+        },
+        {
+            "errors": one_of(record({"object": {"const": "list"}, "data": listed(MAP)}), NULL),
+            "output_file_id": TEXT_OR_NULL,
+            "error_file_id": TEXT_OR_NULL,
+            "metadata": MAP_OR_NULL,
+            **dict.fromkeys(_BATCH_TIMES, _COUNT_OR_NULL),
+        },
+    ),
+    "BatchList": record({**LIST, "data": listed(ref("Batch"))}),
+    "ResponseItems": record({**LIST, "data": listed(MAP)}),
 }
 
 # ---- Anthropic's Messages --------------------------------------------------------------------

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -36,7 +36,7 @@ from mlxpool.gateway.operations.exchange import (
     request_id,
 )
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.route_table import OPENAI, Interface
+from mlxpool.gateway.route_spec import OPENAI, Interface
 
 log = logging.getLogger("mlxpool.gateway")
 access_log = logging.getLogger("mlxpool.gateway.access")
@@ -186,6 +186,17 @@ class Endpoint:
         if not response.started:
             body = self._interface.error_body(error)
             await response.json(body, error.status, error.headers())
+
+
+class ByMethod:
+    """The ASGI application of a path: the endpoint of each method, one of them for all others."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+        self._other = next(iter(endpoints.values()))  # answers which methods there are
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._endpoints.get(scope["method"], self._other)(scope, receive, send)
 
 
 def _note_disconnect(response: ResponseWriter) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxpool.gateway.answers import COMPONENTS
+from mlxpool.gateway.openai.batches.fields import FORM
 from mlxpool.gateway.operations.exchange import REQUEST_ID
-from mlxpool.gateway.route_table import RouteSpec
+from mlxpool.gateway.route_spec import RouteSpec
 from mlxpool.gateway.schemas import ref
 
 DESCRIPTION = (
@@ -31,6 +32,9 @@ def document(routes: Iterable[RouteSpec], version: str, *, keys: bool) -> dict[s
                 "required": True,
                 "content": {"application/json": {"schema": ref(name)}},
             }
+        if route.reads_body:
+            form = {"multipart/form-data": {"schema": FORM.schema()}}
+            operation["requestBody"] = {"required": True, "content": form}
         paths.setdefault(route.shown_path, {})[route.method.lower()] = operation
     components: dict[str, Any] = {"schemas": schemas}
     if keys:
@@ -52,6 +56,10 @@ def _operation(route: RouteSpec, *, keys: bool) -> dict[str, Any]:
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in re.findall(r"{(\w+)}", route.shown_path)
+        ]
+        + [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in _query(route).items()
         ],
         "responses": {
             "200": _response("The answer.", _contents(route)),
@@ -63,6 +71,10 @@ def _operation(route: RouteSpec, *, keys: bool) -> dict[str, Any]:
     if keys:
         operation["security"] = [] if route.public else [{KEY_SCHEME: []}]
     return operation
+
+
+def _query(route: RouteSpec) -> Mapping[str, Any]:
+    return {} if route.query is None else {**route.query.honoured, **route.query.accepted}
 
 
 def _contents(route: RouteSpec) -> Mapping[str, Any]:

@@ -88,6 +88,11 @@ class Pools:
         """The client of the pool that this request's model was found in; else of the first."""
         return _chosen.get(self._pools[0]).client
 
+    @property
+    def first(self) -> AsyncClient:
+        """The client of the first pool."""
+        return self._pools[0].client
+
     async def all(self) -> list[ModelInfo]:
         """The models of all pools, read now; of one name that which takes requests.
 

@@ -6,157 +6,28 @@ operation_routes.py.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-from starlette.requests import Request
+from collections.abc import Mapping
 
 from mlxpool.gateway.anthropic import fields as anthropic
-from mlxpool.gateway.anthropic.bodies import error_body as anthropic_body
-from mlxpool.gateway.anthropic.routes import MessageRoutes
-from mlxpool.gateway.anthropic.stream import error_event as anthropic_event
-from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.jobs.fields import EVENTS, JOB, LISTED
 from mlxpool.gateway.ollama import fields as ollama
-from mlxpool.gateway.ollama.model_routes import ModelRoutes
 from mlxpool.gateway.ollama.responses import NDJSON
-from mlxpool.gateway.ollama.routes import OllamaRoutes
 from mlxpool.gateway.openai import fields as openai
-from mlxpool.gateway.openai.responses import error_event
-from mlxpool.gateway.openai.responses_api.fields import RESPONSE
-from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
-from mlxpool.gateway.openai.routes import OpenAIRoutes
+from mlxpool.gateway.openai.batches.fields import BATCH, BATCHES, FILES
+from mlxpool.gateway.openai.responses_api.fields import INPUT_ITEMS, RESPONSE, RETRIEVED
 from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
-from mlxpool.gateway.openai.tokens.routes import TokenRoutes
-from mlxpool.gateway.openai.vector_routes import VectorRoutes
-from mlxpool.gateway.operation_routes import OperationRoutes
+from mlxpool.gateway.route_spec import (
+    ANTHROPIC,
+    OLLAMA,
+    OPENAI,
+    OPERATIONS,
+    Interface,
+    Routes,
+    RouteSpec,
+)
 from mlxpool.gateway.server_sent_events import EVENT_STREAM
 
-Work: TypeAlias = Coroutine[Any, Any, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """An interface, and how it encodes an error: as a whole response, and at a stream's end."""
-
-    name: str
-    error_body: Callable[[HttpError], dict[str, Any]]
-    error_event: Callable[[HttpError], bytes]
-    error_schema: str  # the name of its schema
-    any_content_type: bool = False  # its clients need not say that they send JSON
-    id_header: str | None = None  # where its clients read the id of the request too
-
-
-OPENAI = Interface("OpenAI", HttpError.openai_body, error_event, "Error")
-ANTHROPIC = Interface(
-    "Anthropic", anthropic_body, anthropic_event, "AnthropicError", id_header="request-id"
-)
-OLLAMA = Interface(
-    "Ollama",
-    HttpError.ollama_body,
-    lambda error: f"{json.dumps(error.ollama_body())}\n".encode(),
-    "OllamaError",
-    any_content_type=True,
-)
-OPERATIONS = Interface("Operations", HttpError.openai_body, error_event, "Error")
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The objects whose methods answer requests."""
-
-    openai: OpenAIRoutes
-    responses: ResponseRoutes
-    vectors: VectorRoutes
-    tokens: TokenRoutes
-    anthropic: MessageRoutes
-    ollama: OllamaRoutes
-    ollama_models: ModelRoutes
-    operations: OperationRoutes
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request with its body, empty for GET, and what answers it."""
-
-    request: Request
-    body: Mapping[str, Any]
-    response: ResponseWriter
-
-
-@dataclass(frozen=True, slots=True)
-class RouteSpec:
-    """A method and a path. `answer` names the schema of the response.
-
-    `stream`: the content type of a streamed response, whose events or lines have the schema
-    `event`. `public`: needs no key. `in_drain`: is answered while the gateway drains.
-    """
-
-    method: str  # GET, which answers HEAD too, or POST
-    path: str
-    interface: Interface
-    summary: str
-    serve: Callable[[Services, Call], Work]
-    answer: str
-    body: Body | None = None
-    content_type: str = "application/json"
-    stream: str | None = None
-    event: str = ""
-    public: bool = False
-    in_drain: bool = False
-
-    @property
-    def shown_path(self) -> str:
-        """The path as documents and logs show it."""
-        return self.path.replace(":path}", "}")
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """Makes the routes of one interface."""
-
-    interface: Interface
-
-    def get(
-        self,
-        path: str,
-        summary: str,
-        method: Callable[[Services], Callable[[ResponseWriter], Work]],
-        answer: str,
-        **more: Any,
-    ) -> RouteSpec:
-        """A route of GET whose method needs nothing of the request."""
-        return self.get_with(path, summary, lambda to, c: method(to)(c.response), answer, **more)
-
-    def get_with(
-        self,
-        path: str,
-        summary: str,
-        serve: Callable[[Services, Call], Work],
-        answer: str,
-        **more: Any,
-    ) -> RouteSpec:
-        """A route of GET whose method needs a part of the request."""
-        return RouteSpec("GET", path, self.interface, summary, serve, answer, **more)
-
-    def post(
-        self,
-        path: str,
-        summary: str,
-        method: Callable[[Services], Callable[[Mapping[str, Any], ResponseWriter], Work]],
-        body: Body,
-        answer: str,
-        **more: Any,
-    ) -> RouteSpec:
-        """A route of POST whose method needs the body."""
-
-        def serve(to: Services, call: Call) -> Work:
-            return method(to)(call.body, call.response)
-
-        return RouteSpec("POST", path, self.interface, summary, serve, answer, body, **more)
+__all__ = ["ANTHROPIC", "NOT_BUILT", "OLLAMA", "OPENAI", "OPERATIONS", "ROUTES", "Interface"]
 
 
 def _events(event: str) -> dict[str, str]:
@@ -188,9 +59,99 @@ ROUTES: tuple[RouteSpec, ...] = (
         "/v1/completions", "The continuation of a text or of token ids.",
         lambda to: to.openai.completion, openai.COMPLETION, "Completion", **_events("Completion"),
     ),
-    of_openai.post(
+    of_openai.post_with(
         "/v1/responses", "The next items of a conversation.",
-        lambda to: to.responses.create, RESPONSE, "Response", **_events("ResponseEvent"),
+        lambda to, call: to.responses.create(call.body, call.response, call.idempotency),
+        "Response", body=RESPONSE, **_events("ResponseEvent"),
+    ),
+    of_openai.get_with(
+        "/v1/responses/{id}", "A response that is kept.",
+        lambda to, call: to.kept_responses.retrieve(call.id, call.query, call.response),
+        "Response", query=RETRIEVED, **_events("ResponseEvent"),
+    ),
+    of_openai.delete(
+        "/v1/responses/{id}", "Deletes a response that is kept.",
+        lambda to, call: to.kept_responses.delete(call.id, call.response), "Deleted",
+    ),
+    of_openai.post_with(
+        "/v1/responses/{id}/cancel", "Cancels a response in the background.",
+        lambda to, call: to.kept_responses.cancel(call.id, call.response), "Response",
+    ),
+    of_openai.get_with(
+        "/v1/responses/{id}/input_items", "The conversation that the model was given.",
+        lambda to, call: to.kept_responses.input_items(call.id, call.query, call.response),
+        "ResponseItems", query=INPUT_ITEMS,
+    ),
+    of_openai.post_with(
+        "/v1/files", "Keeps a file for a batch.",
+        lambda to, call: to.files.upload(call.request, call.response), "File",
+        reads_body=True,
+    ),
+    of_openai.get_with(
+        "/v1/files", "The files that were uploaded.",
+        lambda to, call: to.files.list(call.query, call.response), "FileList", query=FILES,
+    ),
+    of_openai.get_with(
+        "/v1/files/{id}", "A file.",
+        lambda to, call: to.files.retrieve(call.id, call.response), "File",
+    ),
+    of_openai.delete(
+        "/v1/files/{id}", "Deletes a file.",
+        lambda to, call: to.files.delete(call.id, call.response), "Deleted",
+    ),
+    of_openai.get_with(
+        "/v1/files/{id}/content", "The bytes of a file.",
+        lambda to, call: to.files.content(call.id, call.response), "",
+        content_type="application/jsonl", watched=True,
+    ),
+    of_openai.post_with(
+        "/v1/batches", "Has each line of a file answered.",
+        lambda to, call: to.batches.create(call.body, call.response, call.idempotency),
+        "Batch", body=BATCH,
+    ),
+    of_openai.get_with(
+        "/v1/batches", "Batches, newest first.",
+        lambda to, call: to.batches.list(call.query, call.response), "BatchList", query=BATCHES,
+    ),
+    of_openai.get_with(
+        "/v1/batches/{id}", "A batch.",
+        lambda to, call: to.batches.retrieve(call.id, call.response), "Batch",
+    ),
+    of_openai.post_with(
+        "/v1/batches/{id}/cancel", "Cancels a batch.",
+        lambda to, call: to.batches.cancel(call.id, call.response), "Batch",
+    ),
+    of_openai.post_with(
+        "/v1/jobs", "A completion that is made whoever is there to read it.",
+        lambda to, call: to.jobs.submit(call.body, call.response, call.idempotency),
+        "Job", body=JOB,
+    ),
+    of_openai.get_with(
+        "/v1/jobs", "Jobs, newest first; with `after` those that ended since.",
+        lambda to, call: to.jobs.list(call.query, call.response), "JobList", query=LISTED,
+    ),
+    of_openai.get_with(
+        "/v1/jobs/{id}", "One job, by its id or its key.",
+        lambda to, call: to.jobs.read(call.id, call.response), "Job",
+    ),
+    of_openai.get_with(
+        "/v1/jobs/{id}/events", "The output of a job, from any id, while it is made and later.",
+        lambda to, call: to.jobs.events(
+            call.id, call.query, call.request.headers.get("last-event-id"), call.response
+        ),
+        "", content_type="text/plain", query=EVENTS, **_events("JobEvent"),
+    ),
+    of_openai.post_with(
+        "/v1/jobs/{id}/cancel", "Cancels a job.",
+        lambda to, call: to.jobs.cancel(call.id, call.response), "Job",
+    ),
+    of_openai.post_with(
+        "/v1/jobs/{id}/retry", "Lets a job that is dead or expired be tried again.",
+        lambda to, call: to.jobs.retry(call.id, call.response), "Job",
+    ),
+    of_openai.post_with(
+        "/v1/jobs/{id}/release", "Deletes the result of a job that has ended.",
+        lambda to, call: to.jobs.release(call.id, call.response), "Job",
     ),
     of_openai.post(
         "/v1/embeddings", "A vector for each text.",
@@ -286,9 +247,8 @@ ROUTES: tuple[RouteSpec, ...] = (
 # path -> (its interface, what to do instead); these answer 501
 _TEXT_ONLY = "models give text and vectors only"
 _CONFIGURED = "models are folders that the pool is configured with (docs/models.md)"
-_UNKEPT = "nothing is kept between requests; /tokenize counts tokens"
+_UNKEPT = "go on with previous_response_id of /v1/responses"
 NOT_BUILT: Mapping[str, tuple[Interface, str]] = {
-    "/v1/responses/{id}": (OPENAI, _UNKEPT),
     "/v1/conversations": (OPENAI, _UNKEPT),
     "/v1/messages/batches": (ANTHROPIC, "send each request to /v1/messages"),
     "/v1/moderations": (OPENAI, "use /v1/classify with a model that classifies texts"),

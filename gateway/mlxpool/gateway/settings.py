@@ -28,6 +28,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 11434  # that of Ollama, where its clients look for it; 0: any free port
     keys: Path | None = None  # a file of bearer keys; None: requests need no key
+    name_owners: bool | None = None  # tell the brokers whose key asks; None: over ipc only
     max_body: int = 8 * 2**20  # bytes of a request body
     max_connections: int | None = None  # open at once; None: what RLIMIT_NOFILE leaves room for
     header_time: float = 10.0  # seconds until the headers of a request must have arrived
@@ -46,6 +47,14 @@ class Settings:
         """The brokers of the pools, at least one."""
         return self.remote or (Broker(sockets.ipc(self.run_dir or default_run_dir(), "front")),)
 
+    @property
+    def names_owners(self) -> bool:
+        """Whether the brokers are told whose key asks."""
+        if self.name_owners is None:
+            local = all(broker.endpoint.startswith("ipc://") for broker in self.brokers)
+            return self.keys is not None and local
+        return self.name_owners
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, must be from 0 to 65535")
@@ -53,6 +62,8 @@ class Settings:
             raise ValueError(
                 f"host {self.host!r} is open to others: name the keys that may ask with --keys FILE"
             )
+        if self.name_owners and self.keys is None:
+            raise ValueError("without keys there are no owners to name: give --keys FILE too")
         for name in (
             "max_body", "max_connections", "header_time", "body_time", "keep_alive", "deadline",
             "per_key", "broker_grace",

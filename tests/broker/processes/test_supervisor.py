@@ -346,3 +346,37 @@ def test_each_slot_has_files_of_its_own(nursery: Nursery) -> None:
     slots = ("a/b/0", "a-b/0", "a%2Fb/0", "a/0", "a-0/0")
     assert len({nursery.supervisor.log_path(slot) for slot in slots}) == len(slots)
     assert nursery.supervisor.log_path("org/name/0").name == "org%2Fname-0.log"
+
+
+RANK = (
+    "import json, os, sys; from mlxpool.common.progress import Block;"
+    f" settings = json.loads(os.environ['{WORKER_VARIABLE}']);"
+    " block = Block.open(settings['rank_block_fds'][0]); block.write('phase', 4);"
+    " block.write('pid', os.getpid()); print('up', flush=True); sys.stdin.read()"
+)
+
+
+def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
+    """Here the process that writes the block of rank 1 is rank 0 itself."""
+    nursery.config = replace(
+        nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
+    )
+    child = nursery.start(RANK)
+    (other,) = nursery.supervisor.observe("m/0").others
+    assert (other.look.pid, other.look.phase) == (child.pid, "decode")
+    assert other.rss > 0 and not other.stopped
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: nursery.supervisor.observe("m/0").others[0].stopped, "it is seen to be stopped")
+    os.kill(child.pid, signal.SIGKILL)
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+
+
+def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
+    """A rank has ended and another process has its pid: that one is not looked at."""
+    nursery.config = replace(
+        nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
+    )
+    nursery.start(RANK.replace("os.getpid()", str(os.getpid())))
+    (other,) = nursery.supervisor.observe("m/0").others
+    assert other.look.pid == os.getpid() and other.rss == 0

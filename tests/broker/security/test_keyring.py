@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from mlxpool.broker.security.keyring import Keyring
+from mlxpool.broker.security.keyring import Keyring, may_name_owners
 from mlxpool.common.config.schema import KeyConfig
 
 ALICE, BOB = "a" * 40, "b" * 40
@@ -48,3 +50,14 @@ def test_a_new_list_revokes_removed_and_changed_keys(
     ring = Keyring({"alice": KeyConfig("client", ALICE)})
     assert ring.replace(after) == revoked
     assert ring.replace(after) == {}
+
+
+def test_who_may_name_owners() -> None:
+    keys = {
+        "gateway": KeyConfig("client", ALICE, may_name_owners=True),
+        "bob": KeyConfig("client", BOB),
+    }
+    assert may_name_owners("key:gateway", keys)
+    assert may_name_owners(f"uid:{os.getuid()}", {}) and may_name_owners("uid:0", {})
+    for owner in ("key:bob", "key:nobody", "gateway", "for:gateway", "host:127.0.0.1", "uid:77777"):
+        assert not may_name_owners(owner, keys), owner

@@ -151,6 +151,43 @@ def test_more_memory_than_its_limit_ends_it_at_once() -> None:
     assert "out of memory: 5000000000 bytes resident, memory_limit 4000000000" in verdict.cause
 
 
+def group(seconds: int, first: ProgressReading, other: Sample) -> Watch:
+    """A group of two ranks after so many seconds in which neither moved."""
+    return still(seconds, first, others=(other,))
+
+
+def test_a_group_hangs_with_any_of_its_ranks() -> None:
+    """Rank 0 waits for nothing, so that it has no limit: rank 1 is what hangs."""
+    look = ProgressReading("decode", count=3)
+    verdict = judge(group(10, ProgressReading("idle"), Sample(look)), CONFIG, welcomed=True)
+    assert verdict.hung and verdict.own and verdict.dump
+    assert verdict.cause == "rank 1: hung in decode for 10.0 s"
+    assert not judge(group(4, look, Sample(look)), CONFIG, welcomed=True).suspect
+
+
+def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
+    look = ProgressReading("decode", count=3)
+    verdict = judge(group(10, look, Sample(look, stopped=True)), CONFIG, welcomed=True)
+    assert verdict.hung and not verdict.own and not verdict.dump
+    assert verdict.cause == "rank 1: stopped by a signal (SIGSTOP) for 10.0 s"
+
+
+def test_a_rank_that_moves_is_alive() -> None:
+    watch = Watch()
+    for n in range(20):
+        other = Sample(ProgressReading("decode", count=n))
+        watch.observe(Sample(ProgressReading("idle"), others=(other,)), 100.0 + n, 100.0 + n, 1.0)
+    assert not judge(watch, CONFIG, welcomed=True).suspect
+
+
+def test_the_memory_of_a_group_is_that_of_all_its_ranks() -> None:
+    look = ProgressReading("decode")
+    watch = still(1, look, rss=3 * 10**9, others=(Sample(look, rss=2 * 10**9),))
+    assert not judge(watch, CONFIG, welcomed=True, memory_limit=5 * 10**9).hung
+    verdict = judge(watch, CONFIG, welcomed=True, memory_limit=4 * 10**9)
+    assert verdict.hung and "5000000000 bytes resident" in verdict.cause
+
+
 def test_the_worse_of_two_ages_is_the_verdict() -> None:
     """9 s without progress of 5 is worse than 9 s without a beat of 10."""
     looks = [(100.0 + n, Sample(ProgressReading("decode", count=1))) for n in range(10)]

@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.compute.model_source import MIN_MODEL_CONTEXT, open_generator
+from mlxpool.worker.compute.model_source import MIN_MODEL_CONTEXT, open_generator, open_source
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -78,3 +78,22 @@ def test_an_engine_that_cannot_compute_the_model_is_refused(tmp_path: Path) -> N
         open_generator(ModelConfig(path=str(unknown), engine="mlx-lm"))
     with pytest.raises(ModelLoadFailed, match="model_type 'none', which is not supported"):
         open_generator(ModelConfig(path=str(unknown), engine="own"))
+
+
+def test_what_is_not_divided_between_devices_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="devices is 2, but the counting model is not"):
+        open_source(ModelConfig(path="builtin:counting", devices=2))
+    with pytest.raises(ModelLoadFailed, match="devices is 2, but a model of texts is not"):
+        open_source(ModelConfig(path="builtin:demo-embed", devices=2))
+    folder = write_checkpoint(tmp_path / "model")
+    with pytest.raises(ModelLoadFailed, match="deterministic = true is not built for devices = 2"):
+        open_source(ModelConfig(path=str(folder), devices=2, deterministic=True))
+    with pytest.raises(ModelLoadFailed, match=r"devices is 4, but .* num_key_value_heads 2"):
+        open_source(ModelConfig(path=str(folder), devices=4))
+
+
+def test_a_divided_model_is_that_of_one_device_to_clients(tmp_path: Path) -> None:
+    """So that its streams may go on in a worker with one device, and back."""
+    folder = str(write_checkpoint(tmp_path / "model"))
+    one, two = (open_source(ModelConfig(path=folder, devices=count)).opened for count in (1, 2))
+    assert (one.digest, one.context, one.vocab_size) == (two.digest, two.context, two.vocab_size)

@@ -29,10 +29,20 @@ def main() -> int:
     from mlxpool.common import logs
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    if config.rank:
+        return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)
     edge = build(config)
     parent_death.watch_stdin(edge.orphaned)
     return edge.run()
+
+
+def serve_rank(config: WorkerConfig) -> int:
+    """Run a rank of a group that another process leads. Returns its exit code."""
+    parent_death.watch_stdin(lambda: os._exit(0))
+    from mlxpool.worker.compute import rank_main
+
+    return rank_main.run(config)
 
 
 def build(config: WorkerConfig) -> Edge:
@@ -44,6 +54,7 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.common.trace import History
     from mlxpool.common.transport.keys import Credentials
     from mlxpool.common.transport.waker import Waker
+    from mlxpool.worker.compute import model_source
     from mlxpool.worker.compute.messages import MakeRoom, Reserve
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
@@ -53,6 +64,7 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.worker.process.link import Link
     from mlxpool.worker.process.preparations import service_of
     from mlxpool.worker.process.preparers import preparer_of
+    from mlxpool.worker.process.ranks import start_ranks
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
     from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
@@ -64,7 +76,9 @@ def build(config: WorkerConfig) -> Edge:
     credentials = Credentials.of(config.server_key, config.key)
     faults = faults_of(config, history)
     if not faults.site:
-        compute = Compute(config, progress, mailbox.post)
+        start_group = partial(start_ranks, config)
+        opener = partial(model_source.open_source, start_group=start_group)
+        compute = Compute(config, progress, mailbox.post, opener)
     else:
         compute = Compute(
             config, progress, mailbox.post, partial(open_source, faults=faults), begin_with(faults)

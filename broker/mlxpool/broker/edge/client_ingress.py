@@ -15,10 +15,11 @@ from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
+from mlxpool.broker.security.keyring import may_name_owners
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError
-from mlxpool.common.protocol import frames, from_client, kept_questions
+from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError, Unauthorized
+from mlxpool.common.protocol import frames, from_client, kept_questions, owners
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
 from mlxpool.common.protocol.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
@@ -26,6 +27,10 @@ from mlxpool.common.protocol.to_client import Failed
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
+NO_OWNERS = (
+    "may not ask on behalf of others: set may_name_owners = true in the section of its key, or"
+    " leave owner out"
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,14 +81,19 @@ class ClientIngress:
             self._counters.auth_failures += 1
             self._peers.disconnect(peer)
             return
-        if self._settings().quota_bytes and not self._check_quota(peer, parts, now):
+        charged = not may_name_owners(peer.owner, self._settings().keys)
+        if charged and not self._within_quota(peer, peer.owner, parts, now):
             return
         try:
             message = frames.decode(parts)
-            number, owner = peer.number, peer.owner
+            number, owner = peer.number, self._owner_of(peer, message)
+            if not charged and not self._within_quota(peer, owner, parts, now):
+                return
             question = question_of(number, owner, message, new_seed)
             event = None if question else event_of(number, owner, message, new_seed)
         except frames.Garbage as garbage:
+            if not charged and not self._within_quota(peer, peer.owner, parts, now):
+                return
             self._counters.bad_frames += 1
             self._refuse(peer, garbage.error, garbage.about, 0, now)
         except PoolError as error:
@@ -117,13 +127,28 @@ class ClientIngress:
             if jobs is not None and isinstance(event, ev.ClientAck):
                 jobs.acknowledged(event, now)
 
-    def _check_quota(self, peer: Peer, parts: list[bytes], now: float) -> bool:
+    def _owner_of(self, peer: Peer, message: Message) -> str:
+        """Who asks: the owner that the message names, else the peer's own.
+
+        Raises Unauthorized if the peer may not name owners.
+        """
+        named = owners.take_owner(message)
+        if named is None:
+            return peer.owner
+        if not may_name_owners(peer.owner, self._settings().keys):
+            raise Unauthorized(f"{owners.KEY}: {peer.owner} {NO_OWNERS}")
+        return named
+
+    def _within_quota(self, peer: Peer, owner: str, parts: list[bytes], now: float) -> bool:
         """Whether the owner may send so many bytes; if not, that was answered.
 
-        Only the header of a message over the quota is decoded. Small messages pass until the owner
-        has its maximal debt; then everything is dropped without an answer.
+        Of peers that may not name owners only the header of a message over the quota is decoded.
+        Small messages pass until the owner has its maximal debt; then everything is dropped without
+        an answer.
         """
-        limit, size, owner = self._settings().quota_bytes, sum(map(len, parts)), peer.owner
+        limit, size = self._settings().quota_bytes, sum(map(len, parts))
+        if not limit:
+            return True
         wait = self._bytes.wait(owner, limit, now)
         broke = self._bytes.broke(owner, limit, now)
         self._bytes.spend(owner, size, limit, now)

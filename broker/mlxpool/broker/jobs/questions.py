@@ -36,6 +36,7 @@ from mlxpool.broker.store.records import (
     Refused,
     Result,
     Scope,
+    StoredRequest,
     Submitted,
     UnknownName,
 )
@@ -49,7 +50,14 @@ from mlxpool.common.errors import (
 )
 from mlxpool.common.protocol import job_messages as messages
 from mlxpool.common.protocol import to_client
-from mlxpool.common.protocol.job_messages import AboutJob, JobAccepted, JobRow, ListJobs, Submit
+from mlxpool.common.protocol.job_messages import (
+    AboutJob,
+    JobAccepted,
+    JobRequest,
+    JobRow,
+    ListJobs,
+    Submit,
+)
 from mlxpool.common.protocol.packing import pack
 
 # What the state of a job does not allow, and what to do instead.
@@ -58,6 +66,7 @@ REFUSALS = {
     messages.RELEASE: "only an ended job has a result to release; cancel it first",
 }
 RUNNING = JobPhase.RUNNING.value
+READS = (messages.READ, messages.REQUEST)  # the kinds that change nothing
 ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
@@ -120,7 +129,7 @@ class Questions:
             digest,
             generate.kind,
             generate.model,
-            pack(message.request),
+            pack({**message.request, **({"note": message.note} if message.note else {})}),
             event.seed if drawn else generate.options.seed,
             message.blobs,
             message.priority,
@@ -244,7 +253,7 @@ class Questions:
     def _about(self, event: ev.Asked, message: AboutJob) -> None:
         """Look up, or change, a job; one that is named by its id is looked up first."""
         name = answers.name_of(event.owner, message.name)
-        if isinstance(name, Scope) and message.kind != messages.READ:
+        if isinstance(name, Scope) and message.kind not in READS:
             self._change(event, message, name)
             return
 
@@ -257,6 +266,8 @@ class Questions:
                 not event.operator and (job.scope.owner, job.scope.tenant) != mine
             ):
                 self._fail(event, answers.unknown(message.name))
+            elif message.kind == messages.REQUEST:
+                self._send_request(event, job)
             elif message.kind == messages.READ:
                 failures = result.failures if isinstance(result, History) else ()
                 told = [{"at": one.at, "cause": one.cause} for one in failures]
@@ -266,6 +277,21 @@ class Questions:
 
         reads = message.kind == messages.READ
         self._outbox.store(store.ReadHistory(name) if reads else store.ReadJob(name), then)
+
+    def _send_request(self, event: ev.Asked, job: JobView) -> None:
+        """Answer with what was submitted, unless it is deleted."""
+
+        def then(result: Result, now: float) -> None:
+            if isinstance(result, StoredRequest):
+                row = self._row(result.job)
+                self._send(event, JobRequest(row, result.request, result.blobs))
+            elif isinstance(result, KeyGone):
+                why = f"the result of the job {job.scope.key!r} was deleted"
+                self._fail(event, Gone(why))
+            else:
+                self._fail(event, _other_error(result))
+
+        self._outbox.store(store.ReadRequest(job.id), then)
 
     def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)

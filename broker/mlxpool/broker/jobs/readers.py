@@ -176,7 +176,8 @@ class Readers:
     def _read(self, reader: Reader, now: float) -> None:
         reader.reading, reader.behind = True, False
         name = reader.job or name_of(reader.owner, reader.fetch.name)
-        knows_gen = reader.began or (reader.told and reader.fetch.start > 0)
+        exact = reader.fetch.start > 0 or reader.fetch.steps
+        knows_gen = reader.began or (reader.told and exact)
         gen = reader.gen if knows_gen else reader.fetch.gen
         page = FetchPage(name, reader.sent, gen, PAGE_BYTES)
         self._outbox.store(page, partial(self._page, reader))
@@ -228,6 +229,8 @@ class Readers:
     def _send(self, reader: Reader, chunk: Chunk, now: float) -> None:
         logprobs = unpack(chunk.logprobs) if chunk.logprobs else []
         delta = StreamDelta(chunk.pos, [chunk.text], bytearray(chunk.ids), logprobs)
+        if reader.fetch.steps:
+            delta.steps = chunk.borders
         facts = None if reader.known is None else reader.known.facts
         if facts is not None and not reader.began:
             delta.facts = unpack(facts)

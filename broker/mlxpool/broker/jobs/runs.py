@@ -370,7 +370,8 @@ def _group(job: JobView) -> Group:
 def _message(fed: FedJob, left: float) -> Generate:
     """The `generate` of a job, which goes on from its durable ids. Raises PoolError, ValueError."""
     job = fed.job
-    message = Generate.parse(unpack(fed.request), fed.blobs)
+    request = {key: value for key, value in unpack(fed.request).items() if key != "note"}
+    message = Generate.parse(request, fed.blobs)
     facts = None if job.facts is None else Facts.from_worker(unpack(job.facts))
     resume = Resume(fed.ids, facts, job.seed) if fed.ids or facts is not None else None
     milliseconds = MAX_DEADLINE_MS if math.isinf(left) else math.ceil(left * 1000)

@@ -13,6 +13,7 @@ from mlxpool.common.config.schema import ModelConfig
 
 SHARED_SETTINGS = (  # that a worker is started with: names that share one must agree on them
     "context",
+    "devices",
     "memory_limit",
     "sequences",
     "batch",

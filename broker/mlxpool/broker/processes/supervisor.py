@@ -41,6 +41,7 @@ class Child:
     commanded: bool = False
     dumped: bool = False  # it was asked for its stacks
     used_token: str = ""  # opened the newest connection; valid until `welcome` has surely arrived
+    rank_blocks: tuple[Block, ...] = ()  # of a group: those of the ranks behind the first
 
     @property
     def pid(self) -> int:
@@ -112,6 +113,7 @@ class Supervisor:
         for_child.append(dump := os.open(dump_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
         block, block_fd = Block.create()
         for_child.append(block_fd)
+        rank_blocks, rank_fds = _rank_blocks(model.devices - 1, for_child)
         closed_at_exit, held_by_child = os.pipe()
         for_child.append(held_by_child)
         token = secrets.token_hex(16)
@@ -127,6 +129,7 @@ class Supervisor:
             number,
             prepare_limit=self.config.prepare_limit,
             log_level=self.config.log_level,
+            rank_block_fds=rank_fds,
         )
         if self.dial is not None:
             settings = replace(settings, dials=True, token="", **asdict(self.dial))
@@ -137,12 +140,13 @@ class Supervisor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=_environment(settings),
-                pass_fds=(held_by_child, block_fd, dump),
+                pass_fds=(held_by_child, block_fd, dump, *rank_fds),
                 start_new_session=True,
             )
         except OSError:
             os.close(closed_at_exit)
-            block.close()
+            for one in (block, *rank_blocks):
+                one.close()
             raise
         exit_descriptor = closed_at_exit
         if not self.portable:
@@ -152,6 +156,7 @@ class Supervisor:
         self.records.add(slot, process.pid)
         oom = os_process.oom_kills()
         child = Child(slot, token, process, exit_descriptor, block, dump_path, oom_kills=oom)
+        child.rank_blocks = rank_blocks
         self.children[slot] = child
         return child
 
@@ -201,6 +206,7 @@ class Supervisor:
             os_process.run_queue_wait_ns(pid, look.compute_tid or pid),
             os_process.run_queue_wait_ns(pid, look.edge_tid or pid),
             os_process.resident_bytes(pid),
+            tuple(_sample_of_rank(pid, block) for block in child.rank_blocks),
         )
 
     def dump_stacks(self, slot: str) -> None:
@@ -209,6 +215,8 @@ class Supervisor:
         if child is not None:
             child.dumped = True
             self._signal(child, signal.SIGUSR1)
+            for rank in filter(None, (_pid_of_rank(child.pid, one) for one in child.rank_blocks)):
+                _signal_rank(rank)
 
     def last_dump(self, slot: str) -> Path | None:
         """The newest file with stacks of a slot's workers."""
@@ -280,7 +288,8 @@ class Supervisor:
         if child.process.stdin is not None:
             child.process.stdin.close()
         look = child.block.read()
-        child.block.close()
+        for block in (child.block, *child.rank_blocks):
+            block.close()
         if child.dump_path.exists() and not child.dump_path.stat().st_size:
             child.dump_path.unlink()
         self.records.remove(slot)
@@ -302,6 +311,42 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         WORKER_VARIABLE: settings.to_environment(),
     }
+
+
+def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+    """The blocks of a group's other ranks; `for_child` collects their descriptors."""
+    blocks, descriptors = [], []
+    for _ in range(count):
+        block, descriptor = Block.create()
+        for_child.append(descriptor)
+        blocks.append(block)
+        descriptors.append(descriptor)
+    return tuple(blocks), tuple(descriptors)
+
+
+def _pid_of_rank(worker: int, block: Block) -> int:
+    """The process of a rank; 0: it has not begun, or has ended."""
+    pid = block.read().pid
+    try:  # in the worker's group, so that it is no other process that has its pid by now
+        return pid if pid > 1 and os.getpgid(pid) == worker else 0
+    except OSError:
+        return 0
+
+
+def _sample_of_rank(worker: int, block: Block) -> Sample:
+    """The state of a rank behind the first. It has no main thread that sends beats."""
+    look, pid = block.read(), _pid_of_rank(worker, block)
+    if not pid:
+        return Sample(look)
+    waited = os_process.run_queue_wait_ns(pid, look.compute_tid or pid)
+    return Sample(look, os_process.is_stopped(pid), waited, 0, os_process.resident_bytes(pid))
+
+
+def _signal_rank(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except OSError:
+        pass  # it has ended
 
 
 def _pidfd(process: subprocess.Popen[bytes]) -> int:

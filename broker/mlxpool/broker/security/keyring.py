@@ -7,12 +7,25 @@ list is refused at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 from mlxpool.common.config.schema import KeyConfig
 
 KEY = "key:"
 UID = "uid:"
+
+
+def may_name_owners(owner: str, keys: Mapping[str, KeyConfig]) -> bool:
+    """Whether a client may ask on behalf of owners that it names.
+
+    Besides keys with that setting the broker's own user and root may: what the broker has is in
+    files that they can read.
+    """
+    if owner.startswith(KEY):
+        key = keys.get(owner.removeprefix(KEY))
+        return key is not None and key.may_name_owners
+    return owner in (f"{UID}{os.getuid()}", f"{UID}0")
 
 
 class Keyring:

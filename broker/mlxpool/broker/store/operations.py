@@ -256,6 +256,14 @@ class ReadHistory(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRequest(Operation):
+    """Read what was submitted. Results: StoredRequest, KeyGone, UnknownName."""
+
+    writes: ClassVar[bool] = False
+    id: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class FetchPage(Operation):
     """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
 

@@ -256,6 +256,15 @@ class History(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRequest(Result):
+    """What was submitted: `request` and `blobs` are those of `Submit`."""
+
+    job: JobView
+    request: bytes
+    blobs: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Page(Result):
     """Output of a job from a step border on, in whole steps.
 

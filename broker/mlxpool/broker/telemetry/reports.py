@@ -110,6 +110,16 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "layout": beat.layout or None,
         "memory": beat.memory,
         "prefix": beat.prefix,
+        "ranks": [
+            {
+                "rank": rank,
+                "pid": one.pid or None,
+                "phase": one.phase,
+                "progress_age_ms": round(one.progress_age * 1000),
+                "rss": one.rss,
+            }
+            for rank, one in enumerate(worker.ranks, start=1)
+        ],
     }
 
 

@@ -20,6 +20,7 @@ from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers.liveness import Watch
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.protocol.from_worker import Beat
 
@@ -86,6 +87,16 @@ class ModelSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSnapshot:
+    """A rank behind the first of a group; `pid` 0: it has not begun."""
+
+    pid: int
+    phase: str
+    progress_age: float  # seconds since its progress counter moved
+    rss: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """A slot, and its worker where it has one. Times are seconds.
 
@@ -111,6 +122,7 @@ class WorkerSnapshot:
     host: str | None = None
     context: int | None = None
     beat: Beat | None = None  # the last one, or an empty one; None: there is no worker
+    ranks: tuple[RankSnapshot, ...] = ()  # of a group on this machine: those behind the first
 
     @property
     def shown_state(self) -> str:
@@ -298,7 +310,13 @@ def _worker(slot: Slot, now: float) -> WorkerSnapshot:
         host=None if hello is None else hello.host,
         context=None if hello is None else hello.context,
         beat=worker.beat,
+        ranks=tuple(_rank(watch) for watch in worker.watch.others),
     )
+
+
+def _rank(watch: Watch) -> RankSnapshot:
+    look = watch.sample.look
+    return RankSnapshot(look.pid, look.phase, watch.still, watch.sample.rss)
 
 
 def _load_seconds(worker: Worker) -> float | None:

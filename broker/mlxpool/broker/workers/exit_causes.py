@@ -59,6 +59,11 @@ def stopped_by_signal(seconds: float) -> str:
     return f"stopped by a signal (SIGSTOP) for {seconds:.1f} s"
 
 
+def of_rank(rank: int, cause: str) -> str:
+    """What happened to a rank behind the first of a group."""
+    return f"rank {rank}: {cause}"
+
+
 def wrong_position(sent: int, due: int) -> str:
     return f"it sent position {sent} where {due} was due"
 

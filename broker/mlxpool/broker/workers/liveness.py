@@ -8,7 +8,7 @@ was frozen itself condemns no worker.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlxpool.broker.workers import exit_causes
 from mlxpool.common.config.schema import PoolConfig
@@ -27,6 +27,12 @@ class Sample:
     compute_wait_ns: int = 0
     edge_wait_ns: int = 0
     rss: int = 0  # bytes
+    others: tuple[Sample, ...] = ()  # of a group: the ranks behind the first
+
+    @property
+    def all_rss(self) -> int:
+        """Bytes of all processes of the worker."""
+        return self.rss + sum(other.rss for other in self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Watch:
     still: float = 0.0
     silent: float = 0.0
     edge_still: float = 0.0
+    others: list[Watch] = field(default_factory=list)  # of the ranks behind the first
 
     def observe(self, sample: Sample, beat_at: float, now: float, tick: float) -> None:
         """Add a sample. `beat_at` is when the newest beat arrived."""
@@ -71,6 +78,9 @@ class Watch:
         self.silent = 0.0 if beat_at != self.beat_at else max(0.0, self.silent + edge)
         self.edge_still = 0.0 if edge_moved else max(0.0, self.edge_still + edge)
         self.beat_at = beat_at
+        self.others += [Watch() for _ in sample.others[len(self.others) :]]
+        for watch, other in zip(self.others, sample.others, strict=False):
+            watch.observe(other, 0.0, now, tick)
 
 
 def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
@@ -97,11 +107,28 @@ def limit_of(look: ProgressReading, config: PoolConfig) -> float:
 
 
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
-    """The worst verdict that the signals give. Before its welcome a worker owes no beats."""
-    sample, look = watch.sample, watch.sample.look
-    if 0 < memory_limit < sample.rss:
-        cause = exit_causes.over_memory_limit(sample.rss, memory_limit)
+    """The worst verdict that the signals give. Before its welcome a worker owes no beats.
+
+    A group is judged by all its ranks: when one stands still, the others wait for it.
+    """
+    rss = watch.sample.all_rss
+    if 0 < memory_limit < rss:
+        cause = exit_causes.over_memory_limit(rss, memory_limit)
         return Verdict(1.0, 0.5, cause, own=True, dump=False)
+    verdicts = [_of_process(watch, config, welcomed=welcomed)]
+    verdicts += [
+        replace(verdict, cause=exit_causes.of_rank(rank, verdict.cause))
+        for rank, other in enumerate(watch.others, start=1)
+        for verdict in (_of_process(other, config, welcomed=False),)
+    ]
+    # A process that was stopped makes the others of its group wait.
+    stopped = [verdict for verdict in verdicts if verdict.suspect and not verdict.own]
+    return max(stopped or verdicts, key=lambda verdict: verdict.age / verdict.limit)
+
+
+def _of_process(watch: Watch, config: PoolConfig, *, welcomed: bool) -> Verdict:
+    """The worst verdict of one process."""
+    sample, look = watch.sample, watch.sample.look
     compute = Verdict(
         watch.still,
         limit_of(look, config),

@@ -48,6 +48,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         " (none)",
     )  # fmt: skip
     gateway.add_argument(
+        "--name-owners", action="store_true",
+        help="tell a broker over tcp whose key asks; its settings have to let this gateway do so",
+    )  # fmt: skip
+    gateway.add_argument(
         "--trusted-proxy", action="append", default=[], metavar="ADDRESS",
         help="of a proxy whose X-Forwarded-For names the client, or a network such as 10.0.0.0/8;"
         " may be repeated (none)",
@@ -83,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
         drain_timeout=options.drain_timeout,
         cors_origins=tuple(options.cors_origin),
         trusted_proxies=tuple(options.trusted_proxy),
+        name_owners=options.name_owners or None,
         access_log=options.access_log,
     )
 

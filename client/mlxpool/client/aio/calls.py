@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mlxpool.client.aio.loop_calls import call_in_loop
 from mlxpool.client.batches.steps import Pause, Steps, Work
-from mlxpool.client.connection import Connection
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
 from mlxpool.common.errors import PoolError
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 class AsyncCaller:
     """The calls of a client over its connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: AnyConnection) -> None:
         self.connection = connection
 
     async def call(self, question: Question[Answer]) -> Answer:

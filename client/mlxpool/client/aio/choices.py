@@ -8,7 +8,7 @@ from functools import partial
 
 from mlxpool.client.aio.loop_calls import put_in_loop
 from mlxpool.client.choices import Choices, Item, OpenChoices
-from mlxpool.client.connection import Connection
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.stream import Delta
 from mlxpool.common.closing import AsyncClosing
 from mlxpool.common.protocol.from_client import GenerateDraft
@@ -20,7 +20,7 @@ class AsyncChoicesStream(AsyncClosing):
     Belongs to the event loop that started it.
     """
 
-    def __init__(self, connection: Connection, drafts: Sequence[GenerateDraft]) -> None:
+    def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         # The connection keeps what it delivers to: that must not be this object, see `__del__`.

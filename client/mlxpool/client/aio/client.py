@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import mlxpool.client.vectors as vectors
 from mlxpool.client.aio.calls import AsyncCaller
@@ -19,6 +20,7 @@ from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
 from mlxpool.client.images import Image
+from mlxpool.client.owner_connection import AnyConnection, OwnerConnection
 from mlxpool.client.request import (
     ChatTokens,
     Question,
@@ -35,6 +37,7 @@ from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Result
 from mlxpool.client.vectors import MAX_IN_FLIGHT, Inputs, Ranking, Vectors, joined, listed, ranked
 from mlxpool.common.options import GenerateOptions
+from mlxpool.common.protocol.owners import owner_name
 from mlxpool.common.transport.keys import Credentials
 
 Answer = TypeVar("Answer")
@@ -59,8 +62,22 @@ class AsyncClient(AsyncJobMethods):
         pace: Pace | None = None,
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
-        self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
+        self._connection: AnyConnection = Connection(
+            run_dir, endpoint, pace, Credentials.of(server_key, key)
+        )
         self._caller = AsyncCaller(self._connection)
+
+    def for_owner(self, owner: str) -> Self:
+        """This client on behalf of an owner: quotas, turns and jobs are those of the owner.
+
+        It shares the connection, so close this one alone. For gateways: the broker takes it of its
+        own user and of keys with `may_name_owners`, and answers others with Unauthorized. Raises
+        BadRequest unless `owner` is 1 to 200 printable characters.
+        """
+        named = copy.copy(self)
+        named._connection = OwnerConnection(self._connection, owner_name(owner))
+        named._caller = AsyncCaller(named._connection)
+        return named
 
     @overload
     def stream(

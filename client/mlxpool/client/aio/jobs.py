@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import mlxpool.client.jobs as jobs
 from mlxpool.client.aio.batch import AsyncBatch
@@ -14,19 +14,26 @@ from mlxpool.client.batches import steps
 from mlxpool.client.batches.settings import source_and_settings
 from mlxpool.client.batches.source import Lines
 from mlxpool.client.batches.steps import OnSent, drawn_key
-from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
-from mlxpool.client.jobs import Job, JobRef
+from mlxpool.client.jobs import Job, JobRef, SubmittedJob
+from mlxpool.client.owner_connection import AnyConnection
+from mlxpool.client.request import Question
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
+
+Answer = TypeVar("Answer")
 
 
 class AsyncJobMethods:
     """The methods of `AsyncClient` about requests that outlive it."""
 
     _caller: AsyncCaller
-    _connection: Connection
+    _connection: AnyConnection
+
+    async def ask(self, question: Question[Answer]) -> Answer:
+        """The answer to a question of the protocol. Raises PoolError."""
+        return await self._caller.call(question)
 
     async def submit(
         self,
@@ -40,6 +47,7 @@ class AsyncJobMethods:
         keep: float | None = None,
         not_before: float | None = None,
         notify: str | None = None,
+        note: bytes = b"",
         **options: Unpack[GenerateOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; see `Client.submit`."""
@@ -55,18 +63,27 @@ class AsyncJobMethods:
                 keep=keep,
                 not_before=not_before,
                 notify=notify,
+                note=note,
             )
         )
 
-    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> AsyncStream:
+    def fetch(
+        self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
+    ) -> AsyncStream:
         """Read a job, its key or its id; see `Client.fetch`."""
-        return AsyncStream(self._connection, jobs.fetch(job, start, gen))
+        return AsyncStream(self._connection, jobs.fetch(job, start, gen, steps))
 
     async def jobs(
-        self, *, after: int | None = None, state: str = "", limit: int = 0, batch: str = ""
+        self,
+        *,
+        after: int | None = None,
+        before: int = 0,
+        state: str = "",
+        limit: int = 0,
+        batch: str = "",
     ) -> list[dict[str, Any]]:
         """The jobs of this user, each a map; see `Client.jobs`."""
-        pages = jobs.Pages(after, state, limit, batch)
+        pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))
         return pages.rows
@@ -84,6 +101,10 @@ class AsyncJobMethods:
     async def job(self, job: JobRef) -> dict[str, Any]:
         """The map of one job; `failures` are what went wrong with it. Raises UnknownJob."""
         return await self._caller.call(jobs.about(READ, job))
+
+    async def submitted(self, job: JobRef) -> SubmittedJob:
+        """A job with what was submitted and its note. Raises UnknownJob, and Gone."""
+        return await self._caller.call(jobs.submitted(job))
 
     async def retry(self, job: JobRef) -> dict[str, Any]:
         """Let a job that is dead or expired be tried again, from the ids that it has."""

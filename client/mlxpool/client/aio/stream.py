@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mlxpool.client.aio.loop_calls import put_in_loop
-from mlxpool.client.connection import Connection
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Draft
 from mlxpool.client.stream import Delta, Result
 from mlxpool.common.closing import AsyncClosing
@@ -21,7 +21,7 @@ class AsyncStream(AsyncClosing):
     or the end of the object cancels what is not finished.
     """
 
-    def __init__(self, connection: Connection, draft: Draft) -> None:
+    def __init__(self, connection: AnyConnection, draft: Draft) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
         # The connection keeps what it delivers to: that must not be this object, see `__del__`.
@@ -37,6 +37,11 @@ class AsyncStream(AsyncClosing):
     def accepted(self) -> bool:
         """Whether a broker has accepted the request, or it was cancelled before."""
         return bool(self._open.state.boot or self._open.state.result)
+
+    @property
+    def gen(self) -> int | None:
+        """The generation of the job that is read; None: no job, or not yet known."""
+        return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from mlxpool.client.batches.steps import Pause, Steps, Work
-from mlxpool.client.connection import Connection
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 class Caller:
     """The calls of a client over its connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: AnyConnection) -> None:
         self.connection = connection
 
     def call(self, question: Question[Answer]) -> Answer:

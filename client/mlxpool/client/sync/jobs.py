@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import mlxpool.client.jobs as jobs
 from mlxpool.client.batches import steps
 from mlxpool.client.batches.settings import source_and_settings
 from mlxpool.client.batches.source import Lines
 from mlxpool.client.batches.steps import OnSent, drawn_key
-from mlxpool.client.connection import Connection
 from mlxpool.client.images import Image
-from mlxpool.client.jobs import Job, JobRef
+from mlxpool.client.jobs import Job, JobRef, SubmittedJob
+from mlxpool.client.owner_connection import AnyConnection
+from mlxpool.client.request import Question
 from mlxpool.client.sync.batch import Batch
 from mlxpool.client.sync.calls import Caller
 from mlxpool.client.sync.stream import Stream
@@ -22,12 +23,18 @@ from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.job_messages import READ, RELEASE, RETRY
 
+Answer = TypeVar("Answer")
+
 
 class JobMethods(Closing):
     """The methods of `Client` about requests that outlive it."""
 
     _caller: Caller
-    _connection: Connection
+    _connection: AnyConnection
+
+    def ask(self, question: Question[Answer]) -> Answer:
+        """The answer to a question of the protocol. Raises PoolError."""
+        return self._caller.call(question)
 
     def submit(
         self,
@@ -41,6 +48,7 @@ class JobMethods(Closing):
         keep: float | None = None,
         not_before: float | None = None,
         notify: str | None = None,
+        note: bytes = b"",
         **options: Unpack[GenerateOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; returns when it is on the disk.
@@ -53,7 +61,8 @@ class JobMethods(Closing):
         its end is posted (docs/jobs.md). The other arguments are those of `stream`, without those
         of the reading: `queue_ms`, `first_token_ms`, `window`, `batch`, `durable`. A job has no
         deadline unless `deadline_ms` gives one; `priority=-1` is for what may wait until nothing
-        else does. Raises JobsOff for a pool without `state_dir`,
+        else does. `note` is up to 64 KiB of the program's own that `submitted` returns. Raises
+        JobsOff for a pool without `state_dir`,
         DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
         and what `stream` raises.
         """
@@ -69,10 +78,13 @@ class JobMethods(Closing):
                 keep=keep,
                 not_before=not_before,
                 notify=notify,
+                note=note,
             )
         )
 
-    def fetch(self, job: JobRef, start: int = 0, gen: int | None = None) -> Stream:
+    def fetch(
+        self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
+    ) -> Stream:
         """Read a job, its key or its id: a stream of its ids from the one with the index `start`.
 
         It may be running, waiting or done, and read by others too. The stream goes on after the
@@ -82,10 +94,16 @@ class JobMethods(Closing):
         before `start`, at the border of a step. The errors of the job are raised where the stream
         is read; UnknownJob if there is none of this user.
         """
-        return Stream(self._connection, jobs.fetch(job, start, gen))
+        return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 
     def jobs(
-        self, *, after: int | None = None, state: str = "", limit: int = 0, batch: str = ""
+        self,
+        *,
+        after: int | None = None,
+        before: int = 0,
+        state: str = "",
+        limit: int = 0,
+        batch: str = "",
     ) -> list[dict[str, Any]]:
         """The jobs of this user, each a map: job, key, state, … (docs/protocol.md, `jobs`).
 
@@ -93,7 +111,7 @@ class JobMethods(Closing):
         since, in the order of their ends: pass the last `end_seq` that was seen, 0 at first, and
         no end is missed. `batch` is the key of a batch of whose lines the jobs are listed.
         """
-        pages = jobs.Pages(after, state, limit, batch)
+        pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
             pages.add(self._caller.call(pages.question()))
         return pages.rows
@@ -113,6 +131,10 @@ class JobMethods(Closing):
     def job(self, job: JobRef) -> dict[str, Any]:
         """The map of one job; `failures` are what went wrong with it. Raises UnknownJob."""
         return self._caller.call(jobs.about(READ, job))
+
+    def submitted(self, job: JobRef) -> SubmittedJob:
+        """A job with what was submitted and its note. Raises UnknownJob, and Gone."""
+        return self._caller.call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
         """Let a job that is dead or expired be tried again, from the ids that it has."""

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxpool.client.connection import Connection
+from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Draft
 from mlxpool.client.stream import Delta, Result
 from mlxpool.common.closing import Closing
@@ -19,7 +19,7 @@ class Stream(Closing):
     finished. After the last delta `result` holds the whole completion.
     """
 
-    def __init__(self, connection: Connection, draft: Draft) -> None:
+    def __init__(self, connection: AnyConnection, draft: Draft) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._open = connection.open(draft, self._queue.put)
@@ -28,6 +28,11 @@ class Stream(Closing):
     def id(self) -> bytes:
         """The request's id, 16 bytes."""
         return self._open.state.id
+
+    @property
+    def gen(self) -> int | None:
+        """The generation of the job that is read; None: no job, or not yet known."""
+        return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:

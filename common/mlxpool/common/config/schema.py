@@ -100,6 +100,9 @@ class ModelConfig:
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
     # Workers of this model.
     replicas: Annotated[int, Within(1, 64)] = 1
+    # Devices that hold one copy of it together, each a part; each worker is a group of so many
+    # processes.
+    devices: Annotated[int, Within(1, 64)] = 1
     # Not a setting by this name: `replicas` as a table; max is 0 if it is a number.
     scaling: Scaling = field(default_factory=Scaling)
     # That a worker takes of its machine, for `mlxpool ray`; -1: one where the cluster has any.
@@ -148,6 +151,8 @@ class KeyConfig:
     role: Annotated[str, OneOf(PEERS)]
     # 40 characters, as `mlxpool keygen` prints it.
     public: str
+    # Of a client: a gateway, which asks on behalf of owners that it names.
+    may_name_owners: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +294,12 @@ class WorkerConfig:
     orphan_grace: float = 60.0  # seconds without a broker until the worker ends
     prepare_limit: float = 5.0  # processor seconds, see PoolConfig
     log_level: str = "info"
+    rank_block_fds: Sequence[int] = ()  # of a group: as block_fd, of the ranks behind the first
+    rank: int = 0  # in a group; that of a process which rank 0 started is above 0, as what follows
+    plan_fd: int = -1  # the pipe on which passes come
+    hosts_fd: int = -1  # the file with the addresses of all ranks
+    group_port: int = 0
+    ready_fd: int = -1  # the pipe on which it says that it is about to join
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""
@@ -298,6 +309,7 @@ class WorkerConfig:
     def from_environment(cls, text: str) -> WorkerConfig:
         """Undo `to_environment`."""
         table = json.loads(text)
+        table["rank_block_fds"] = tuple(table["rank_block_fds"])
         return cls(model=ModelConfig.from_table(table.pop("model")), **table)
 
 

@@ -27,6 +27,7 @@ PLAIN = Bounds()
 WITH_IMAGES = Bounds(PLAIN.parts + MAX_IMAGES, MAX_IMAGE, MAX_TOTAL + MAX_IMAGE_TOTAL)
 BY_KIND: Mapping[str, Bounds] = {
     "generate": WITH_IMAGES,
+    "job_request": WITH_IMAGES,
     "submit": WITH_IMAGES,
     "work": WITH_IMAGES,
 }

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mlxpool.common.checks import integer, is_number, shown, text
+from mlxpool.common.checks import flag, integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.from_client import (
@@ -29,7 +29,8 @@ MAX_KEEP_MS = 366 * 24 * 3600 * 1000  # a year
 MAX_LISTED = 1000  # jobs in one answer
 DEFAULT_LISTED = 100
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
-JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "notify"})
+JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "notify", "note"})
+MAX_NOTE = 64 * 1024  # bytes that a client keeps with a job
 # Keys of a `generate` that are about its stream, which a job does not have.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
 JOBS_OFF = (
@@ -124,6 +125,7 @@ class Submit:
     `request` is the body of the `generate` that it holds and `blobs` are its blobs, as they came.
     `keep_ms` is how long the result is kept after the end, None: as the pool's settings say.
     `not_before` is a time in seconds since 1970, 0: at once. `priority` is IDLE to MAX_PRIORITY.
+    `note` is kept with the job for the client, see ReadRequest.
     """
 
     kind: ClassVar[str] = "submit"
@@ -136,6 +138,7 @@ class Submit:
     not_before: float = 0.0
     priority: int = 0
     notify: Notify | None = None
+    note: bytes = b""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Submit:
@@ -163,14 +166,23 @@ class Submit:
             float(not_before or 0),
             integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
             None if body.get("notify") is None else Notify.parse(body["notify"]),
+            _note(body),
         )
+
+
+def _note(body: Mapping[str, Any]) -> bytes:
+    note = body.get("note") or b""
+    if not isinstance(note, bytes) or len(note) > MAX_NOTE:
+        got = f"{len(note)} bytes" if isinstance(note, bytes) else shown(note)
+        raise BadRequest(f"note must be at most {MAX_NOTE} bytes, got {got}")
+    return note
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitDraft(GenerateDraft):
     """A `submit` as its user wrote it: the broker checks the values.
 
-    `settings` have keep_ms, not_before, priority and notify in addition.
+    `settings` have keep_ms, not_before, priority, notify and note in addition.
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -193,9 +205,11 @@ class Fetch(Content):
     start: int = 0
     gen: int | None = None
     window: int = DEFAULT_WINDOW
+    steps: bool = False  # tell where each step of the output ends
 
     def body(self) -> dict[str, Any]:
         body = {**self.name.body(), "from": self.start, "window": self.window}
+        body |= {"steps": True} if self.steps else {}
         return body if self.gen is None else {**body, "gen": self.gen}
 
     @classmethod
@@ -206,6 +220,7 @@ class Fetch(Content):
             integer(body, "from", 0, 2**31) or 0,
             integer(body, "gen", 0, 2**31),
             integer(body, "window", 1, MAX_WINDOW) or DEFAULT_WINDOW,
+            flag(body, "steps", False),
         )
 
 
@@ -266,7 +281,8 @@ class AboutJob(Content):
 
 
 READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
-JOB_CALLS = frozenset({READ, RETRY, RELEASE})  # `cancel` is of streams, too
+REQUEST = "job_request"  # asks for what was submitted
+JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # `cancel` is of streams, too
 KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
 
 Question = Submit | Fetch | ListJobs | AboutJob
@@ -338,6 +354,25 @@ class JobRow(Content):
 
     def body(self) -> dict[str, Any]:
         return dict(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest(Content):
+    """Answer to `job_request`: the map of a job, and as blobs its packed request and its blobs.
+
+    The request is the body of its `submit` with the note, without what the map has.
+    """
+
+    kind: ClassVar[str] = REQUEST
+    row: Mapping[str, Any]
+    packed: bytes
+    attached: tuple[bytes, ...] = ()
+
+    def body(self) -> dict[str, Any]:
+        return dict(self.row)
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (self.packed, *self.attached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ class StreamDelta(Content):
 
     The broker fills it step by step: a second object for each would cost the hot path. `pos`
     travels in the header, `size` (bytes of text, ids and log-probabilities) not at all. `facts`
-    come with the first ids of a worker, as the worker made them.
+    come with the first ids of a worker, as the worker made them. `steps` has for each step how many
+    ids and characters there are up to its end, where a reader of a job asked for it.
     """
 
     kind: ClassVar[str] = "delta"
@@ -64,6 +65,7 @@ class StreamDelta(Content):
     logprobs: list[Any] = field(default_factory=list)
     facts: dict[str, Any] | None = None
     size: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
 
     @property
     def text(self) -> str:
@@ -80,6 +82,8 @@ class StreamDelta(Content):
             body["logprobs"] = self.logprobs
         if self.facts is not None:
             body["facts"] = self.facts
+        if self.steps:
+            body["steps"] = [list(step) for step in self.steps]
         return body
 
     def blobs(self) -> tuple[bytes, ...]:

@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
+from mlxpool.gateway.auth import asking
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
@@ -25,6 +26,10 @@ from mlxpool.gateway.settings import Settings
 log = logging.getLogger("mlxpool.gateway")
 
 NO_TIMEOUT = 10.0**9  # seconds
+UNNAMED = (
+    "this gateway does not tell the broker whose key asks, so that every key could read what is"
+    " kept: start it with --name-owners, with a key that may_name_owners in the broker's settings"
+)
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
 
 
@@ -57,6 +62,14 @@ class ChoiceUpdate:
     logprobs: tuple[Mapping[str, Any], ...] = ()
     result: Result | None = None
     prompt: tuple[Mapping[str, Any], ...] = ()
+
+
+class Updates(Protocol):
+    """What has the updates of an answer."""
+
+    def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
+        """Every update of any choice; None for each `timeout` seconds without one."""
+        ...
 
 
 class Choice:
@@ -103,7 +116,7 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[Mapping[str, Any], ...]:
     return tuple(entry for delta in deltas for entry in delta.logprobs)
 
 
-def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
+def stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
     """The arguments with the deadline, and with messages in the template's form."""
     found = dict(request.arguments)
     if deadline is not None:
@@ -116,7 +129,7 @@ def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[st
 def _started(
     client: AsyncClient, request: ChoiceRequest, deadline: float | None
 ) -> list[AsyncStream]:
-    arguments = _stream_arguments(request, deadline)
+    arguments = stream_arguments(request, deadline)
     if request.n > 1:
         return client.streams(request.model, n=request.n, **arguments)
     stream: AsyncStream = client.stream(request.model, **arguments)
@@ -255,6 +268,12 @@ def milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else max(1, round(seconds * 1000))
 
 
+def _for_owner(client: AsyncClient) -> AsyncClient:
+    """The client, on behalf of the owner of the request that this task serves."""
+    owner = asking.get()
+    return client.for_owner(owner) if owner else client
+
+
 class PoolAccess:
     """What the routes share: the gateway's settings, its pools, their models."""
 
@@ -267,8 +286,18 @@ class PoolAccess:
 
     @property
     def client(self) -> AsyncClient:
-        """The client of the pool that this request's model was found in."""
-        return self.models.client
+        """The client of the pool that this request's model was found in, for its owner."""
+        return _for_owner(self.models.client)
+
+    @property
+    def keeper(self) -> AsyncClient:
+        """The client of the pool that keeps jobs and files: the first. They are of one owner alone.
+
+        Raises HttpError where the broker is not told whose key asks: all keys would share them.
+        """
+        if self.settings.keys is not None and not self.settings.names_owners:
+            raise HttpError(501, UNNAMED, "owners_not_named", retry=False)
+        return _for_owner(self.models.first)
 
     async def close(self) -> None:
         """Cancel what is in flight; the clients stay open."""
@@ -331,28 +360,35 @@ class StreamFormat:
 
 
 async def write_stream(
-    response: ResponseWriter, generation: Generation, encoding: StreamFormat
+    response: ResponseWriter, generation: Updates, encoding: StreamFormat
 ) -> list[Result] | None:
     """Write every update as it comes; returns the results by choice, None after an error.
 
     The response is opened with the first update or keep-alive, so that a request that is refused
     at once gets a status of its own. The caller closes the response after a success.
     """
-    results: dict[int, Result] = {}
     try:
-        async for update in generation.updates(encoding.keep_alive_interval):
-            data = encoding.keep_alive if update is None else encoding.update(update)
-            if not response.started:
-                await response.open(encoding.content_type)
-                data = encoding.head + data
-            if update is not None and update.result is not None:
-                results[update.choice] = update.result
-            if data:
-                await response.write(data)
+        return await write_updates(response, generation, encoding)
     except HttpError as error:
         if not response.started:
             raise
         await response.write(encoding.error(response.identified(error)))
         await response.close()
         return None
+
+
+async def write_updates(
+    response: ResponseWriter, generation: Updates, encoding: StreamFormat
+) -> list[Result]:
+    """Write every update as it comes; returns the results by choice. Raises HttpError."""
+    results: dict[int, Result] = {}
+    async for update in generation.updates(encoding.keep_alive_interval):
+        data = encoding.keep_alive if update is None else encoding.update(update)
+        if not response.started:
+            await response.open(encoding.content_type)
+            data = encoding.head + data
+        if update is not None and update.result is not None:
+            results[update.choice] = update.result
+        if data:
+            await response.write(data)
     return [results[number] for number in sorted(results)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,7 +23,7 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
     merged,
 )
-from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Generation
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates
 
 CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
 BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
@@ -84,8 +84,10 @@ class Step:
 class OutputBlocks:
     """The blocks of one answer, from its updates."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_id: Callable[[int], str] | None = None) -> None:
+        """`call_id` makes the id of the call with an index; None: drawn ones."""
         self.blocks: list[Block] = []
+        self._call_id = call_id or (lambda index: new_call_id())
         self._open: Block | None = None
         self._logprobs: list[Mapping[str, Any]] = []  # of text that the parser holds back
 
@@ -101,11 +103,11 @@ class OutputBlocks:
         for event in merged(update.events):
             steps += self._event(event, last=update.result is not None)
         if update.result is not None and self._open is not None:
-            self._open.cut = update.result.reason == "length"
+            self._open.cut = update.result.reason in ("length", "cancelled")
             steps += self._end()
         return steps
 
-    async def read(self, generation: Generation) -> Result:
+    async def read(self, generation: Updates) -> Result:
         """Read an answer to its end; returns its result. Raises HttpError."""
         result: Result | None = None
         async for update in generation.updates():
@@ -131,7 +133,7 @@ class OutputBlocks:
 
     def _begin(self, kind: Kind, name: str = "") -> list[Step]:
         steps = self._end()
-        id = new_call_id() if kind is Kind.CALL else ""
+        id = self._call_id(len(self.blocks)) if kind is Kind.CALL else ""
         self._open = block = Block(kind, len(self.blocks), id, name)
         self.blocks.append(block)
         return [*steps, Step(Action.BEGIN, block)]

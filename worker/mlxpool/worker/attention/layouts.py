@@ -252,7 +252,7 @@ class PagedLayout(Layout):
         super().__init__(shape, model, deterministic=deterministic)
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
-        self.store = PagedStore(self.pool)
+        self.store = self._make_store()
         self.name = "pool, own kernels" if reads else "pool"
         self.shares_arrays = not in_place
         self.blocks = blocks
@@ -263,6 +263,9 @@ class PagedLayout(Layout):
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)
+
+    def _make_store(self) -> PagedStore:
+        return PagedStore(self.pool)
 
     @property
     def free_blocks(self) -> int | None:

@@ -16,6 +16,8 @@ from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.groups.divisions import Part, part_of
+from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
@@ -76,27 +78,43 @@ class EncoderSource:
 def open_source(
     config: ModelConfig,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
+    start_group: StartGroup | None = None,
 ) -> ModelSource | EncoderSource:
-    """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used."""
+    """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used.
+
+    `start_group` starts the other processes of a model on several devices, when it is loaded.
+    """
     if config.path != COUNTING:
         files = open_files(locate(config))
         if is_encoder(files, config.task):
+            require_one_device(config, "a model of texts")
             return _encoder(files, config)
-    return open_generator(config, counting)
+    return open_generator(config, counting, start_group)
 
 
 def open_generator(
     config: ModelConfig,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
+    start_group: StartGroup | None = None,
 ) -> ModelSource:
     """Checks a model that generates text, see `open_source`."""
     require_batch(config)
     require_context(config)
     if config.path == COUNTING:
+        require_one_device(config, "the counting model")
         engine = counting(config.counting, config.context)
         engine.chunk = min(config.batch or engine.chunk, engine.context)
         return _counting(engine, config.sequences)
-    return _folder(open_files(locate(config)), config)
+    return _folder(open_files(locate(config)), config, start_group)
+
+
+def require_one_device(config: ModelConfig, what: str) -> None:
+    """Raises ModelLoadFailed where what cannot be divided is to have several devices."""
+    if config.devices > 1:
+        raise ModelLoadFailed(
+            f"devices is {config.devices}, but {what} is not divided between devices: leave devices"
+            " out"
+        )
 
 
 def require_batch(config: ModelConfig) -> None:
@@ -133,8 +151,14 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
     return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
-def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
+def _folder(
+    files: ModelFiles, config: ModelConfig, start_group: StartGroup | None = None
+) -> ModelSource:
     folder = inspect(files, config.engine)
+    part = None
+    if config.devices > 1:
+        part = part_of(folder, 0, config.devices)
+        require_group_settings(config)
     if config.deterministic:
         require_deterministic(folder)
     text, source = _text_of(folder)
@@ -142,6 +166,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     context = min(folder.context, config.context or folder.context)
 
     def load(on_progress: OnProgress) -> Engine:
+        links = None if part is None or start_group is None else start_group()
         _require_mlx()
         from mlxpool.worker.engine.model_engine import ModelEngine
         from mlxpool.worker.kernels import device
@@ -167,6 +192,10 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
 
             model = mlx_lm_engine.load(folder, on_progress)
             return mlx_lm_engine.MlxLmEngine(model, folder, text, **settings)
+        if part is not None:
+            if links is None:
+                raise ModelLoadFailed(f"devices is {config.devices}: only a worker has several")
+            return _load_group(part, config, links, text, settings, on_progress)
         loaded = load_weights(
             folder,
             on_progress,
@@ -190,6 +219,40 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         WITH_MLX_LM if folder.uses_mlx_lm else "",
     )
     return ModelSource(opened, load, config.sequences, folder.weight_bytes)
+
+
+def require_group_settings(config: ModelConfig) -> None:
+    """Raises ModelLoadFailed for a setting that is not built for several devices."""
+    if config.deterministic:
+        raise ModelLoadFailed(
+            f"deterministic = true is not built for devices = {config.devices}: sums over devices"
+            " are rounded otherwise; leave one of them out"
+        )
+
+
+def _load_group(
+    part: Part,
+    config: ModelConfig,
+    links: GroupLinks,
+    text: TokenTable,
+    settings: EngineSettings,
+    on_progress: OnProgress,
+) -> Engine:
+    """Loads the part of rank 0, while the other ranks load theirs."""
+    from mlxpool.worker.groups.group_engine import GroupEngine
+    from mlxpool.worker.groups.loading import default_prefix_bytes, load_part
+
+    links.wait_until_ready(lambda: on_progress(0, 0))
+    found = load_part(part, config, links.meeting, on_progress)
+    prefix = default_prefix_bytes(part, settings["context"], config.sequences)
+    settings = {
+        **settings,
+        "limit": found.limit,
+        "prefix_bytes": config.prefix_bytes // part.ranks or prefix,
+    }
+    return GroupEngine(
+        found.loaded, text, orders=links.orders, collectives=found.collectives, **settings
+    )
 
 
 def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:

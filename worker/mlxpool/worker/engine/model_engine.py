@@ -160,17 +160,21 @@ class ModelEngine(WarmedEngine):
                 if self._fixed_blocks is not None
                 else min(most, self._blocks_in_budget())
             )
-        layout = make_layout(
+        layout = self._new_layout(name, shape, max(blocks, MIN_BLOCKS))
+        return layout, prefix_cache.make_prefix_cache(prefix, layout.store, self._prefix_bytes)
+
+    def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
+        """Makes the layout of this name; a pool has `blocks` blocks."""
+        return make_layout(
             name,
             shape,
             self._model,
-            max(blocks, MIN_BLOCKS),
+            blocks,
             rows=self._max_sequences,
             deterministic=self._loaded.deterministic,
             on_gpu=device.on_gpu(),
             uploads=self._uploads,
         )
-        return layout, prefix_cache.make_prefix_cache(prefix, layout.store, self._prefix_bytes)
 
     @property
     def limits(self) -> StepLimits:
@@ -330,7 +334,11 @@ class ModelEngine(WarmedEngine):
         if flight.states is None:
             return [], []
         states = flight.states.astype(self._loaded.dtype)  # as they were: weights keep theirs
-        return prompt_logprobs(flight.embedded, states, self._model.logits_of, self.vocab_size)
+        return prompt_logprobs(flight.embedded, states, self._logits_of, self.vocab_size)
+
+    def _logits_of(self, hidden: mx.array) -> mx.array:
+        """Returns logits [n, vocabulary] of hidden states [n, d], outside of a pass."""
+        return self._model.logits_of(hidden)
 
     def _rewind(self, checks: Many[Span], found: StepResult) -> None:
         """Removes wrong drafts from the rows: a row keeps as many inputs as tokens were drawn."""

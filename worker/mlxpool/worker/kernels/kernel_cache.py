@@ -114,6 +114,11 @@ def collecting() -> Iterator[list[KernelJob]]:
         _collected = before
 
 
+def is_collecting() -> bool:
+    """Returns whether kernels that are called now are only listed."""
+    return _collected is not None
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Kernels that are called inside are compiled, also inside of `collecting`: for trials."""

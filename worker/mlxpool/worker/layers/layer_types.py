@@ -232,6 +232,9 @@ class LayerBuilder(Protocol):
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
+    def whole_sum(self, x: mx.array) -> mx.array:
+        """x; where devices have parts of the model, the sum of what each of them has as x."""
+
     def tensor(self, name: str) -> mx.array: ...
 
     def multi_linear(self, name: str) -> MultiLinear: ...

@@ -104,10 +104,12 @@ class _RoutedExperts:
         self.spec = spec
         self.gate = builder.linear(f"{name}.gate")
         self.experts = builder.switch_glu(f"{name}.switch_mlp")
+        self.whole_sum = builder.whole_sum
 
     def __call__(self, x: mx.array) -> mx.array:
         chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
-        return (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        return self.whole_sum(out)
 
 
 class _WithShared:
@@ -215,11 +217,12 @@ class _SigmoidMoE:
         self.correction = builder.tensor(f"{name}.gate.{CORRECTION}")
         self.experts = builder.switch_glu(f"{name}.switch_mlp")
         self.shared = spec.build_shared(builder, name)
+        self.whole_sum = builder.whole_sum
 
     def __call__(self, x: mx.array) -> mx.array:
         chosen, weights = _sigmoid_route(self.gate(x), self.correction, self.spec)
         out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
-        return out if self.shared is None else out + self.shared(x)
+        return self.whole_sum(out if self.shared is None else out + self.shared(x))
 
 
 def _sigmoid_route(

@@ -129,7 +129,7 @@ class GptOssMoE:
             chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
             ranks = mx.take_along_axis(logits, chosen, axis=-1)
             weights = mx.softmax(ranks, axis=-1, precise=True)
-            return (experts(x, chosen) * weights[..., None]).sum(axis=-2)
+            return builder.whole_sum((experts(x, chosen) * weights[..., None]).sum(axis=-2))
 
         return feed
 

@@ -7,14 +7,12 @@ once and that the device addresses, too; a kernel copies each piece while the ne
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import mlx.core as mx
 
@@ -23,23 +21,13 @@ from mlxpool.worker.kernels import device
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import write_to
 from mlxpool.worker.transfers.shared_array import SharedArray
-from mlxpool.worker.weights.safetensors_faults import LENGTH_BYTES
+from mlxpool.worker.weights.cut_reads import read_into
+from mlxpool.worker.weights.tensor_places import DTYPES, TensorPlaces
 
 PIECE_BYTES = 64 * 1024**2
 PIECES = 3  # in memory: one is read while the device copies others
 THREADS = 8  # that read parts of a piece
 WORD = 4  # bytes of a number that the kernel copies
-DTYPES = {
-    "BF16": mx.bfloat16,
-    "F16": mx.float16,
-    "F32": mx.float32,
-    "I8": mx.int8,
-    "I16": mx.int16,
-    "I32": mx.int32,
-    "U8": mx.uint8,
-    "U16": mx.uint16,
-    "U32": mx.uint32,
-}
 
 
 def supported(dtypes: set[str]) -> bool:
@@ -103,7 +91,7 @@ class DeviceReads:
         """Reads a piece by several threads, which hold no lock of Python meanwhile."""
         share = -(-len(piece) // THREADS)
         parts = [(at, piece[at : at + share]) for at in range(0, len(piece), share)]
-        for _ in self._threads.map(lambda part: _read(stream, start + part[0], part[1]), parts):
+        for _ in self._threads.map(lambda part: read_into(stream, start + part[0], part[1]), parts):
             pass
 
 
@@ -112,40 +100,21 @@ class OpenFile:
 
     def __init__(self, file: Path, reads: DeviceReads) -> None:
         self._file, self._reads = file, reads
-        try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
-                header: dict[str, Mapping[str, Any]] = json.loads(opened.read(length))
-        except (OSError, ValueError) as error:
-            raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
-        self._start = LENGTH_BYTES + length
-        self._tensors = {name: one for name, one in header.items() if name != "__metadata__"}
+        self._places = TensorPlaces(file)
 
     def pop(self, name: str, default: None = None) -> mx.array | None:
         """Reads a tensor; None where the file has none of this name, or as it is now cannot be.
 
         Raises ModelLoadFailed where it cannot be read.
         """
-        found = self._tensors.get(name)
-        if found is None or found["dtype"] not in DTYPES:
+        place = self._places.find(name)
+        if place is None:
             return default
-        dtype, shape = DTYPES[found["dtype"]], tuple(found["shape"])
-        begin, end = found["data_offsets"]
-        if end - begin != math.prod(shape) * dtype.size:
-            return default
-        if begin == end:
-            return mx.zeros(shape, dtype)
+        if place.begin == place.end:
+            return mx.zeros(place.shape, place.dtype)
         try:
             with self._file.open("rb", buffering=0) as opened:
-                numbers = self._reads.read(opened.fileno(), self._start + begin, end - begin)
+                numbers = self._reads.read(opened.fileno(), place.begin, place.end - place.begin)
         except (OSError, EOFError) as error:
             raise ModelLoadFailed(f"{self._file} cannot be read: {error}") from error
-        return numbers.view(dtype)[: math.prod(shape)].reshape(shape)
-
-
-def _read(stream: int, start: int, into: memoryview) -> None:
-    while into:
-        count = os.preadv(stream, [into], start)
-        if not count:
-            raise EOFError(f"it ends at byte {start}")
-        start, into = start + count, into[count:]
+        return numbers.view(place.dtype)[: math.prod(place.shape)].reshape(place.shape)

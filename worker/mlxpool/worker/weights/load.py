@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +19,21 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
+from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.inspect import ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxpool.worker.layers.builder import WeightLayerBuilder
+    from mlxpool.worker.weights.cut_reads import CutReads
+
 log = logging.getLogger("mlxpool.worker")
 
 HASH_THREADS = 4  # that verify digests
 OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
+NO_CUTS: Mapping[str, Cut] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +54,15 @@ def load(
     deterministic: bool = False,
     dequantise: bool = False,
     dtype: mx.Dtype | None = None,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+    make_builder: Callable[..., WeightLayerBuilder] | None = None,
 ) -> LoadedModel:
     """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
 
     The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
     dense ones now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies it.
+    Of the weights in `cuts` only these parts are kept, whose shapes `folder.match.weights` has.
+    `make_builder` has the parameters of WeightLayerBuilder; None: it is the builder.
 
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or do not have
     the digests by which a store names them.
@@ -62,14 +71,14 @@ def load(
 
     dtype = dtype or device_dtype(folder)
     weights: dict[str, mx.array] = {}
-    for layer, tensors, size in _read_layers(folder, dtype):
+    for layer, tensors, size in _read_layers(folder, dtype, cuts):
         weights.update(layer)
         on_progress(tensors, size)
     _log_weights(folder)
     weight_bytes = sum(array.nbytes for array in weights.values())  # building removes them
     if dequantise or deterministic:
         weight_bytes += dequantised_growth(folder, dtype.size)
-    builder = WeightLayerBuilder(
+    builder = (make_builder or WeightLayerBuilder)(
         weights, folder.match.layouts, dtype, batch_invariant=deterministic, dequantise=dequantise
     )
     return LoadedModel(
@@ -106,11 +115,11 @@ def device_dtype(folder: ModelFolder) -> mx.Dtype:
 
 
 def _read_layers(
-    folder: ModelFolder, dtype: mx.Dtype
+    folder: ModelFolder, dtype: mx.Dtype, cuts: Mapping[str, Cut]
 ) -> Iterator[tuple[dict[str, mx.array], int, int]]:
     """The weights of each layer, and the numbers of tensors and bytes read so far."""
     with _opener(folder) as open_file:
-        reader = _Reader(folder, open_file)
+        reader = _Reader(folder, open_file, cuts)
         for names in _layers(folder):
             reader.verify(names)
             layer: dict[str, mx.array] = {}
@@ -138,6 +147,14 @@ class _Tensors(Protocol):
     def pop(self, name: str, default: None, /) -> mx.array | None: ...
 
 
+@dataclass(slots=True)
+class _OpenedFile:
+    """A file that is being read: what whole tensors are taken of, and what parts are."""
+
+    tensors: _Tensors | None = None
+    parts: CutReads | None = None
+
+
 class _Reader:
     """Makes the weights of a model of its files, layer by layer.
 
@@ -145,12 +162,18 @@ class _Reader:
     file of its own, more than a process may have open.
     """
 
-    def __init__(self, folder: ModelFolder, open_file: Callable[[Path], _Tensors]) -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        open_file: Callable[[Path], _Tensors],
+        cuts: Mapping[str, Cut] = NO_CUTS,
+    ) -> None:
         self._files = folder.files
+        self._cuts = cuts
         self._open = open_file
         self._tensors = folder.tensors
         self._derived = {name: one for one in folder.match.derived for name in one.outputs}
-        self._opened: dict[Path, _Tensors] = {}
+        self._opened: dict[Path, _OpenedFile] = {}
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
         self.tensors, self.size = 0, 0  # numbers of tensors and bytes read so far
 
@@ -171,7 +194,7 @@ class _Reader:
     def weights_of(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
         """These weights, lazily read: the stored ones, then each group of derived ones."""
         stored = [name for name in names if name not in self._derived]
-        yield {name: self._stored(self._tensors[name]) for name in stored}
+        yield {name: self._stored(self._tensors[name], self._cuts.get(name)) for name in stored}
         done: list[DerivedWeights] = []
         for name in names:
             one = self._derived.get(name)
@@ -180,15 +203,28 @@ class _Reader:
                 arrays = one.transform(
                     [self._stored(self._tensors[source]) for source in one.sources]
                 )
-                yield dict(zip(one.outputs, arrays, strict=True))
+                made = dict(zip(one.outputs, arrays, strict=True))
+                cuts = self._cuts
+                yield {n: cuts[n].of(array) if n in cuts else array for n, array in made.items()}
 
-    def _stored(self, tensor: Tensor) -> mx.array:
+    def _stored(self, tensor: Tensor, cut: Cut | None = None) -> mx.array:
+        """The tensor, or the part of it, of which only that is read."""
         file = tensor.file
-        if file not in self._opened:
-            self._opened[file] = self._open(file)
-        array = self._opened[file].pop(tensor.stored, None)
+        opened = self._opened.setdefault(file, _OpenedFile())
+        if cut is None:
+            if opened.tensors is None:
+                opened.tensors = self._open(file)
+            array = opened.tensors.pop(tensor.stored, None)
+            wanted = tensor.shape
+        else:
+            from mlxpool.worker.weights.cut_reads import CutReads
+
+            if opened.parts is None:
+                opened.parts = CutReads(file)
+            array = opened.parts.read(tensor.stored, tensor.shape, cut)
+            wanted = cut.shape_of(tensor.shape)
         shape = None if array is None else array.shape
-        if array is None or shape != tensor.shape:
+        if array is None or shape != wanted:
             raise ModelLoadFailed(
                 f"{file} changed while it was read: tensor {tensor.stored!r} has shape {shape}, "
                 f"had {tensor.shape}; load again"

@@ -12,6 +12,7 @@ from mlxpool.broker.store.operations import (
     ReadBacklog,
     ReadHistory,
     ReadJob,
+    ReadRequest,
 )
 from mlxpool.broker.store.records import (
     Backlog,
@@ -25,6 +26,7 @@ from mlxpool.broker.store.records import (
     KeyGone,
     Page,
     Result,
+    StoredRequest,
     UnknownName,
 )
 from mlxpool.broker.store.sql import rows
@@ -41,6 +43,16 @@ def read_job(database: Database, asked: ReadJob, now: float) -> Result:
 def read_history(database: Database, asked: ReadHistory, now: float) -> Result:
     job = rows.find(database, asked.name)
     return UnknownName() if job is None else History(job, rows.failures_of(database, job.seq))
+
+
+def read_request(database: Database, asked: ReadRequest, now: float) -> Result:
+    """What was submitted; of a job that is gone it is deleted."""
+    job = rows.find(database, asked.id)
+    if job is None:
+        return UnknownName()
+    if job.state is JobState.GONE:
+        return KeyGone(job.id, job.forget or now, job.scope)
+    return StoredRequest(job, rows.read_request(database, job), rows.read_blobs(database, job))
 
 
 # ---- output --------------------------------------------------------------------------------------

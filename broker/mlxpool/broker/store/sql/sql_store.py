@@ -160,6 +160,7 @@ class SqlStore(Closing):
             of_jobs.Release: partial(changing.release, key_life=key_life),
             of_jobs.Sweep: partial(changing.sweep, key_life=key_life),
             of_jobs.ReadJob: reading.read_job,
+            of_jobs.ReadRequest: reading.read_request,
             of_jobs.FetchPage: reading.fetch_page,
             of_jobs.ListJobs: reading.list_jobs,
             of_jobs.ListEnded: reading.list_ended,

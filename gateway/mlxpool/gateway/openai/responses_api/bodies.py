@@ -11,8 +11,14 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation.output_blocks import Block, Kind
 
 PREFIXES = {Kind.THOUGHTS: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by the reason of the end
 # status of an HTTP error -> code of a response that failed; others are of the server
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+def response_id(id: str) -> str:
+    """The id of a response as clients know it."""
+    return f"resp_{id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +34,16 @@ class ResponseFrame:
     echoed: Mapping[str, Any]
     summary: bool
 
-    def begun(self) -> dict[str, Any]:
+    def begun(self, status: str = "in_progress") -> dict[str, Any]:
         """The response before its first item."""
-        return self._response("in_progress", [])
+        return self._response(status, [])
 
     def ended(self, blocks: Iterable[Block], result: Result, thought_tokens: int) -> dict[str, Any]:
         """The whole response; incomplete if it has reached its bound of tokens."""
         cut = result.reason == "length"
+        status = STATUSES.get(result.reason, "completed")
         return {
-            **self._response("incomplete" if cut else "completed", [*map(self.item, blocks)]),
+            **self._response(status, [*map(self.item, blocks)]),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": usage(result, thought_tokens),
         }
@@ -51,7 +58,7 @@ class ResponseFrame:
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"resp_{self.id}",
+            "id": response_id(self.id),
             "object": "response",
             "created_at": self.created,
             "status": status,

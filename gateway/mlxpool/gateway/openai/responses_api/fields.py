@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
 from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.generation.queries import page_fields
 from mlxpool.gateway.openai.fields import ACCEPTED, COMMON
 from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
 from mlxpool.gateway.schemas import (
@@ -128,7 +129,14 @@ METADATA: Schema = {
     "propertyNames": {"maxLength": MAX_KEY},
     "additionalProperties": {"type": "string", "maxLength": MAX_VALUE},
 }
-KEPT = "nothing is kept between requests: send the whole conversation in `input`"
+RETRIEVED = Body(  # the query of GET /v1/responses/ID
+    {
+        "stream": FLAG,
+        "starting_after": described("the number of the last event that is known", integer(0)),
+    },
+    accepted={"include": TEXT, "include_obfuscation": FLAG},
+)
+INPUT_ITEMS = Body(page_fields(100), accepted={"include": TEXT})
 RESPONSE = Body(
     {
         "model": described("a name of /v1/models", NAME),
@@ -150,6 +158,9 @@ RESPONSE = Body(
             "auto: the oldest items are left out until the rest fits", choice("auto", "disabled")
         ),
         "metadata": METADATA,
+        "background": described("answered at once; it goes on whoever is there", FLAG),
+        "store": described("it is kept; false unless `background`", FLAG),
+        "previous_response_id": described("of a response that is kept and has ended", TEXT),
         "prompt_cache_key": COMMON["prompt_cache_key"],
         **{name: COMMON[name] for name in SAMPLING},
     },
@@ -161,11 +172,8 @@ RESPONSE = Body(
         "prompt_cache_options": ANY,
     },
     refused={
-        "store": ((False,), "nothing is kept; leave it out"),
-        "background": ((False,), "leave it out; the answer comes with this request"),
         "background_options": ((), "leave it out"),
-        "previous_response_id": ((), KEPT),
-        "conversation": ((), KEPT),
+        "conversation": ((), "use `previous_response_id`, or send the whole conversation"),
         "prompt": ((), "there are no stored prompts: use `instructions` and `input`"),
         "context_management": (([],), "use `truncation`"),
         "moderation": ((), "leave it out"),

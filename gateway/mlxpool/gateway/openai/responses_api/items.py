@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.checks import shown
@@ -136,14 +137,30 @@ class Conversation:
         return {"type": "image", "blob": len(self.images) - 1}
 
 
-def conversation_of(given: object, instructions: str) -> Conversation:
-    """The conversation of `input`, after a system message with the instructions, if there are any.
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The conversation of an earlier response: what its model was given, and what it answered."""
+
+    messages: Sequence[dict[str, Any]]
+    images: Sequence[bytes]
+    output: Sequence[Mapping[str, Any]]  # items
+
+
+def conversation_of(
+    given: object, instructions: str, earlier: Earlier | None = None
+) -> Conversation:
+    """The conversation of `input`, after instructions as a system message and what was before.
 
     Raises HttpError naming the item.
     """
     found = Conversation()
     if instructions:
         found.messages.append({"role": "system", "content": instructions})
+    if earlier is not None:
+        found.messages += earlier.messages
+        found.images += earlier.images
+        for number, item in enumerate(earlier.output):
+            found.add(f"previous_response_id: output[{number}]", item)
     if isinstance(given, str):
         found.messages.append({"role": "user", "content": given})
         return found

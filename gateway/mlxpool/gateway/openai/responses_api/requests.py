@@ -29,7 +29,7 @@ from mlxpool.gateway.openai.responses_api.fields import (
     TEXT_CONFIG,
     TOOL,
 )
-from mlxpool.gateway.openai.responses_api.items import conversation_of
+from mlxpool.gateway.openai.responses_api.items import Earlier, conversation_of
 
 TOOL_CHOICES = (
     "must be auto, none, required, {type: 'function', name: …} or"
@@ -42,7 +42,8 @@ class ResponseRequest:
     """A checked request.
 
     `truncates`: old items are left out until the rest fits. `summary`: thoughts are told as a
-    summary. `echoed`: members of the response that repeat the request.
+    summary. `echoed`: members of the response that repeat the request. `store`: it is kept, as all
+    responses in the `background` are.
     """
 
     chat: ChatRequest
@@ -50,6 +51,8 @@ class ResponseRequest:
     truncates: bool
     summary: bool
     echoed: Mapping[str, Any]
+    background: bool = False
+    store: bool = False
 
     @property
     def logprobs(self) -> bool:
@@ -57,11 +60,11 @@ class ResponseRequest:
         return "logprobs" in self.chat.options
 
 
-def response(body: Mapping[str, Any]) -> ResponseRequest:
+def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> ResponseRequest:
     """A checked /v1/responses. Raises HttpError naming the field."""
     RESPONSE.check(body)
     instructions = fields.text(body, "instructions", "")
-    conversation = conversation_of(body.get("input"), instructions)
+    conversation = conversation_of(body.get("input"), instructions, earlier)
     messages = fields.checked("input", check_messages, conversation.messages)
     tools, forced = _tools(body)
     several = fields.flag(body, "parallel_tool_calls", True)
@@ -91,16 +94,30 @@ def response(body: Mapping[str, Any]) -> ResponseRequest:
         forced,
         several,
     )
+    background = fields.flag(body, "background", False)
+    store = fields.flag(body, "store", background)
+    if background and not store:
+        raise bad_request("a response in the background is kept: leave 'store': false out", "store")
     truncation = fields.choice(body, "truncation", ("auto", "disabled")) or "disabled"
     echoed = {
         **_echoed(body, options),
         "instructions": instructions or None,
-        "metadata": _metadata(body),
+        "metadata": metadata_of(body),
         "parallel_tool_calls": several,
         "reasoning": {"effort": effort, "summary": summary},
         "truncation": truncation,
+        "background": background,
+        "store": store,
+        "previous_response_id": previous_id(body),
     }
-    return ResponseRequest(chat, stream, truncation == "auto", summary is not None, echoed)
+    return ResponseRequest(
+        chat, stream, truncation == "auto", summary is not None, echoed, background, store
+    )
+
+
+def previous_id(body: Mapping[str, Any]) -> str | None:
+    """The id of the response that the request goes on from; None: it begins a conversation."""
+    return fields.text(body, "previous_response_id", "") or None
 
 
 def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +246,8 @@ def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return fields.choice(given, "effort", ("none", *LEVELS), prefix), summary
 
 
-def _metadata(body: Mapping[str, Any]) -> Mapping[str, str]:
+def metadata_of(body: Mapping[str, Any]) -> Mapping[str, str]:
+    """The field `metadata`. Raises HttpError."""
     given = fields.mapping(body, "metadata")
     if len(given) > MAX_METADATA:
         raise bad_request(

@@ -12,19 +12,30 @@ from mlxpool.gateway.generation.output_blocks import Action, Block, Kind, Output
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, token_logprob
 from mlxpool.gateway.server_sent_events import sse
 
+ENDS = {"cancelled": "incomplete"}  # status -> name of the event, where it is another
+
 
 @dataclass(eq=False, slots=True)
 class ResponseEvents:
-    """Encodes the updates of one answer. Numbers the events from 0."""
+    """Encodes the updates of one answer. Numbers the events from `number` on.
+
+    Events up to the number `after` are left out: their reader has them.
+    """
 
     frame: ResponseFrame
     output: OutputBlocks
-    _number: int = 0
+    number: int = 0
+    after: int = -1
 
-    def head(self) -> bytes:
-        """The events before the first update."""
-        body = {"response": self.frame.begun()}
-        return self._event("response.created", body) + self._event("response.in_progress", body)
+    def head(self, *, queued: bool = False) -> bytes:
+        """The events before the first update; `queued`: of a response in the background."""
+        begun = {"response": self.frame.begun()}
+        if not queued:
+            created = self._event("response.created", begun)
+            return created + self._event("response.in_progress", begun)
+        waits = {"response": self.frame.begun("queued")}
+        head = self._event("response.created", waits) + self._event("response.queued", waits)
+        return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
         """The events of an update."""
@@ -32,15 +43,23 @@ class ResponseEvents:
 
     def tail(self, whole: Mapping[str, Any]) -> bytes:
         """The event that ends the stream, with the whole response."""
-        return self._event(f"response.{whole['status']}", {"response": whole})
+        kind = ENDS.get(whole["status"], whole["status"])
+        return self._event(f"response.{kind}", {"response": whole})
 
     def failed(self, error: HttpError) -> bytes:
         """The event that ends a stream with an error."""
         body = {"response": self.frame.failed(self.output.blocks, error)}
         return self._event("response.failed", body)
 
+    def broken_off(self, error: HttpError) -> bytes:
+        """The event that ends a reading whose response goes on; it does not count."""
+        fault = {"code": error.code, "message": error.message, "param": None}
+        return sse({"type": "error", "sequence_number": self.number, **fault}, "error")
+
     def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
-        number, self._number = self._number, self._number + 1
+        number, self.number = self.number, self.number + 1
+        if number <= self.after:
+            return b""
         return sse({"type": kind, "sequence_number": number, **members}, kind)
 
     def _step(self, step: Step) -> bytes:

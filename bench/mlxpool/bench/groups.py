@@ -1,0 +1,126 @@
+"""Measures a model on one device and divided between several, through the whole pool.
+
+python -m mlxpool.bench.groups --model FOLDER --devices 1 2 --streams 1 32 128 --prefill 4096
+
+Prints a JSON object for each number of devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench import checkpoint
+from mlxpool.bench.pools import START_TIMEOUT, interrupt_at_signals, serving
+from mlxpool.bench.swarm import MODEL, Arrivals, Job, run, summarise
+
+SPARE_CONTEXT = 64  # tokens beyond prompt and completion
+CLIENTS = 4  # processes that share the streams
+
+
+def main() -> None:
+    """See the module."""
+    interrupt_at_signals()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="written if it is missing")
+    parser.add_argument("--shape", default="llama-3.1-8b", help="of the model that is written")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of a long prompt")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if not (options.model / "config.json").is_file():
+        checkpoint.write(options.model, options.shape)
+    ids: list[list[int]] = []
+    for devices in options.devices:
+        found, drawn = measure(options, devices)
+        same = sum(one == other for one, other in zip(ids, drawn, strict=False))
+        if ids:
+            found["streams_with_the_same_tokens"] = f"{same} of {len(drawn)}"
+        ids = ids or drawn
+        print(json.dumps(found), flush=True)
+
+
+def measure(options: argparse.Namespace, devices: int) -> tuple[dict[str, Any], list[list[int]]]:
+    """The figures with so many devices, and the tokens of the streams of one round."""
+    context = max(options.prompt + options.tokens, options.prefill) + SPARE_CONTEXT
+    settings = (
+        f'[models.{MODEL}]\npath = "{options.model}"\nprefix_cache = "off"\npin = true\n'
+        f"devices = {devices}\ncontext = {context}\nsequences = {max(options.streams)}\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        run_dir = Path(folder)
+        with serving(run_dir, settings):
+            try:
+                return _measured(options, devices, run_dir)
+            except BaseException:
+                for log in sorted((run_dir / "logs").glob("*.log")):
+                    print(log.read_text("utf-8", "replace")[-4000:], flush=True)
+                raise
+
+
+def _measured(
+    options: argparse.Namespace, devices: int, run_dir: Path
+) -> tuple[dict[str, Any], list[list[int]]]:
+    worker = _ready_worker(run_dir)
+    found: dict[str, Any] = {
+        "devices": devices,
+        "load_s": worker["load_s"],
+        "layout": worker["layout"],
+        "weights_gb": round(worker["memory"]["weights"] / 1e9, 2),
+        "capacity_tokens": worker["memory"]["capacity_tokens"],
+    }
+    numbers = count()
+    for streams in options.streams:
+        rounds = [
+            _round(run_dir, options.prompt, options.tokens, streams, numbers)
+            for _ in range(options.rounds + 1)
+        ][1:]  # the first one warms up
+        figures = [summarise(one) for one in rounds]
+        gaps = [1000 * gap for one in figures for gap in one.gaps]
+        found[f"x{streams}"] = {
+            "tokens_per_s": [round(one.rate) for one in figures],
+            "gap_ms_p50": round(statistics.median(gaps), 2) if gaps else None,
+        }
+    firsts = [
+        1000 * _round(run_dir, options.prefill, 1, 1, numbers)[0].times[0]
+        for _ in range(options.rounds + 1)
+    ][1:]
+    found[f"first_token_ms_of_{options.prefill}"] = [round(one, 1) for one in firsts]
+    drawn = [list(one.ids) for one in _round(run_dir, options.prompt, options.tokens, 8, count())]
+    return found, drawn
+
+
+def _round(
+    run_dir: Path, prompt: int, tokens: int, streams: int, numbers: Iterator[int]
+) -> Sequence[Arrivals]:
+    own = [next(numbers) for _ in range(streams)]
+    return run(Job(str(run_dir), False, own, prompt, tokens), min(CLIENTS, streams))
+
+
+def _ready_worker(run_dir: Path) -> dict[str, Any]:
+    """The worker of the model, when it is ready. Raises RuntimeError where it does not come."""
+    from mlxpool.cli.admin import ask
+
+    end = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < end:
+        (worker,) = ask(run_dir, "ps")["workers"]
+        if worker["state"] == "ready":
+            return dict(worker)
+        if worker["restarts"]:
+            raise RuntimeError(f"the worker ended: {worker['last_exit']}")
+        time.sleep(0.1)
+    raise RuntimeError(f"the worker is not ready after {START_TIMEOUT:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

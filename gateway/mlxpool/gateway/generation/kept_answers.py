@@ -1,0 +1,134 @@
+"""Answers that the pool keeps as jobs. Every reading, from the first token on, is alike."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import string
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from mlxpool.client import AsyncClient, AsyncStream, Delta, Job
+from mlxpool.client.jobs import JobRef
+from mlxpool.common.errors import DuplicateId, PoolError
+from mlxpool.gateway import errors
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.formats import ChatFormats, make_parser
+from mlxpool.gateway.formats.events import Event, Parser, Reasoning
+from mlxpool.gateway.generation.choice_streams import NO_TIMEOUT, ChoiceUpdate
+from mlxpool.gateway.generation.output_blocks import CALL_ID_LENGTH
+
+KEY_BYTES = 16
+FAILED = ("dead", "expired")  # states of jobs that ended with an error
+_DIGITS = string.digits + string.ascii_letters
+
+
+def drawn_key() -> str:
+    """A key for a job that its client gives none."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+async def has_failed(client: AsyncClient, job: JobRef) -> bool:
+    """Whether a job has ended with an error; False if the pool does not say."""
+    try:
+        return (await client.job(job))["state"] in FAILED
+    except PoolError:
+        return False
+
+
+async def submitted(client: AsyncClient, model: str, key: str, **arguments: Any) -> Job:
+    """Submit a job; the arguments are those of `AsyncClient.submit`.
+
+    Raises HttpError for a key of another request, and PoolError.
+    """
+    try:
+        return await client.submit(model, key=key, **arguments)
+    except DuplicateId as error:
+        raise HttpError(409, error.message, error.code, retry=False) from None
+
+
+class KeptAnswer:
+    """One reading of a job, with an update for each step of its output.
+
+    Steps are stored with the output, so that whoever reads it, and when, gets the same updates.
+    Leaving the context ends the reading; the job goes on.
+    """
+
+    def __init__(
+        self,
+        stream: AsyncStream,
+        chat: ChatFormats,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        several_calls: bool,
+    ) -> None:
+        """`stream` reads a job from 0 on with its steps; the others are those of its request."""
+        self._stream = stream
+        self._chat, self._tools, self._several_calls = chat, tools, several_calls
+        self._parser: Parser | None = None  # made with the first delta, which has the facts
+        self._in_thoughts = True
+        self.thought_tokens = 0  # before the first text that is no thought
+
+    async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
+        """Every update, the last with the result; None for each `timeout` seconds without one.
+
+        Raises HttpError for the error with which the job ended, or that of the reading.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(timeout):
+                    deltas = await self._stream.ready()
+            except TimeoutError:
+                yield None
+                continue
+            except PoolError as error:
+                raise errors.from_pool_error(error, started=True) from error
+            if not deltas:
+                events = self._get_parser().finish()
+                yield ChoiceUpdate(0, tuple(events), (), self._stream.result)
+                return
+            for delta in deltas:
+                for text, ids, logprobs in steps_of(delta):
+                    yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
+
+    def _push(self, text: str, ids: int) -> Sequence[Event]:
+        events = self._get_parser().push(text) if text else ()
+        self._in_thoughts = self._in_thoughts and all(isinstance(e, Reasoning) for e in events)
+        if self._in_thoughts:
+            self.thought_tokens += ids
+        return events
+
+    def _get_parser(self) -> Parser:
+        if self._parser is None:
+            thinks = self._stream.facts.get("thinks") is True
+            self._parser = make_parser(
+                self._chat, self._tools, thinks=thinks, several_calls=self._several_calls
+            )
+        return self._parser
+
+    async def __aenter__(self) -> KeptAnswer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def steps_of(delta: Delta) -> list[tuple[str, int, tuple[Mapping[str, Any], ...]]]:
+    """The steps of a delta: text, number of ids, log-probabilities of each."""
+    found = []
+    ids = end = 0
+    for next_ids, next_end in delta.steps or ((len(delta.ids), len(delta.text)),):
+        found.append((delta.text[end:next_end], next_ids - ids, delta.logprobs[ids:next_ids]))
+        ids, end = next_ids, next_end
+    return found
+
+
+def call_ids(answer: str) -> Callable[[int], str]:
+    """Makes the id of the call that is the block with a number: the same at each reading."""
+
+    def call_id(index: int) -> str:
+        digest = hashlib.sha256(f"{answer}/{index}".encode()).digest()
+        return "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:CALL_ID_LENGTH])
+
+    return call_id

@@ -1,0 +1,98 @@
+"""Jobs as JSON, and the events of their readers. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.client import Delta, Result
+from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.server_sent_events import sse
+
+JOB_ID = re.compile(r"[0-9a-f]{32}")
+EVENT_ID = re.compile(r"([0-9]{1,9})\.([0-9]{1,12}|end)")
+END = "end"  # in place of a position: the reader has everything
+
+
+def job_ref(text: str) -> str | bytes:
+    """The id that 32 hexadecimal digits are, else the key."""
+    return bytes.fromhex(text) if JOB_ID.fullmatch(text) else text
+
+
+def job_body(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A job from its row, see docs/protocol.md, `jobs`."""
+    rest = {
+        name: value.hex() if isinstance(value, bytes) else value
+        for name, value in row.items()
+        if name not in ("job", "id")
+    }
+    label = {"custom_id": row["id"]} if "id" in row else {}  # of a line of a batch
+    return {"id": bytes(row["job"]).hex(), "object": "job", **rest, **label}
+
+
+def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any]:
+    """A list; `following`: the `after` or `before` of the next one, 0 for the last."""
+    return {"object": "list", "data": [*map(job_body, rows)], "next": following}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a reader is: a generation (None: the present one) and how many of its ids it has."""
+
+    gen: int | None = None
+    pos: int = 0
+    ended: bool = False
+
+    @property
+    def id(self) -> str:
+        """As the id of an event."""
+        return f"{self.gen or 0}.{END if self.ended else self.pos}"
+
+
+def place_of(last_event_id: str) -> Place:
+    """The place that the header Last-Event-ID names. Raises HttpError for another text."""
+    found = EVENT_ID.fullmatch(last_event_id)
+    if found is None:
+        message = f"Last-Event-ID is {last_event_id!r:.60}, must be the id of an event, as 0.12"
+        raise bad_request(message)
+    ended = found[2] == END
+    return Place(int(found[1]), 0 if ended else int(found[2]), ended)
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+def delta_event(delta: Delta, gen: int) -> bytes:
+    """Ids and their text. Its id says how many ids the reader has with it."""
+    body: dict[str, Any] = {"pos": delta.pos, "text": delta.text, "ids": list(delta.ids)}
+    if delta.logprobs:
+        body["logprobs"] = list(delta.logprobs)
+    return sse(body, "delta", Place(gen, delta.pos + len(delta.ids)).id)
+
+
+def restarted_event(gen: int) -> bytes:
+    """The ids so far are void: the job is begun anew, and what follows begins with the first id."""
+    return sse({"gen": gen}, "restarted", Place(gen).id)
+
+
+def done_event(result: Result, gen: int) -> bytes:
+    """The job has ended without an error; it may have been cancelled."""
+    body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
+    more = {} if result.complete is None else {"complete": result.complete}
+    return sse({**body, **more}, "done", Place(gen, ended=True).id)
+
+
+def failed_event(error: HttpError, gen: int) -> bytes:
+    """The job has ended with an error."""
+    return sse(_fault(error), "failed", Place(gen, ended=True).id)
+
+
+def interrupted_event(error: HttpError) -> bytes:
+    """This reading ends, and the job goes on: come again."""
+    return sse(_fault(error), "interrupted")
+
+
+def _fault(error: HttpError) -> dict[str, Any]:
+    return {"code": error.code, "message": error.message}

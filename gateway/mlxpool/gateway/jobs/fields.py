@@ -1,0 +1,65 @@
+"""The fields of requests about jobs, with their schemas."""
+
+from __future__ import annotations
+
+from mlxpool.common.options import CHECKS, MAX_DEADLINE_MS
+from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
+from mlxpool.common.protocol.from_client import MAX_PRIORITY
+from mlxpool.common.protocol.images import MAX_IMAGES
+from mlxpool.common.protocol.job_messages import IDLE, JOB_STATES, MAX_KEEP_MS, MAX_LISTED
+from mlxpool.common.protocol.resume import MAX_TIME
+from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.schemas import (
+    FLAG,
+    MAP,
+    NAME,
+    TEXT,
+    TOKEN_IDS,
+    Schema,
+    choice,
+    described,
+    integer,
+    listed,
+    one_of,
+    option,
+)
+
+MAX_NUMBER = 2**53  # of a job, of an end, of an id
+MAX_KEY = 256  # characters
+OPTIONS = Body({name: MAP if name == "format" else option(name) for name in CHECKS})
+_KEEP: Schema = {"type": "number", "minimum": 0, "maximum": MAX_KEEP_MS / 1000}
+_TIME: Schema = {"type": "number", "minimum": 0, "maximum": MAX_TIME}
+_KEY: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_KEY}
+JOB = Body(
+    {
+        "model": described("a name of /v1/models", NAME),
+        "prompt": described("text; one of prompt, messages and tokens", TEXT),
+        "messages": listed(MAP, 1, MAX_MESSAGES),
+        "tokens": TOKEN_IDS,
+        "images": described("files in base64", listed(TEXT, 0, MAX_IMAGES)),
+        "tools": listed(MAP, 0, MAX_TOOLS),
+        "think": one_of(FLAG, choice(*LEVELS)),
+        "options": described("the pool's options (docs/protocol.md, `generate`)", OPTIONS.schema()),
+        "session": TEXT,
+        "key": described("names the job; absent: Idempotency-Key, or a drawn one", _KEY),
+        "keep": described("seconds for which the result is kept", _KEEP),
+        "not_before": described("seconds since 1970", _TIME),
+        "priority": integer(IDLE, MAX_PRIORITY),
+        "deadline_ms": integer(1, MAX_DEADLINE_MS),
+    },
+    required=("model",),
+)
+LISTED = Body(  # the query of GET /v1/jobs
+    {
+        "state": choice(*JOB_STATES),
+        "after": described("the `end_seq` behind which ended jobs are listed", integer(0)),
+        "before": described("the `seq` before which jobs are listed, newest first", integer(0)),
+        "limit": integer(1, MAX_LISTED),
+    }
+)
+EVENTS = Body(  # the query of GET /v1/jobs/ID/events
+    {
+        "from": described("the index of the first id", integer(0)),
+        "gen": described("the generation that the ids before it are of", integer(0)),
+    }
+)

@@ -1,0 +1,112 @@
+"""Requests to submit a job, checked. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.checks import is_number, shown
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import CHECKS, MAX_DEADLINE_MS
+from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
+from mlxpool.common.protocol.from_client import MAX_PRIORITY
+from mlxpool.common.protocol.job_messages import IDLE, MAX_KEEP_MS, job_key
+from mlxpool.common.protocol.resume import MAX_TIME
+from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.generation.images import image_list
+from mlxpool.gateway.jobs.fields import JOB, OPTIONS
+
+PROMPTS = ("prompt", "messages", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A checked job: the model, its key (None: one is drawn), and the arguments of `submit`."""
+
+    model: str
+    key: str | None
+    arguments: Mapping[str, Any]
+
+
+def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
+    """A checked POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
+    JOB.check(body)
+    given = [name for name in PROMPTS if body.get(name) is not None]
+    if len(given) != 1:
+        raise bad_request(f"give one of prompt, messages, tokens; got {given or 'none'}", "prompt")
+    arguments = {
+        **_options(body),
+        **_prompt(body),
+        "session": fields.text(body, "session", "") or None,
+        "keep": _seconds(body, "keep", MAX_KEEP_MS / 1000),
+        "not_before": _seconds(body, "not_before", MAX_TIME),
+        "priority": fields.integer(body, "priority", IDLE, MAX_PRIORITY),
+        "deadline_ms": fields.integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
+    }
+    found = {name: value for name, value in arguments.items() if value is not None}
+    return JobRequest(fields.text(body, "model"), _key(body, idempotency), found)
+
+
+def _options(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = fields.mapping(body, "options")
+    OPTIONS.check(given, "options.")
+    return fields.options(given, {name: name for name in CHECKS}, "options.")
+
+
+def _prompt(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt and what goes with it."""
+    found: dict[str, Any] = {"images": image_list("images", body.get("images"), "images")}
+    if body.get("prompt") is not None:
+        found["prompt"] = fields.text(body, "prompt", "")
+    if body.get("tokens") is not None:
+        found["tokens"] = fields.checked("tokens", _ids, body["tokens"])
+    of_chats = {name: body[name] for name in ("tools", "think") if body.get(name) is not None}
+    if of_chats.get("tools") == []:
+        del of_chats["tools"]
+    if body.get("messages") is None:
+        if of_chats:
+            raise bad_request(
+                f"{next(iter(of_chats))!r} goes with 'messages'", next(iter(of_chats))
+            )
+        return found
+    found["messages"] = fields.checked("messages", check_messages, body["messages"])
+    if "tools" in of_chats:
+        found["tools"] = fields.checked("tools", check_tools, of_chats["tools"])
+    think = of_chats.get("think")
+    if think is not None:
+        if think not in LEVELS and not isinstance(think, bool):
+            known = f"true, false or one of {', '.join(LEVELS)}"
+            raise bad_request(f"'think' is {shown(think)}, must be {known}", "think")
+        found["think"] = think
+    return found
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise BadRequest(f"'tokens' must be a list of token ids, got {shown(value)}")
+    pack_ids(value)
+    return value
+
+
+def _seconds(body: Mapping[str, Any], name: str, most: float) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not is_number(value) or not 0 <= value <= most:
+        message = f"{name!r} is {shown(value)}, must be seconds from 0 to {most:.0f}"
+        raise bad_request(message, name)
+    return float(value)
+
+
+def _key(body: Mapping[str, Any], idempotency: str | None) -> str | None:
+    key = body.get("key")
+    if key is None:
+        key = idempotency
+    elif idempotency is not None and idempotency != key:
+        message = f"'key' is {shown(key)} and Idempotency-Key {idempotency!r:.60}; give one of them"
+        raise bad_request(message, "key")
+    found: str | None = None if key is None else fields.checked("key", job_key, key)
+    return found

@@ -1,0 +1,168 @@
+"""The endpoints of the pool's own jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.client import AsyncClient, AsyncStream
+from mlxpool.common.errors import JobRestarted, PoolError
+from mlxpool.common.protocol.job_messages import DEFAULT_LISTED, JOB_STATES, MAX_LISTED
+from mlxpool.gateway import errors
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.generation import queries
+from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.kept_answers import drawn_key, has_failed, submitted
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.jobs import bodies, requests
+from mlxpool.gateway.jobs.bodies import Place, job_body, job_ref
+from mlxpool.gateway.jobs.fields import MAX_NUMBER
+from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
+
+FIRST_WAIT = 0.5  # seconds in which an error of the reading is answered with a status of its own
+NO_CONTENT = 204
+
+
+class JobRoutes:
+    """One method a path. All raise HttpError and PoolError before the response has started."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+
+    async def submit(
+        self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
+    ) -> None:
+        """POST /v1/jobs; answered when the job is on the disk."""
+        client, request = self._pool.keeper, requests.job(body, idempotency)
+        key = request.key or drawn_key()
+        model = await self._pool.models.get(request.model)
+        job = await submitted(client, model.name, key, **request.arguments)
+        response.exchange.model, response.exchange.pool_id = model.name, job.id.hex()
+        await response.json(job_body(await client.job(job)))
+
+    async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
+        """GET /v1/jobs."""
+        state = queries.word(query, "state", ("", *JOB_STATES), "")
+        after = queries.integer(query, "after", 0, MAX_NUMBER)
+        before = queries.integer(query, "before", 0, MAX_NUMBER) or 0
+        limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
+        if after is not None and (state or before):
+            raise bad_request("'after' lists what ended: give no 'state' and no 'before'", "after")
+        rows = await self._pool.keeper.jobs(after=after, before=before, state=state, limit=limit)
+        number = "seq" if after is None else "end_seq"
+        following = rows[-1][number] if len(rows) == limit else 0
+        await response.json(bodies.job_list(rows, following))
+
+    async def read(self, id: str, response: ResponseWriter) -> None:
+        """GET /v1/jobs/ID."""
+        await response.json(job_body(await self._pool.keeper.job(job_ref(id))))
+
+    async def cancel(self, id: str, response: ResponseWriter) -> None:
+        """POST /v1/jobs/ID/cancel; a job that has ended stays as it is."""
+        client = self._pool.keeper
+        row = await client.job(job_ref(id))
+        await client.cancel(key=str(row["key"]))
+        await response.json(job_body(await client.job(bytes(row["job"]))))
+
+    async def retry(self, id: str, response: ResponseWriter) -> None:
+        """POST /v1/jobs/ID/retry."""
+        await response.json(job_body(await self._pool.keeper.retry(job_ref(id))))
+
+    async def release(self, id: str, response: ResponseWriter) -> None:
+        """POST /v1/jobs/ID/release."""
+        await response.json(job_body(await self._pool.keeper.release(job_ref(id))))
+
+    async def events(
+        self,
+        id: str,
+        query: Mapping[str, str],
+        last_event_id: str | None,
+        response: ResponseWriter,
+    ) -> None:
+        """GET /v1/jobs/ID/events; goes on behind the event that `last_event_id` names."""
+        client = self._pool.keeper
+        row = await client.job(job_ref(id))
+        if last_event_id:
+            place = bodies.place_of(last_event_id)
+        else:
+            start = queries.integer(query, "from", 0, MAX_NUMBER) or 0
+            place = Place(queries.integer(query, "gen", 0, MAX_NUMBER), start)
+        if place.ended and place.gen == row["gen"]:
+            return await response.data(b"", "text/plain", NO_CONTENT)
+        await JobReader(client, row, response, self._pool.settings.keep_alive).run(place)
+
+
+class JobReader:
+    """Writes the events of one job to one client, until the job has ended."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        row: Mapping[str, Any],
+        response: ResponseWriter,
+        keep_alive: float,
+    ) -> None:
+        """`row`: the job. `keep_alive`: seconds without an event until a comment is sent."""
+        self._client = client
+        self._job, self._gen = bytes(row["job"]), int(row["gen"])
+        self._response = response
+        self._keep_alive = keep_alive
+
+    async def run(self, place: Place) -> None:
+        """Write what follows a place. Raises PoolError before the response has started."""
+        if place.gen not in (None, self._gen):
+            await self._restarted(self._gen)
+            place = Place()
+        while True:
+            stream = self._client.fetch(self._job, place.pos, self._gen, steps=True)
+            try:
+                await self._copy(stream)
+                return await self._end(bodies.done_event(stream.result, self._gen))
+            except JobRestarted as error:
+                gen = (error.details or {}).get("gen")
+                if gen is None or gen == self._gen:
+                    return await self._failed(error)
+                await self._restarted(int(gen))
+                place = Place()
+            except PoolError as error:
+                return await self._failed(error)
+            finally:
+                stream.close()
+
+    async def _copy(self, stream: AsyncStream) -> None:
+        wait = FIRST_WAIT
+        while True:
+            try:
+                async with asyncio.timeout(wait):
+                    deltas = await stream.ready()
+            except TimeoutError:
+                await self._write(KEEP_ALIVE)
+            else:
+                if not deltas:
+                    return
+                await self._write(b"".join(bodies.delta_event(one, self._gen) for one in deltas))
+            wait = self._keep_alive
+
+    async def _restarted(self, gen: int) -> None:
+        self._gen = gen
+        await self._write(bodies.restarted_event(gen))
+
+    async def _failed(self, error: PoolError) -> None:
+        """End with the error of the job, or with that of this reading: then the job goes on."""
+        fault = errors.from_pool_error(error)
+        ended = await has_failed(self._client, self._job)
+        if not ended and not self._response.started:
+            raise error
+        self._response.identified(fault)
+        failed = bodies.failed_event(fault, self._gen)
+        await self._end(failed if ended else bodies.interrupted_event(fault))
+
+    async def _write(self, data: bytes) -> None:
+        if not self._response.started:
+            await self._response.open(EVENT_STREAM)
+        await self._response.write(data)
+
+    async def _end(self, data: bytes) -> None:
+        await self._write(data)
+        await self._response.close()

@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batches: uploads, their lines as requests of the pool, and result files."""

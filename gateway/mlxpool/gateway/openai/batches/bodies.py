@@ -1,0 +1,157 @@
+"""The file and batch objects of OpenAI's interface. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.gateway.openai.batches.lines import LineFault
+
+UPLOADED, LINES = "batch", "batch_lines"  # purposes of files: of a client, and of the pool
+MARK = "openai"  # key of the pool's metadata of a batch that has what is said here
+OUTPUT, ERROR = "output", "error"
+_RESULTS = re.compile(r"file-([0-9a-f]{32})-(output|error)")
+MAX_FAULTS = 10  # that are told
+MAX_FAULT = 300  # characters of one
+
+
+def file_id(hex: str) -> str:
+    return f"file-{hex}"
+
+
+def batch_id(hex: str) -> str:
+    return f"batch_{hex}"
+
+
+def results_id(batch: str, kind: str) -> str:
+    """The id of a file that is made of the results of a batch."""
+    return f"file-{batch.removeprefix(batch_id(''))}-{kind}"
+
+
+def results_of(file: str) -> tuple[str, str] | None:
+    """The batch of whose results a file is made, and its kind; None for another file."""
+    found = _RESULTS.fullmatch(file)
+    return None if found is None else (batch_id(found[1]), found[2])
+
+
+def file_body(row: Mapping[str, Any]) -> dict[str, Any]:
+    """An uploaded file."""
+    forget = row["forget"]
+    return {
+        "id": row["key"],
+        "object": "file",
+        "bytes": row["size"],
+        "created_at": int(row["created"]),
+        "expires_at": None if forget is None else int(forget),
+        "filename": row["name"],
+        "purpose": row["purpose"],
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def results_body(batch: Mapping[str, Any], kind: str, size: int) -> dict[str, Any]:
+    """A file that is made of the results of a batch, from the batch's row."""
+    ended, forget = batch["ended"], batch["forget"]
+    return {
+        "id": results_id(batch["key"], kind),
+        "object": "file",
+        "bytes": size,
+        "created_at": int(ended or batch["created"]),
+        "expires_at": None if forget is None else int(forget),
+        "filename": f"{batch['key']}_{kind}.jsonl",
+        "purpose": "batch_output",
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What a batch was made with, as the pool keeps it in the batch's metadata."""
+
+    endpoint: str
+    input: str  # the id of its file
+    window: str
+    total: int
+    metadata: Mapping[str, str]
+    faults: Sequence[LineFault] = ()
+
+    def body(self) -> dict[str, Any]:
+        faults = [[one.line, one.code, one.message[:MAX_FAULT], one.param] for one in self.faults]
+        return {
+            MARK: {
+                "endpoint": self.endpoint,
+                "input": self.input,
+                "window": self.window,
+                "total": self.total,
+                "metadata": dict(self.metadata),
+                "faults": faults,
+            }
+        }
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> BatchRequest | None:
+        """Of a batch's row; None for a batch that was not made over OpenAI's interface."""
+        given = row["metadata"].get(MARK)
+        if not isinstance(given, Mapping):
+            return None
+        faults = [LineFault(*fault) for fault in given["faults"]]
+        return cls(**{**given, "faults": faults})
+
+
+def status_of(row: Mapping[str, Any], request: BatchRequest) -> str:
+    """The status of a batch."""
+    if request.faults:
+        return "failed"
+    if row["state"] == "running":
+        ended = row["done"] + _failed(row)
+        return "finalizing" if ended >= request.total else "in_progress"
+    if row["state"] == "done":
+        return "expired" if row["expired"] else "completed"
+    return str(row["state"])  # cancelling, cancelled
+
+
+def _failed(row: Mapping[str, Any]) -> int:
+    return sum(int(row[state]) for state in ("dead", "expired", "cancelled", "failed"))
+
+
+def batch_body(row: Mapping[str, Any], request: BatchRequest) -> dict[str, Any]:
+    """A batch, from its row."""
+    status, key = status_of(row, request), str(row["key"])
+    created, deadline = int(row["created"]), row["deadline"]
+    ended = None if row["ended"] is None else int(row["ended"])
+    over = status in ("completed", "expired", "cancelled")
+    failed = 0 if request.faults else _failed(row)
+    faults = [
+        {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
+        for one in request.faults
+    ]
+    return {
+        "id": key,
+        "object": "batch",
+        "endpoint": request.endpoint,
+        "errors": {"object": "list", "data": faults} if faults else None,
+        "input_file_id": request.input,
+        "completion_window": request.window,
+        "status": status,
+        "output_file_id": results_id(key, OUTPUT) if over and row["done"] else None,
+        "error_file_id": results_id(key, ERROR) if over and failed else None,
+        "created_at": created,
+        "in_progress_at": None if faults else created,
+        "expires_at": None if deadline is None else int(deadline),
+        "finalizing_at": ended if status == "completed" else None,
+        "completed_at": ended if status == "completed" else None,
+        "failed_at": created if faults else None,
+        "expired_at": ended if status == "expired" else None,
+        "cancelling_at": ended if status in ("cancelling", "cancelled") else None,
+        "cancelled_at": ended if status == "cancelled" else None,
+        "request_counts": {
+            "total": 0 if faults else request.total,
+            "completed": 0 if faults else row["done"],
+            "failed": failed,
+        },
+        "metadata": dict(request.metadata) or None,
+    }

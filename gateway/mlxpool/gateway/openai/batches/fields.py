@@ -1,0 +1,35 @@
+"""The fields of requests about files and batches, with their schemas."""
+
+from __future__ import annotations
+
+from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.generation.queries import page_fields
+from mlxpool.gateway.openai.responses_api.fields import METADATA
+from mlxpool.gateway.schemas import NAME, TEXT, choice, described, integer
+
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES)
+MAX_FILE = 200 * 1024 * 1024  # bytes of an upload
+MAX_LINES = 50_000  # of a batch
+MAX_KEEP = 30 * 24 * 3600  # seconds until a file or a result expires
+MIN_KEEP = 3600
+WINDOW = r"^[1-9][0-9]{0,2}[hd]$"
+EXPIRY = Body(
+    {"anchor": choice("created_at"), "seconds": integer(MIN_KEEP, MAX_KEEP)},
+    required=("anchor", "seconds"),
+)
+FORM = Body({"file": NAME, "purpose": choice("batch"), "expires_after": EXPIRY.schema()})
+BATCH = Body(
+    {
+        "input_file_id": NAME,
+        "endpoint": described("of each line", choice(*ENDPOINTS)),
+        "completion_window": described(
+            "hours or days: 24h, 7d", {"type": "string", "pattern": WINDOW}
+        ),
+        "metadata": METADATA,
+        "output_expires_after": EXPIRY.schema(),
+    },
+    required=("input_file_id", "endpoint", "completion_window"),
+)
+FILES = Body({**page_fields(10_000), "purpose": TEXT})
+BATCHES = Body({"limit": integer(1, 100), "after": TEXT})

@@ -1,0 +1,105 @@
+"""The batches of an owner that the pool keeps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from mlxpool.client import AsyncClient, Result
+from mlxpool.client.batches.outcome import Page, is_too_long
+from mlxpool.common.errors import Gone, PoolError, UnknownJob
+from mlxpool.common.protocol import batch_messages as messages
+from mlxpool.common.protocol.batch_messages import (
+    AboutBatch,
+    BatchList,
+    ListBatches,
+    ReadOutcomes,
+    SubmitBatch,
+)
+from mlxpool.common.protocol.file_messages import KeyName
+from mlxpool.gateway.openai.batches import bodies
+from mlxpool.gateway.openai.batches.bodies import BatchRequest
+from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of
+from mlxpool.gateway.openai.batches.results import result_line
+from mlxpool.gateway.openai.batches.stored_lines import StoredLines
+
+Found = tuple[dict[str, Any], BatchRequest]
+PAGE_LINES = 200  # of results that are asked for at once
+
+
+class KeptBatches:
+    """Makes, reads and cancels them. All raise PoolError."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def submit(self, message: SubmitBatch) -> Found:
+        """Make a batch; the same once more is the same batch."""
+        return self._known(await ask(self._client, message, row_of))
+
+    async def find(self, id: str) -> Found | None:
+        """A batch of this owner that was made over OpenAI's interface; None without one."""
+        try:
+            row = await ask(self._client, AboutBatch(messages.READ, KeyName(id)), row_of)
+        except (UnknownJob, Gone):
+            return None
+        request = BatchRequest.of(row)
+        return None if request is None or row["state"] == "gone" else (row, request)
+
+    async def cancel(self, id: str) -> Found:
+        """Cancel a batch that is known."""
+        about = AboutBatch(messages.CANCEL, KeyName(id))
+        return self._known(await ask(self._client, about, row_of))
+
+    def _known(self, row: dict[str, Any]) -> Found:
+        request = BatchRequest.of(row)
+        assert request is not None
+        return row, request
+
+    async def after(self, id: str) -> AsyncIterator[Found]:
+        """The batches made before the one with this id ("": all), the newest first."""
+        while True:
+            asked = ListBatches(before=id)
+            page = await ask(self._client, asked, lambda answer: BatchList.parse(answer.body))
+            for row in page.batches:
+                request = BatchRequest.of(row)
+                if request is not None and row["state"] != "gone":
+                    yield dict(row), request
+            if not page.next:
+                return
+            id = page.next
+
+    # ---- results -------------------------------------------------------------------------------
+
+    async def results(
+        self, row: dict[str, Any], request: BatchRequest, kind: str
+    ) -> AsyncIterator[bytes]:
+        """The lines of the output or the error file, in the order of the input file."""
+        key, after = str(row["key"]), -1
+        lines = StoredLines(KeptFiles(self._client), str(row["file"]))
+        while after >= -1:
+            page = await ask(self._client, ReadOutcomes(KeyName(key), after, PAGE_LINES), Page.of)
+            made = []
+            for outcome in page.rows:
+                line = await lines.line(int(outcome["line"]))
+                outcome, whole = await self._whole(dict(outcome))
+                answered, data = result_line(outcome, line, request.endpoint, whole)
+                if answered is (kind == bodies.OUTPUT):
+                    made.append(data)
+            yield b"".join(made)
+            if page.next < 0:
+                return
+            after = page.next
+
+    async def _whole(
+        self, outcome: dict[str, Any]
+    ) -> tuple[dict[str, Any], Result | PoolError | None]:
+        """What is too long for a page is fetched by itself, with the facts of its answer."""
+        if not is_too_long(outcome):
+            return outcome, None
+        try:
+            async with self._client.fetch(bytes(outcome["job"])) as stream:
+                result = await stream.read()
+                return {**outcome, "facts": stream.facts}, result
+        except PoolError as error:
+            return outcome, error

@@ -1,0 +1,134 @@
+"""The files of an owner that the pool keeps, in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from mlxpool.client import AsyncClient
+from mlxpool.client.request import Question
+from mlxpool.common.errors import QueueFull, StoreUnavailable
+from mlxpool.common.protocol import file_messages as messages
+from mlxpool.common.protocol.file_messages import (
+    PART_BYTES,
+    AboutFile,
+    KeyName,
+    ListFiles,
+    PutFile,
+    ReadFile,
+)
+from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
+from mlxpool.gateway.errors import HttpError
+
+ATTEMPTS = 60  # times in a row that a busy store is asked again, about a second apart
+
+Answer = TypeVar("Answer")
+
+
+async def ask(client: AsyncClient, content: Content, read: Callable[[Message], Answer]) -> Answer:
+    """The answer to a question about files or batches; a busy store is asked again."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return await client.ask(Question(os.urandom(ID_BYTES), content, read))
+        except (QueueFull, StoreUnavailable) as error:
+            if attempt == ATTEMPTS - 1:
+                raise
+            await asyncio.sleep((error.retry_after_ms or 1000) / 1000)
+    raise AssertionError("not reached")
+
+
+def row_of(answer: Message) -> dict[str, Any]:
+    """The map of a file or a batch."""
+    return dict(answer.body)
+
+
+class KeptFiles:
+    """Reads and writes them. All raise PoolError; UnknownJob for a file that is not there."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def row(self, key: str) -> dict[str, Any]:
+        """The map of a file: key, name, purpose, size, complete, created, forget."""
+        return await self._about(messages.READ, key)
+
+    async def delete(self, key: str) -> None:
+        await self._about(messages.DELETE, key)
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """All files, the newest first."""
+        return await ask(
+            self._client, ListFiles(), lambda answer: [*map(dict, answer.body["files"])]
+        )
+
+    async def parts(self, key: str) -> AsyncIterator[bytes]:
+        """The bytes of a file."""
+        start = 0
+        while True:
+            question = ReadFile(KeyName(key), start)
+            data: bytes = await ask(self._client, question, lambda answer: answer.blobs[0])
+            if not data:
+                return
+            yield data
+            start += len(data)
+
+    async def lines(self, key: str) -> AsyncIterator[list[bytes]]:
+        """The lines of a file with their ends, those of a part at a time."""
+        held = b""
+        async for data in self.parts(key):
+            whole, mark, held = (held + data).rpartition(b"\n")
+            if mark:
+                yield (whole + mark).splitlines(keepends=True)
+        if held:
+            yield [held]
+
+    async def put(self, message: PutFile) -> None:
+        """Send a part. Raises HttpError if another program writes the same file."""
+        row = await ask(self._client, message, row_of)
+        end = message.start + len(message.data)
+        if row["size"] < end:
+            size = row["size"]
+            text = f"the file {message.name} has {size} bytes where {message.start} were written"
+            raise HttpError(409, text, "duplicate_id", retry=False)
+
+    async def _about(self, kind: str, key: str) -> dict[str, Any]:
+        return await ask(self._client, AboutFile(kind, KeyName(key)), row_of)
+
+
+class FileWriter:
+    """Writes a file as its bytes come; holds one part of it."""
+
+    def __init__(
+        self, files: KeptFiles, key: str, purpose: str, name: str = "", keep: float | None = None
+    ) -> None:
+        """`keep`: seconds, None: as the pool's settings say."""
+        self.size = 0
+        self._files = files
+        self._key, self._purpose, self._name = key, purpose, name
+        self._keep_ms = None if keep is None else round(keep * 1000)
+        self._held = bytearray()
+        self._sent = 0
+
+    async def add(self, data: bytes) -> None:
+        self.size += len(data)
+        self._held += data
+        while len(self._held) > PART_BYTES:
+            await self._put(bytes(self._held[:PART_BYTES]), last=False)
+            del self._held[:PART_BYTES]
+
+    async def finish(self) -> None:
+        """Write the rest: the file is complete."""
+        await self._put(bytes(self._held), last=True)
+
+    async def discard(self) -> None:
+        """Delete what was written."""
+        if self._sent:
+            await self._files.delete(self._key)
+
+    async def _put(self, data: bytes, *, last: bool) -> None:
+        name = KeyName(self._key)
+        part = PutFile(name, self._sent, data, last, self._name, self._purpose, self._keep_ms)
+        await self._files.put(part)
+        self._sent += len(data)

@@ -1,0 +1,113 @@
+"""Requests to make a batch, checked, and the lines of its file. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.models import ModelInfo
+from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS
+from mlxpool.gateway.openai.batches.fields import BATCH, ENDPOINTS, MAX_LINES, WINDOW
+from mlxpool.gateway.openai.batches.lines import LineFault, fault_of, parsed_line, pool_line
+from mlxpool.gateway.openai.batches.upload import expiry
+from mlxpool.gateway.openai.responses_api.requests import metadata_of
+
+HOURS = {"h": 1, "d": 24}
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """A checked request. `seconds` is the window, `keep` how long results stay."""
+
+    file: str
+    endpoint: str
+    window: str
+    seconds: int
+    metadata: Mapping[str, str]
+    keep: float | None
+
+
+def new_batch(body: Mapping[str, Any]) -> NewBatch:
+    """A checked POST /v1/batches. Raises HttpError naming the field."""
+    BATCH.check(body)
+    endpoint = fields.text(body, "endpoint")
+    if endpoint not in ENDPOINTS:
+        known = ", ".join(ENDPOINTS)
+        message = f"'endpoint' is {endpoint!r:.60}; batches are for {known}"
+        raise bad_request(message, "endpoint", "unsupported_parameter")
+    window = fields.text(body, "completion_window")
+    if not re.fullmatch(WINDOW, window):
+        message = f"'completion_window' is {window!r:.60}, must be hours or days, as 24h or 7d"
+        raise bad_request(message, "completion_window")
+    seconds = int(window[:-1]) * HOURS[window[-1]] * 3600
+    keep = expiry(body, "output_expires_after")
+    file = fields.text(body, "input_file_id")
+    return NewBatch(file, endpoint, window, seconds, metadata_of(body), keep)
+
+
+@dataclass(eq=False, slots=True)
+class LineReader:
+    """Makes the pool's lines of those of an input file, as far as they have no fault."""
+
+    endpoint: str
+    total: int = 0  # lines that are not empty
+    faults: list[LineFault] = field(default_factory=list)
+    _number: int = 0  # of the last line, from 1
+    _labels: set[str] = field(default_factory=set)
+
+    def parse(self, lines: Sequence[bytes]) -> list[tuple[int, dict[str, Any]]]:
+        """The next lines as JSON, with their numbers."""
+        found: list[tuple[int, dict[str, Any]]] = []
+        for data in lines:
+            self._number += 1
+            if not data.strip():
+                continue
+            self.total += 1
+            if self.total > MAX_LINES:
+                message = f"the file has more than {MAX_LINES} lines: divide it"
+                self._fault(LineFault(self._number, "too_many_lines", message))
+                return found
+            try:
+                line = parsed_line(data, self.endpoint)
+                self._check_label(line["custom_id"])
+            except HttpError as error:
+                self._fault(fault_of(self._number, error))
+            else:
+                found.append((self._number, line))
+        return found
+
+    def _check_label(self, label: str) -> None:
+        if label in self._labels:
+            message = f"custom_id is {label!r:.80}, which an earlier line has"
+            raise bad_request(message, "custom_id", "duplicate_custom_id")
+        self._labels.add(label)
+
+    def pool_lines(
+        self,
+        parsed: Sequence[tuple[int, Mapping[str, Any]]],
+        models: Mapping[str, ModelInfo | HttpError],
+    ) -> bytes:
+        """The lines of the pool; none once a line had a fault. `models`: by the names in lines."""
+        made = []
+        for number, line in parsed:
+            model = models[line["body"]["model"]]
+            try:
+                if isinstance(model, HttpError):
+                    raise model
+                made.append(pool_line(line, self.endpoint, model))
+            except HttpError as error:
+                self._fault(fault_of(number, error))
+        return b"" if self.faults else b"".join(made)
+
+    def _fault(self, fault: LineFault) -> None:
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(fault)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether so many lines have faults that no more are looked for."""
+        return len(self.faults) >= MAX_FAULTS or self.total > MAX_LINES

@@ -1,0 +1,105 @@
+"""The lines of output and error files, from what became of the lines of a batch. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.client import Result
+from mlxpool.client.batches.outcome import line_result
+from mlxpool.common.errors import PoolError
+from mlxpool.gateway import errors
+from mlxpool.gateway.formats import make_parser
+from mlxpool.gateway.formats.events import Content
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.kept_answers import call_ids
+from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS
+from mlxpool.gateway.openai.batches.lines import Asked
+from mlxpool.gateway.openai.responses import (
+    TextLogprobs,
+    WholeChoice,
+    chat_choice,
+    text_choice,
+    usage,
+)
+from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
+
+NOT_RUN = {  # state of a line that was not answered -> code of its error, and a message
+    "expired": (
+        "batch_expired",
+        "the batch's completion_window was over before this line's answer",
+    ),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line's answer"),
+}
+
+
+def result_line(
+    row: Mapping[str, Any],
+    line: Mapping[str, Any],
+    endpoint: str,
+    whole: Result | PoolError | None = None,
+) -> tuple[bool, bytes]:
+    """Whether a line was answered, and its line in the output or the error file.
+
+    `row` is an outcome, `line` the line of the pool, `whole` what was fetched of a long answer.
+    """
+    found = line_result(row, whole)
+    name = found.job.hex() if found.job else f"line{row['line']}"
+    members: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
+    response: dict[str, Any] | None = None
+    fault: dict[str, str] | None = None
+    answered = found.state == "done" and found.result is not None
+    if answered:
+        assert found.result is not None
+        body = _answer(row, line, endpoint, name, found.result)
+        response = {"status_code": 200, "request_id": name, "body": body}
+    elif found.state in NOT_RUN:
+        code, message = NOT_RUN[found.state]
+        fault = {"code": code, "message": message}
+    elif found.error is not None:
+        error = errors.from_pool_error(found.error)
+        error.request_id = name
+        body = error.openai_body()
+        response = {"status_code": error.status, "request_id": name, "body": body}
+    else:
+        fault = {"code": "result_deleted", "message": "the result of this line was deleted"}
+    text = json.dumps({**members, "response": response, "error": fault}, ensure_ascii=False)
+    return answered, text.encode("utf-8", "replace") + b"\n"
+
+
+def _answer(
+    row: Mapping[str, Any], line: Mapping[str, Any], endpoint: str, name: str, result: Result
+) -> dict[str, Any]:
+    """The body that the endpoint would have answered."""
+    asked = Asked.of(line)
+    thinks = (row.get("facts") or {}).get("thinks") is True
+    tools = line.get("tools") or ()
+    parser = make_parser(asked.chat, tools, thinks=thinks, several_calls=asked.several_calls)
+    events = (*(parser.push(result.text) if result.text else ()), *parser.finish())
+    update = ChoiceUpdate(0, events, result.logprobs, result)
+    created, model = int(row["submitted"]), asked.model or str(row["model"])
+    if endpoint not in (CHATS, COMPLETIONS):
+        output = OutputBlocks(call_ids(name))
+        output.push(update)
+        frame = ResponseFrame(name, created, asked.echoed or {"model": model}, asked.summary)
+        return frame.ended(output.blocks, result, 0)
+    whole = WholeChoice()
+    whole.add(update)
+    if endpoint == CHATS:
+        choice = chat_choice(0, whole, logprobs=asked.logprobs)
+        for number, call in enumerate(choice["message"].get("tool_calls") or ()):
+            call["id"] = call_ids(name)(number)
+        head = {"id": f"chatcmpl-{name}", "object": "chat.completion"}
+    else:
+        logprobs = TextLogprobs().add(whole.logprobs) if asked.logprobs else None
+        choice = text_choice(0, whole.text(Content), logprobs, result.reason)
+        head = {"id": f"cmpl-{name}", "object": "text_completion"}
+    return {
+        **head,
+        "created": created,
+        "model": model,
+        "choices": [choice],
+        "usage": usage([result], 1),
+    }

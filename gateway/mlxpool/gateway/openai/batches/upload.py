@@ -1,0 +1,149 @@
+"""Takes an upload: from a form in pieces to a file of the pool, without holding it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+
+from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.openai.batches.bodies import UPLOADED
+from mlxpool.gateway.openai.batches.fields import EXPIRY, FORM, MAX_FILE, MAX_KEEP, MIN_KEEP
+from mlxpool.gateway.openai.batches.kept_files import FileWriter, KeptFiles
+from mlxpool.gateway.openai.batches.multipart import (
+    MultipartReader,
+    PartBegin,
+    PartData,
+    boundary_of,
+)
+
+MAX_FIELD = 4096  # bytes of a field that is no file
+MAX_NAME = 255  # characters of the name of a file
+EXPIRES = "expires_after"
+
+
+class Upload:
+    """One upload. `run` returns when the file is whole and on the disk."""
+
+    def __init__(self, files: KeptFiles, key: str, silence: float) -> None:
+        """`silence`: seconds without a byte after which the upload is given up."""
+        self._files = files
+        self._key = key
+        self._silence = silence
+        self._fields: dict[str, str] = {}
+        self._field: str | None = None  # the field whose part is read; None: the file's, or none
+        self._writer: FileWriter | None = None
+        self._in_file = False
+
+    async def run(self, request: Request) -> None:
+        """Read the form. Raises HttpError, PoolError, ClientDisconnect; then there is no file."""
+        reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
+        try:
+            async for data in _pieces(request, self._silence):
+                for event in reader.feed(data):
+                    if isinstance(event, PartBegin):
+                        self._begin(event)
+                    elif isinstance(event, PartData):
+                        await self._data(event.data)
+                    else:
+                        self._field, self._in_file = None, False
+            if not reader.complete:
+                raise bad_request("the form ends before its last boundary", code="not_multipart")
+            await self._finish()
+        except BaseException:
+            if self._writer is not None:
+                await self._writer.discard()
+            raise
+
+    def _begin(self, part: PartBegin) -> None:
+        name = part.name.removesuffix("[]")
+        if name.partition("[")[0] not in FORM.names:
+            FORM.check({name: ""})
+        if name != "file":
+            if self._writer is not None:
+                raise bad_request(f"{name!r} has to come before 'file' in the form", name)
+            self._field = name
+            self._fields[name] = ""
+            return
+        if self._writer is not None:
+            raise bad_request("the form has several files: send each by itself", "file")
+        if part.filename is None:
+            raise bad_request("'file' must be a file, with a filename", "file")
+        self._check_purpose()
+        shown = "".join(one for one in part.filename if one.isprintable())[:MAX_NAME]
+        self._in_file = True
+        self._writer = FileWriter(self._files, self._key, UPLOADED, shown, self._keep())
+
+    async def _data(self, data: bytes) -> None:
+        if self._in_file and self._writer is not None:
+            if self._writer.size + len(data) > MAX_FILE:
+                message = (
+                    f"the file has more than {MAX_FILE} bytes, which is the bound: divide it into"
+                    " several batches"
+                )
+                raise HttpError(413, message, "file_too_large", "file", retry=False)
+            return await self._writer.add(data)
+        if self._field is not None:
+            text = self._fields[self._field] + data.decode("utf-8", "replace")
+            if len(text) > MAX_FIELD:
+                raise bad_request(f"{self._field!r} has more than {MAX_FIELD} bytes", self._field)
+            self._fields[self._field] = text
+
+    async def _finish(self) -> None:
+        if self._writer is None:
+            raise bad_request("'file' is missing", "file")
+        if not self._writer.size:
+            raise bad_request("the file is empty", "file")
+        await self._writer.finish()
+
+    def _check_purpose(self) -> None:
+        purpose = self._fields.get("purpose")
+        if purpose != UPLOADED:
+            got = "missing; it has to come before 'file'" if purpose is None else repr(purpose[:60])
+            message = f"'purpose' is {got}: only {UPLOADED!r} is supported"
+            raise bad_request(message, "purpose")
+
+    def _keep(self) -> float | None:
+        """Seconds until the file expires; None: as the pool's settings say."""
+        prefix = f"{EXPIRES}["
+        given: dict[str, Any] = {
+            name.removeprefix(prefix).rstrip("]"): value
+            for name, value in self._fields.items()
+            if name.startswith(prefix)
+        }
+        if given.get("seconds", "").isdecimal():
+            given["seconds"] = int(given["seconds"])
+        return expiry({EXPIRES: given} if given else {}, EXPIRES)
+
+
+def expiry(body: Mapping[str, Any], name: str) -> float | None:
+    """The seconds of a field as `expires_after`; None without. Raises HttpError."""
+    given = body.get(name)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise bad_request(f"{name!r} must be a map with anchor and seconds", name)
+    EXPIRY.check(given, f"{name}.")
+    if given.get("anchor") != "created_at":
+        raise bad_request(f"'{name}.anchor' must be created_at", f"{name}.anchor")
+    seconds = given.get("seconds")
+    if type(seconds) is not int or not MIN_KEEP <= seconds <= MAX_KEEP:
+        message = f"'{name}.seconds' must be from {MIN_KEEP} to {MAX_KEEP}"
+        raise bad_request(message, f"{name}.seconds")
+    return float(seconds)
+
+
+async def _pieces(request: Request, silence: float) -> AsyncIterator[bytes]:
+    pieces = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(silence):
+                data = await anext(pieces, None)
+        except TimeoutError:
+            message = f"no byte of the upload came for {silence:g} s"
+            raise HttpError(408, message, "body_too_slow", retry=False) from None
+        if data is None:
+            return
+        yield data

@@ -1,0 +1,234 @@
+"""Responses that the pool keeps as jobs: made in the background, read, cancelled, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.common.errors import Gone, JobsOff, PoolError, UnknownJob
+from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.generation import queries
+from mlxpool.gateway.generation.choice_streams import (
+    ChoiceRequest,
+    PoolAccess,
+    StreamFormat,
+    stream_arguments,
+    write_updates,
+)
+from mlxpool.gateway.generation.kept_answers import (
+    KEY_BYTES,
+    KeptAnswer,
+    call_ids,
+    drawn_key,
+    has_failed,
+    submitted,
+)
+from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.openai.responses_api.bodies import response_id
+from mlxpool.gateway.openai.responses_api.items import Earlier
+from mlxpool.gateway.openai.responses_api.kept import KeptResponse, ResponseNote
+from mlxpool.gateway.openai.responses_api.requests import ResponseRequest
+from mlxpool.gateway.openai.responses_api.stored_items import items_of
+from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
+from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
+
+log = logging.getLogger("mlxpool.gateway")
+
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # of a list
+MAX_NUMBER = 2**53  # of an event
+
+
+class KeptResponseRoutes:
+    """One method a path, but `create` and `earlier`. All raise HttpError and PoolError."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+        self._cancelling: set[asyncio.Task[Any]] = set()
+
+    async def create(
+        self,
+        request: ResponseRequest,
+        choice: ChoiceRequest,
+        response: ResponseWriter,
+        idempotency: str | None,
+    ) -> None:
+        """Make a response that is kept. One that is not in the background ends with its client.
+
+        A second request with the same key in `idempotency` is answered with the first one's.
+        """
+        client = self._pool.keeper
+        id = drawn_key()
+        if idempotency:
+            id = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
+        formats = (choice.chat.tools, choice.chat.thinking)
+        note = ResponseNote(
+            int(time.time()), request.echoed, request.summary, formats, choice.tools,
+            choice.several_calls, request.background,
+        )  # fmt: skip
+        arguments = stream_arguments(choice, None)
+        key, packed = response_id(id), note.packed()
+        job = await submitted(client, choice.model, key, note=packed, **arguments)
+        response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
+        kept = await self._find(key)
+        if request.background and not request.stream:
+            return await response.json(kept.frame.begun("queued"))
+        try:
+            await self._answer(kept, response, stream=request.stream, made=True)
+        except asyncio.CancelledError:
+            if not request.background:
+                self._cancel_later(key)
+            raise
+
+    async def retrieve(self, id: str, query: Mapping[str, str], response: ResponseWriter) -> None:
+        """GET /v1/responses/ID."""
+        stream = queries.flag(query, "stream", False)
+        after = queries.integer(query, "starting_after", 0, MAX_NUMBER)
+        if after is not None and not stream:
+            raise bad_request("'starting_after' goes with 'stream': true", "starting_after")
+        kept = await self._find(id)
+        kept.check_number(after)
+        if kept.waiting is not None and not stream:
+            return await response.json(kept.frame.begun(kept.waiting))
+        await self._answer(kept, response, stream=stream, after=after)
+
+    async def cancel(self, id: str, response: ResponseWriter) -> None:
+        """POST /v1/responses/ID/cancel; one that has ended stays as it is."""
+        kept = await self._find(id)
+        if not kept.note.background:
+            message = f"{id!r} is not in the background: close the connection of its request"
+            raise bad_request(message, "id")
+        if kept.waiting is not None:
+            await self._pool.keeper.cancel(key=id)
+        await self._answer(await self._find(id), response, stream=False)
+
+    async def delete(self, id: str, response: ResponseWriter) -> None:
+        """DELETE /v1/responses/ID; one that has not ended is cancelled."""
+        client, kept = self._pool.keeper, await self._find(id)
+        if kept.waiting is not None:
+            await client.cancel(key=id)
+        await client.release(id)
+        await response.json({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(
+        self, id: str, query: Mapping[str, str], response: ResponseWriter
+    ) -> None:
+        """GET /v1/responses/ID/input_items: the conversation that the model was given."""
+        kept = await self._find(id)
+        items = items_of(kept.messages, kept.images, kept.id)
+        await response.json(queries.page(items, query, MAX_ITEMS, DEFAULT_ITEMS))
+
+    async def earlier(self, id: str) -> Earlier:
+        """The conversation of `previous_response_id`. Raises HttpError unless it is complete."""
+        kept = await self._find(id, "previous_response_id", off=False)
+        state = kept.job["state"]
+        if state != "done":
+            shown = kept.waiting or ("cancelled" if state == "cancelled" else "failed")
+            message = f"the response {id!r} is {shown}: go on from one that is complete"
+            raise bad_request(message, "previous_response_id")
+        async with self._read(kept) as answer:
+            output = OutputBlocks(call_ids(kept.id))
+            await output.read(answer)
+        items = [kept.frame.item(block) for block in output.blocks]
+        return Earlier(kept.messages, kept.images, items)
+
+    # ---- what they share -----------------------------------------------------------------------
+
+    async def _find(self, id: str, param: str = "id", *, off: bool = True) -> KeptResponse:
+        """A response of this owner. Raises HttpError if there is none.
+
+        `off` False: raises JobsOff where nothing is kept.
+        """
+        client = self._pool.keeper
+        try:
+            found = KeptResponse.of(await client.submitted(id))
+        except (UnknownJob, Gone):
+            found = None
+        except JobsOff as error:
+            if not off:
+                raise
+            raise HttpError(501, f"nothing is kept: {error.message}", error.code) from None
+        if found is None:
+            what = "with this key" if self._pool.settings.names_owners else "here"
+            message = (
+                f"there is no response {id!r:.80} {what}: only those in the background, or with"
+                " 'store': true, are kept, and for a limited time"
+            )
+            raise HttpError(404, message, "response_not_found", param, retry=False)
+        return found
+
+    def _read(self, kept: KeptResponse) -> KeptAnswer:
+        key, gen, note = response_id(kept.id), int(kept.job["gen"]), kept.note
+        stream = self._pool.keeper.fetch(key, 0, gen, steps=True)
+        return KeptAnswer(stream, note.chat, note.tools, several_calls=note.several_calls)
+
+    async def _answer(
+        self,
+        kept: KeptResponse,
+        response: ResponseWriter,
+        *,
+        stream: bool,
+        after: int | None = None,
+        made: bool = False,
+    ) -> None:
+        """Read a response to its end. `made`: by this request, whose tokens are counted."""
+        frame, output = kept.frame, OutputBlocks(call_ids(kept.id))
+        number = kept.first_number
+        events = ResponseEvents(frame, output, number, -1 if after is None else after)
+        interval = self._pool.settings.keep_alive
+        async with self._read(kept) as answer:
+            try:
+                if stream:
+                    await response.open(EVENT_STREAM)
+                    await response.write(events.head(queued=kept.note.background))
+                    encoding = StreamFormat(
+                        EVENT_STREAM, events.update, events.failed, b"", KEEP_ALIVE, interval
+                    )
+                    (result,) = await write_updates(response, answer, encoding)
+                else:
+                    result = await output.read(answer)
+            except HttpError as error:
+                return await self._failed(kept, response, events, error)
+            if made:
+                response.exchange.count(result.usage)
+            thought = any(block.kind is Kind.THOUGHTS for block in output.blocks)
+            whole = frame.ended(output.blocks, result, answer.thought_tokens if thought else 0)
+            if not stream:
+                return await response.json(whole)
+            await response.write(events.tail(whole))
+            await response.close()
+
+    async def _failed(
+        self,
+        kept: KeptResponse,
+        response: ResponseWriter,
+        events: ResponseEvents,
+        error: HttpError,
+    ) -> None:
+        """End with the error of the job, or with that of this reading: then the job goes on."""
+        ended = await has_failed(self._pool.keeper, response_id(kept.id))
+        if not response.started:
+            if not ended:
+                raise error
+            return await response.json(kept.frame.failed(events.output.blocks, error))
+        response.identified(error)
+        await response.write(events.failed(error) if ended else events.broken_off(error))
+        await response.close()
+
+    def _cancel_later(self, key: str) -> None:
+        """Cancel the job of a client that is gone, in a task of its own."""
+        client = self._pool.keeper
+
+        async def cancel() -> None:
+            try:
+                await client.cancel(key=key)
+            except PoolError as error:
+                log.warning("a response goes on", extra={"id": key, "why": error.message})
+
+        task = asyncio.create_task(cancel())
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)

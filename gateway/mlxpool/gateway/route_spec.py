@@ -1,0 +1,189 @@
+"""What a route is: its method and path, its interface, and the method that answers it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+
+from mlxpool.gateway.anthropic.bodies import error_body as anthropic_body
+from mlxpool.gateway.anthropic.routes import MessageRoutes
+from mlxpool.gateway.anthropic.stream import error_event as anthropic_event
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.jobs.routes import JobRoutes
+from mlxpool.gateway.ollama.model_routes import ModelRoutes
+from mlxpool.gateway.ollama.routes import OllamaRoutes
+from mlxpool.gateway.openai.batches.file_routes import FileRoutes
+from mlxpool.gateway.openai.batches.routes import BatchRoutes
+from mlxpool.gateway.openai.responses import error_event
+from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
+from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
+from mlxpool.gateway.openai.routes import OpenAIRoutes
+from mlxpool.gateway.openai.tokens.routes import TokenRoutes
+from mlxpool.gateway.openai.vector_routes import VectorRoutes
+from mlxpool.gateway.operation_routes import OperationRoutes
+
+Work: TypeAlias = Coroutine[Any, Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An interface, and how it encodes an error: as a whole response, and at a stream's end."""
+
+    name: str
+    error_body: Callable[[HttpError], dict[str, Any]]
+    error_event: Callable[[HttpError], bytes]
+    error_schema: str  # the name of its schema
+    any_content_type: bool = False  # its clients need not say that they send JSON
+    id_header: str | None = None  # where its clients read the id of the request too
+
+
+OPENAI = Interface("OpenAI", HttpError.openai_body, error_event, "Error")
+ANTHROPIC = Interface(
+    "Anthropic", anthropic_body, anthropic_event, "AnthropicError", id_header="request-id"
+)
+OLLAMA = Interface(
+    "Ollama",
+    HttpError.ollama_body,
+    lambda error: f"{json.dumps(error.ollama_body())}\n".encode(),
+    "OllamaError",
+    any_content_type=True,
+)
+OPERATIONS = Interface("Operations", HttpError.openai_body, error_event, "Error")
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The objects whose methods answer requests."""
+
+    openai: OpenAIRoutes
+    responses: ResponseRoutes
+    kept_responses: KeptResponseRoutes
+    files: FileRoutes
+    batches: BatchRoutes
+    jobs: JobRoutes
+    vectors: VectorRoutes
+    tokens: TokenRoutes
+    anthropic: MessageRoutes
+    ollama: OllamaRoutes
+    ollama_models: ModelRoutes
+    operations: OperationRoutes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request with its body, empty for GET, and what answers it."""
+
+    request: Request
+    body: Mapping[str, Any]
+    response: ResponseWriter
+    query: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """What the path names."""
+        return str(self.request.path_params["id"])
+
+    @property
+    def idempotency(self) -> str | None:
+        """The header by which a request that is sent again is known as the same."""
+        return self.request.headers.get("idempotency-key")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    """A method and a path. `answer` names the schema of the response.
+
+    `stream`: the content type of a streamed response, whose events or lines have the schema
+    `event`. `public`: needs no key. `in_drain`: is answered while the gateway drains.
+    `reads_body`: the method reads it itself, as a form. `watched`: the work ends when its client
+    is gone, as that of all streams and of requests with a JSON body does.
+    """
+
+    method: str  # GET, which answers HEAD too, POST or DELETE
+    path: str
+    interface: Interface
+    summary: str
+    serve: Callable[[Services, Call], Work]
+    answer: str
+    body: Body | None = None
+    query: Body | None = None
+    content_type: str = "application/json"
+    stream: str | None = None
+    event: str = ""
+    public: bool = False
+    in_drain: bool = False
+    reads_body: bool = False
+    watched: bool = False
+
+    @property
+    def shown_path(self) -> str:
+        """The path as documents and logs show it."""
+        return self.path.replace(":path}", "}")
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Makes the routes of one interface."""
+
+    interface: Interface
+
+    def get(
+        self,
+        path: str,
+        summary: str,
+        method: Callable[[Services], Callable[[ResponseWriter], Work]],
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of GET whose method needs nothing of the request."""
+        return self.get_with(path, summary, lambda to, c: method(to)(c.response), answer, **more)
+
+    def get_with(
+        self,
+        path: str,
+        summary: str,
+        serve: Callable[[Services, Call], Work],
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of GET whose method needs a part of the request."""
+        return RouteSpec("GET", path, self.interface, summary, serve, answer, **more)
+
+    def delete(
+        self, path: str, summary: str, serve: Callable[[Services, Call], Work], answer: str
+    ) -> RouteSpec:
+        """A route of DELETE."""
+        return RouteSpec("DELETE", path, self.interface, summary, serve, answer)
+
+    def post_with(
+        self,
+        path: str,
+        summary: str,
+        serve: Callable[[Services, Call], Work],
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of POST whose method needs a part of the request, or has no body."""
+        return RouteSpec("POST", path, self.interface, summary, serve, answer, **more)
+
+    def post(
+        self,
+        path: str,
+        summary: str,
+        method: Callable[[Services], Callable[[Mapping[str, Any], ResponseWriter], Work]],
+        body: Body,
+        answer: str,
+        **more: Any,
+    ) -> RouteSpec:
+        """A route of POST whose method needs the body."""
+
+        def serve(to: Services, call: Call) -> Work:
+            return method(to)(call.body, call.response)
+
+        return RouteSpec("POST", path, self.interface, summary, serve, answer, body, **more)

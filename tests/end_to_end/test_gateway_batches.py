@@ -1,0 +1,327 @@
+"""Files and batches, by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mlxpool.gateway.openai.batches import fields, upload
+from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, keys_file, openai_client
+from support.openapi_answers import faults, unknown_members
+from support.pool import Pool, until
+
+CONFIG = """
+[pool]
+restart_delay = 0.05
+[models.m]
+path = "builtin:counting"
+counting.step_us = 2000
+[models.small]
+path = "builtin:counting"
+context = 64
+[models.stuck]
+path = "builtin:counting"
+counting.step_us = 60000000
+"""
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    folder = tmp_path_factory.mktemp("pool")
+    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(pool: Pool) -> Iterator[str]:
+    with GatewayThread(pool.run_dir) as gateway:
+        yield gateway.url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai_client(url) as made:
+        yield made
+
+
+def line(name: str, endpoint: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"model": "m", "seed": 7}
+    if endpoint == COMPLETIONS:
+        given |= {"prompt": name, "max_tokens": 5}
+    elif endpoint == CHATS:
+        given |= {"messages": [{"role": "user", "content": name}], "max_tokens": 5}
+    else:
+        given |= {"input": name, "max_output_tokens": 5}
+    return {"custom_id": name, "method": "POST", "url": endpoint, "body": {**given, **body}}
+
+
+def sent(client: openai.OpenAI, lines: list[Any], name: str = "in.jsonl") -> str:
+    """The id of a file with these lines."""
+    texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+    data = "\n".join(texts).encode()
+    return client.files.create(file=(name, data), purpose="batch").id
+
+
+def begin(client: openai.OpenAI, file: str, endpoint: str = COMPLETIONS, **more: Any) -> Any:
+    given: Any = {"endpoint": endpoint, "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file, **given)
+
+
+def over(client: openai.OpenAI, id: str) -> Any:
+    """The batch once it has ended."""
+
+    def ended() -> Any:
+        batch = client.batches.retrieve(id)
+        assert batch.status in (*OVER, "in_progress", "finalizing", "cancelling")
+        return batch if batch.status in OVER else None
+
+    return until(ended, "the batch has ended")
+
+
+def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
+    """The lines of a file by their custom_id."""
+    assert file is not None
+    text = client.files.content(file).text
+    assert client.files.retrieve(file).bytes == len(text.encode())
+    return {one["custom_id"]: one for one in map(json.loads, text.splitlines())}
+
+
+def told(prompt: str, count: int = 5) -> str:
+    return text_of(expected_ids(prompt, 7, count))
+
+
+def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI, url: str) -> None:
+    data = b"x" * 700_000 + b"\r\n--not the boundary\n"  # of several parts
+    made = client.files.create(file=("träume.jsonl", data), purpose="batch")
+    assert (made.bytes, made.filename, made.purpose) == (len(data), "träume.jsonl", "batch")
+    assert client.files.content(made.id).read() == data
+    assert client.files.retrieve(made.id) == made
+    assert made.id in [one.id for one in client.files.list(purpose="batch", limit=1)]
+    answer = httpx.get(f"{url}/v1/files/{made.id}").json()
+    assert not faults(answer, "File")
+    assert not [*unknown_members(answer, {"$ref": "#/components/schemas/File"})]
+    assert client.files.delete(made.id).deleted
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            call(made.id)
+
+
+@pytest.mark.parametrize("endpoint", [CHATS, COMPLETIONS, RESPONSES])
+def test_every_line_is_answered(client: openai.OpenAI, endpoint: str, url: str) -> None:
+    names = [f"{endpoint} {number}" for number in range(30)]
+    file = sent(client, [line(name, endpoint) for name in names])
+    batch = begin(client, file, endpoint, metadata={"run": "a"})
+    assert (batch.endpoint, batch.input_file_id) == (endpoint, file)
+    assert batch.metadata == {"run": "a"} and batch.request_counts.total == 30
+    batch = over(client, batch.id)
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (30, 0)
+    answer = httpx.get(f"{url}/v1/batches/{batch.id}").json()
+    assert not faults(answer, "Batch")
+    assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Batch"})]
+    client.files.delete(file)  # the results do not need it
+    found = results(client, batch.output_file_id)
+    assert [*found] == names
+    for name, one in found.items():
+        body = one["response"]["body"]
+        assert one["error"] is None and one["response"]["status_code"] == 200
+        if endpoint == RESPONSES:
+            assert not faults(body, "Response")
+            text = body["output"][0]["content"][0]["text"]
+        elif endpoint == CHATS:
+            assert not faults(body, "ChatCompletion")
+            text = body["choices"][0]["message"]["content"]
+        else:
+            assert not faults(body, "Completion")
+            text = body["choices"][0]["text"]
+        assert text == told(name if endpoint == COMPLETIONS else f"user: {name}\n")
+    assert results(client, batch.output_file_id) == found
+
+
+def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
+    lines = [
+        line("good"),
+        "{no json",
+        line("good"),
+        {**line("url"), "url": CHATS},
+        line("model", model="nobody"),
+        line("field", temprature=1),
+        line("two", n=2),
+        line("stream", stream=True),
+        "",
+        line("option", top_p=7),
+        {"custom_id": "x"},
+    ]
+    made = begin(client, sent(client, lines))
+    batch = client.batches.retrieve(made.id)
+    assert batch.status == "failed" and batch.output_file_id is None
+    counts: Any = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)
+    assert batch.errors is not None and batch.errors.data is not None
+    found = sorted((one.line, one.code) for one in batch.errors.data)
+    assert found == [
+        (2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_endpoint"),
+        (5, "model_not_found"), (6, "unknown_parameter"), (7, "unsupported_parameter"),
+        (8, "unsupported_parameter"), (10, "bad_request"), (11, "bad_request"),
+    ]  # fmt: skip
+    assert all(str(one.message).startswith(f"line {one.line}: ") for one in batch.errors.data)
+    assert client.batches.cancel(batch.id).status == "failed"
+
+
+def test_errors_of_lines_are_in_a_file_of_their_own(client: openai.OpenAI) -> None:
+    lines = [line("fits"), line("long", model="small", prompt="x" * 100)]
+    batch = over(client, begin(client, sent(client, lines)).id)
+    assert batch.status == "completed" and batch.request_counts.failed == 1
+    assert [*results(client, batch.output_file_id)] == ["fits"]
+    (bad,) = results(client, batch.error_file_id).values()
+    assert bad["custom_id"] == "long" and bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_cancelled(client: openai.OpenAI) -> None:
+    batch = begin(client, sent(client, [line("a", model="stuck"), line("b", model="stuck")]))
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = over(client, batch.id)
+    assert batch.status == "cancelled" and batch.output_file_id is None
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_listed_in_pages(client: openai.OpenAI) -> None:
+    file = sent(client, [line("one")])
+    made = [begin(client, file).id for _ in range(5)]
+    listed = [batch.id for batch in client.batches.list(limit=2)]
+    assert listed[:5] == made[::-1] and len(listed) == len(set(listed))
+    page = client.batches.list(limit=2, after=made[4])
+    assert [batch.id for batch in page.data] == [made[3], made[2]] and page.has_more
+
+
+def test_sent_twice_it_is_one_batch(client: openai.OpenAI) -> None:
+    file = sent(client, [line("once")])
+    headers = {"Idempotency-Key": "nightly 7"}
+    one, two = (begin(client, file, extra_headers=headers) for _ in range(2))
+    assert one.id == two.id
+
+
+def test_a_form_that_is_none(url: str) -> None:
+    def post(**more: Any) -> httpx.Response:
+        return httpx.post(f"{url}/v1/files", **more)
+
+    file = {"file": ("a.jsonl", b"{}")}
+    assert post(json={"purpose": "batch"}).status_code == 415
+    for data, param in (
+        ({}, "purpose"),
+        ({"purpose": "fine-tune"}, "purpose"),
+        ({"purpose": "batch", "bogus": "1"}, "bogus"),
+        ({"purpose": "batch", "expires_after[seconds]": "5"}, "expires_after.anchor"),
+        (
+            {
+                "purpose": "batch",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "5",
+            },
+            "expires_after.seconds",
+        ),
+    ):
+        answer = post(data=data, files=file)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    empty = post(data={"purpose": "batch"}, files={"file": ("a", b"")})
+    assert empty.status_code == 400 and "empty" in empty.json()["error"]["message"]
+    kind = {"content-type": "multipart/form-data; boundary=B"}
+    for body in (b"", b"--B--\r\n", b"--B\r\nx\r\n\r\n", b"--Bx", b"--B\r\n" + b"x" * 9000):
+        assert post(content=body, headers=kind).status_code == 400, body
+
+
+def test_a_file_over_the_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "MAX_FILE", 300_000)
+    files = {"file": ("a", b"x" * 300_001)}
+    answer = httpx.post(f"{url}/v1/files", data={"purpose": "batch"}, files=files)
+    assert answer.status_code == 413 and "300000 bytes" in answer.json()["error"]["message"]
+    left = httpx.get(f"{url}/v1/files").json()["data"]
+    assert not [one for one in left if one["bytes"] > 262_144 and one["filename"] == "a"]
+
+
+def test_what_is_refused(client: openai.OpenAI) -> None:
+    file = sent(client, [line("x")])
+    for more, param in (
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+         "output_expires_after.seconds"),
+    ):  # fmt: skip
+        given: Any = {"endpoint": COMPLETIONS, "completion_window": "24h", **more}
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.batches.create(input_file_id=file, **given)
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        begin(client, "file-nothing")
+    for call in (client.batches.retrieve, client.batches.cancel):
+        with pytest.raises(openai.NotFoundError, match="there is no batch"):
+            call("batch_nothing")
+    empty = begin(client, sent(client, ["", ""]))
+    assert empty.status == "failed" and empty.errors.data[0].code == "empty_file"
+
+
+def test_more_lines_than_the_bound(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxpool.gateway.openai.batches.requests.MAX_LINES", 3)
+    batch = begin(client, sent(client, [line(str(number)) for number in range(4)]))
+    assert batch.status == "failed" and batch.errors.data[0].code == "too_many_lines"
+    assert fields.MAX_LINES == 50_000
+
+
+def test_a_key_sees_its_own_files_and_batches_alone(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_file(tmp_path)
+    with (
+        GatewayThread(pool.run_dir, keys=keys) as gateway,
+        openai_client(gateway.url, ALICE) as alice,
+        openai_client(gateway.url, BOB) as bob,
+    ):
+        file = sent(alice, [line("mine")])
+        batch = over(alice, begin(alice, file).id)
+        for name in (file, batch.output_file_id):
+            for call in (bob.files.retrieve, bob.files.content):
+                with pytest.raises(openai.NotFoundError):
+                    call(name)
+        with pytest.raises(openai.NotFoundError):
+            bob.files.delete(file)
+        for ask in (bob.batches.retrieve, bob.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(batch.id)
+        with pytest.raises(openai.NotFoundError):
+            begin(bob, file)
+        assert not list(bob.files.list()) and not list(bob.batches.list())
+        assert [one.id for one in alice.batches.list()] == [batch.id]
+
+
+def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
+    flags = ("--state-dir", str(tmp_path / "jobs"))
+    names = [f"line {number}" for number in range(60)]
+    with Pool(tmp_path, CONFIG, arguments=flags) as pool:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            made = begin(client, sent(client, [line(name, max_tokens=40) for name in names]))
+
+            def some() -> bool:
+                counts = client.batches.retrieve(made.id).request_counts
+                assert counts is not None
+                return counts.completed > 3
+
+            until(some, "some lines are answered")
+            pool.kill_worker("m/0")
+        pool.kill()
+        pool.start()
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            batch = over(client, made.id)
+            assert batch.status == "completed" and batch.request_counts.completed == 60
+            found = results(client, batch.output_file_id)
+            for name in names:
+                assert found[name]["response"]["body"]["choices"][0]["text"] == told(name, 40)

@@ -1,0 +1,250 @@
+"""The pool's own jobs over HTTP: any number of readers, late ones, and ones that come again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, http_client, keys_file
+from support.openapi_answers import faults, unknown_members
+from support.pool import PATIENCE, Pool, until
+
+CONFIG = """
+[pool]
+restart_delay = 0.05
+[models.m]
+path = "builtin:counting"
+counting.step_us = 5000
+[models.stuck]
+path = "builtin:counting"
+counting.step_us = 60000000
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    folder = tmp_path_factory.mktemp("pool")
+    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(pool: Pool) -> Iterator[httpx.Client]:
+    with GatewayThread(pool.run_dir) as gateway, http_client(gateway.url) as made:
+        yield made
+
+
+def submit(http: httpx.Client, key: str, count: int, model: str = "m", **more: Any) -> Any:
+    options = {"max_tokens": count, "seed": 7}
+    body = {"model": model, "prompt": key, "key": key, "options": options, **more}
+    return http.post("/v1/jobs", json=body).raise_for_status().json()
+
+
+class Event:
+    """One server-sent event."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.fields = dict(line.split(": ", 1) for line in lines)
+        self.data = json.loads(self.fields["data"])
+
+    @property
+    def kind(self) -> str:
+        return self.fields["event"]
+
+    @property
+    def id(self) -> str:
+        return self.fields["id"]
+
+
+@contextmanager
+def reading(http: httpx.Client, id: str, last: str = "", **query: Any) -> Iterator[Iterator[Event]]:
+    """The events of a job; the connection ends with the context."""
+    headers = {"last-event-id": last} if last else {}
+
+    def events(answer: httpx.Response) -> Iterator[Event]:
+        lines: list[str] = []
+        for line in answer.iter_lines():
+            if line.startswith(":"):
+                continue
+            if line:
+                lines.append(line)
+            elif lines:
+                yield Event(lines)
+                lines = []
+
+    path = f"/v1/jobs/{id}/events"
+    with http.stream("GET", path, params=query, headers=headers) as answer:
+        answer.raise_for_status()
+        yield events(answer)
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    """The ids of events that follow each other without a gap."""
+    found: list[int] = []
+    start = -1
+    for event in events:
+        if event.kind == "delta" and event.data["ids"]:
+            start = event.data["pos"] if start < 0 else start
+            assert event.data["pos"] == start + len(found)
+            found += event.data["ids"]
+    return found
+
+
+def test_submitted_listed_read_and_released(http: httpx.Client) -> None:
+    made = submit(http, "tale", 20, keep=600)
+    assert not faults(made, "Job")
+    assert not [*unknown_members(made, {"$ref": "#/components/schemas/Job"})]
+    with reading(http, "tale") as events:
+        found = list(events)
+    assert ids_of(found) == expected_ids("tale", 7, 20)
+    assert "".join(e.data.get("text", "") for e in found) == text_of(expected_ids("tale", 7, 20))
+    assert (found[-1].kind, found[-1].data["reason"]) == ("done", "length")
+    by_id = http.get(f"/v1/jobs/{made['id']}").json()
+    assert (by_id["key"], by_id["state"], by_id["ids"]) == ("tale", "done", 20)
+    assert by_id == http.get("/v1/jobs/tale").json()
+    listed = http.get("/v1/jobs", params={"state": "done"}).json()
+    assert not faults(listed, "JobList") and "tale" in [one["key"] for one in listed["data"]]
+    after = http.get("/v1/jobs", params={"after": by_id["end_seq"] - 1, "limit": 1}).json()
+    assert after["data"][0]["key"] == "tale" and after["next"] == by_id["end_seq"]
+    assert http.post("/v1/jobs/tale/release").json()["state"] == "gone"
+    assert http.get("/v1/jobs/tale/events").status_code == 410
+
+
+def test_many_readers_and_late_ones(http: httpx.Client) -> None:
+    submit(http, "many", 150)
+    found: list[list[int]] = []
+
+    def read() -> None:
+        with reading(http, "many") as events:
+            found.append(ids_of(list(events)))
+
+    threads = [threading.Thread(target=read) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    read()  # when it has ended
+    assert found == [expected_ids("many", 7, 150)] * 13
+
+
+def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
+    submit(http, "again", 60)
+    with reading(http, "again") as events:
+        whole = list(events)
+    wanted = expected_ids("again", 7, 60)
+    for number in (0, len(whole) // 2, len(whole) - 2):
+        with reading(http, "again", whole[number].id) as events:
+            rest = list(events)
+        assert ids_of(rest) == wanted[len(ids_of(whole[: number + 1])) :]
+        assert rest[-1].kind == "done"
+    path = "/v1/jobs/again/events"
+    over = http.get(path, headers={"last-event-id": whole[-1].id})
+    assert (over.status_code, over.content) == (204, b"")
+    with reading(http, "again", "3.17") as events:  # of a generation that is no more
+        again = list(events)
+    assert (again[0].kind, again[0].data) == ("restarted", {"gen": 0})
+    assert ids_of(again) == wanted
+    query: Any = {"from": 50}
+    with reading(http, "again", **query) as events:
+        late = ids_of(list(events))
+    assert len(late) >= 10 and late == wanted[-len(late) :]
+
+
+def test_cancelled_and_dead_jobs_say_so(http: httpx.Client) -> None:
+    submit(http, "stop", 5, model="stuck")
+    assert http.post("/v1/jobs/stop/cancel").json()["state"] == "cancelled"
+    assert http.post("/v1/jobs/stop/cancel").json()["state"] == "cancelled"
+    with reading(http, "stop") as events:
+        (last,) = events
+    assert (last.kind, last.data["reason"]) == ("done", "cancelled")
+    submit(http, "late", 5, model="stuck", deadline_ms=300)
+    with reading(http, "late") as events:
+        (last,) = events
+    assert (last.kind, last.data["code"]) == ("failed", "deadline_exceeded")
+    assert http.post("/v1/jobs/late/retry").json()["state"] in ("waiting", "running")
+    http.post("/v1/jobs/late/cancel")
+
+
+def test_sent_twice_it_is_one_job(http: httpx.Client) -> None:
+    body = {"model": "m", "prompt": "x", "options": {"max_tokens": 2, "seed": 1}}
+    headers = {"idempotency-key": "order/7"}
+    one, two = (http.post("/v1/jobs", json=body, headers=headers).json() for _ in range(2))
+    assert one["id"] == two["id"] and one["key"] == "order/7"
+    other = http.post("/v1/jobs", json={**body, "prompt": "y"}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "duplicate_id")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"options": {"temprature": 1}}, "options.temprature"),
+        ({"options": {"top_p": 7}}, "options.top_p"),
+        ({"keep": -1}, "keep"),
+        ({"priority": 3}, "priority"),
+        ({"key": ""}, "key"),
+        ({"stream": True}, "stream"),
+    ],
+)
+def test_what_cannot_be_is_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/jobs", json={"model": "m", "prompt": "x", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_unknown_jobs_and_queries(http: httpx.Client) -> None:
+    for path in ("", "/events"):
+        answer = http.get(f"/v1/jobs/nobody{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_job")
+    for query in ("state=lost", "after=-1", "limit=0", "bogus=1", "after=1&state=done"):
+        assert http.get(f"/v1/jobs?{query}").status_code == 400, query
+    assert http.get("/v1/jobs/x/events", headers={"last-event-id": "x"}).status_code in (400, 404)
+
+
+def test_keys_are_owners(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_file(tmp_path)
+    with (
+        GatewayThread(pool.run_dir, keys=keys) as gateway,
+        http_client(gateway.url, ALICE) as alice,
+        http_client(gateway.url, BOB) as bob,
+    ):
+        made = submit(alice, "own", 3)
+        other = submit(bob, "own", 5)  # keys of jobs are apart, too
+        assert made["id"] != other["id"]
+        for path in ("", "/events"):
+            assert bob.get(f"/v1/jobs/{made['id']}{path}").status_code == 404
+        for verb in ("cancel", "retry", "release"):
+            assert bob.post(f"/v1/jobs/{made['id']}/{verb}").status_code == 404
+        assert [one["id"] for one in alice.get("/v1/jobs").json()["data"]] == [made["id"]]
+        until(lambda: alice.get("/v1/jobs/own").json()["state"] == "done", "it is done")
+
+
+def test_readers_outlive_broker_worker_and_gateway(tmp_path: Path) -> None:
+    flags = ("--state-dir", str(tmp_path / "jobs"))
+    with Pool(tmp_path, CONFIG, arguments=flags) as pool:
+        with GatewayThread(pool.run_dir) as gateway, http_client(gateway.url) as http:
+            submit(http, "kill", 300)
+            with reading(http, "kill") as events:
+                found = [next(events) for _ in range(2)]
+                pool.kill()
+                pool.start()
+                found += [next(events) for _ in range(2)]
+        pool.kill_worker("m/0")
+        with (
+            GatewayThread(pool.run_dir) as gateway,
+            http_client(gateway.url) as http,
+            reading(http, "kill", found[-1].id) as events,
+        ):
+            found += list(events)
+        assert ids_of(found) == expected_ids("kill", 7, 300)
+        assert found[-1].kind == "done"

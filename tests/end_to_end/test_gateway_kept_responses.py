@@ -1,0 +1,234 @@
+"""Responses that are kept, by OpenAI's client: in the background, read late, cancelled, deleted."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, keys_file, openai_client
+from support.openapi_answers import faults, unknown_members
+from support.pool import Pool, until
+
+CONFIG = """
+[pool]
+restart_delay = 0.05
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 4000
+[models.stuck]
+path = "builtin:counting"
+counting.step_us = 60000000
+"""
+SEED: Any = {"extra_body": {"seed": 7}}
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"x" * 40).decode()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    folder = tmp_path_factory.mktemp("pool")
+    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(pool: Pool) -> Iterator[str]:
+    """A gateway without keys."""
+    with GatewayThread(pool.run_dir) as gateway:
+        yield gateway.url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai_client(url) as made:
+        yield made
+
+
+def told(line: str, count: int) -> str:
+    return text_of(expected_ids(line, 7, count))
+
+
+def ended(client: openai.OpenAI, id: str) -> Any:
+    """The response once it has ended."""
+
+    def found() -> Any:
+        response = client.responses.retrieve(id)
+        return response if response.status not in ("queued", "in_progress") else None
+
+    return until(found, "the response has ended")
+
+
+def begin(client: openai.OpenAI, text: str, count: int, model: str = "slow", **more: Any) -> Any:
+    return client.responses.create(
+        model=model, input=text, max_output_tokens=count, background=True, **SEED, **more
+    )
+
+
+def test_in_the_background_and_read_later(client: openai.OpenAI, url: str) -> None:
+    made = begin(client, "later", 20, metadata={"run": "a"}, instructions="Count.")
+    assert (made.status, made.background, made.output) == ("queued", True, [])
+    whole = ended(client, made.id)
+    assert whole.status == "incomplete" and whole.metadata == {"run": "a"}
+    assert whole.output_text == told("system: Count.\nuser: later\n", 20)
+    assert (whole.created_at, whole.usage.output_tokens) == (made.created_at, 20)
+    answer = httpx.get(f"{url}/v1/responses/{made.id}").json()
+    assert not faults(answer, "Response") and answer["store"] is True
+    assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Response"})]
+
+
+def test_every_reading_has_the_same_events(client: openai.OpenAI) -> None:
+    live = list(begin(client, "events", 40, stream=True))
+    assert [event.type for event in live[:3]] == [
+        "response.created", "response.queued", "response.in_progress",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in live] == list(range(len(live)))
+    id = live[0].response.id
+    again = list(client.responses.retrieve(id, stream=True))
+    assert [event.model_dump() for event in again] == [event.model_dump() for event in live]
+    for after in (0, 2, 7, len(live) - 2, len(live) - 1):
+        rest = list(client.responses.retrieve(id, stream=True, starting_after=after))
+        assert [e.model_dump() for e in rest] == [e.model_dump() for e in live[after + 1 :]]
+    assert live[-1].type == "response.incomplete"
+    assert live[-1].response.output_text == told("user: events\n", 40)
+
+
+def test_a_reader_that_goes_and_comes_again(client: openai.OpenAI) -> None:
+    stream = begin(client, "gone", 60, stream=True)
+    events = []
+    for event in stream:
+        events.append(event)
+        if event.type == "response.output_text.delta":
+            break
+    stream.close()
+    id = events[0].response.id
+    after = events[-1].sequence_number
+    events += list(client.responses.retrieve(id, stream=True, starting_after=after))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(pieces) == told("user: gone\n", 60)
+
+
+def test_cancelled_before_its_end(client: openai.OpenAI) -> None:
+    made = begin(client, "cancel", 50, model="stuck")
+    cancelled = client.responses.cancel(made.id)
+    assert cancelled.status == "cancelled"
+    assert client.responses.cancel(made.id).status == "cancelled"
+    last: Any = list(client.responses.retrieve(made.id, stream=True))[-1]
+    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+        client.responses.create(model="slow", input="go on", previous_response_id=made.id)
+
+
+def test_deleted(client: openai.OpenAI) -> None:
+    made = begin(client, "delete", 50, model="stuck")
+    client.responses.delete(made.id)
+    for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            call(made.id)
+
+
+def test_stored_without_background_and_gone_on_from(client: openai.OpenAI) -> None:
+    first = client.responses.create(
+        model="slow", input="one", max_output_tokens=4, store=True, instructions="Count.", **SEED
+    )
+    assert first.store is True and first.background is False
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    with pytest.raises(openai.BadRequestError, match="not in the background"):
+        client.responses.cancel(first.id)
+    second = client.responses.create(
+        model="slow", input="two", previous_response_id=first.id, max_output_tokens=4, **SEED
+    )
+    line = f"user: one\nassistant: {first.output_text}\nuser: two\n"
+    assert second.output_text == told(line, 4) and second.previous_response_id == first.id
+    assert second.store is False
+    with pytest.raises(openai.NotFoundError, match="there is no response"):
+        client.responses.retrieve(second.id)
+
+
+def test_input_items(client: openai.OpenAI) -> None:
+    given: Any = [
+        {"role": "user", "content": "one"},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+        {"role": "user", "content": "two"},
+    ]
+    made = client.responses.create(
+        model="slow", input=given, max_output_tokens=1, store=True, instructions="x", **SEED
+    )
+    found = list(client.responses.input_items.list(made.id, order="asc", limit=2))
+    assert [item.type for item in found] == [
+        "message", "function_call", "function_call_output", "message",
+    ]  # fmt: skip
+    first, call, output, last = [item.model_dump() for item in found]
+    assert first["content"][0]["text"] == "one" and last["content"][0]["text"] == "two"
+    assert call["arguments"] == '{"a": 1}' and output["output"] == "done"
+    newest = client.responses.input_items.list(made.id).data
+    assert newest[0].id == found[-1].id
+
+
+def test_the_same_key_is_the_same_response(url: str) -> None:
+    body = {"model": "slow", "input": "once", "max_output_tokens": 3, "background": True, "seed": 1}
+    headers = {"Idempotency-Key": "order 7"}
+    one, two = (
+        httpx.post(f"{url}/v1/responses", json=body, headers=headers).json() for _ in range(2)
+    )
+    assert one["id"] == two["id"] and one["created_at"] == two["created_at"]
+    other = httpx.post(f"{url}/v1/responses", json={**body, "input": "another"}, headers=headers)
+    assert other.status_code == 409 and other.json()["error"]["code"] == "duplicate_id"
+
+
+def test_what_is_refused(client: openai.OpenAI, url: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="'store': false"):
+        client.responses.create(model="slow", input="x", background=True, store=False)
+    with pytest.raises(openai.NotFoundError, match="there is no response 'resp_x'"):
+        client.responses.create(model="slow", input="x", previous_response_id="resp_x")
+    for query in ("starting_after=3", "stream=1", "stream=true&starting_after=x", "bogus=1"):
+        answer = httpx.get(f"{url}/v1/responses/resp_x?{query}")
+        assert answer.status_code == 400, query
+    assert httpx.put(f"{url}/v1/responses/resp_x").status_code == 405
+
+
+def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_file(tmp_path)
+    with (
+        GatewayThread(pool.run_dir, keys=keys) as gateway,
+        openai_client(gateway.url, ALICE) as alice,
+        openai_client(gateway.url, BOB) as bob,
+    ):
+        made = begin(alice, "mine", 5)
+        for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="there is no response"):
+                call(made.id)
+        assert ended(alice, made.id).output_text == told("user: mine\n", 5)
+    with (
+        GatewayThread(pool.run_dir, keys=keys, name_owners=False) as gateway,
+        openai_client(gateway.url, ALICE) as alice,
+        pytest.raises(openai.InternalServerError, match="--name-owners"),
+    ):
+        begin(alice, "mine", 5)
+
+
+def test_a_broker_and_a_gateway_that_end_meanwhile(tmp_path: Path) -> None:
+    flags = ("--state-dir", str(tmp_path / "jobs"))
+    with Pool(tmp_path, CONFIG, arguments=flags) as pool:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            stream = begin(client, "killed", 400, stream=True)
+            events = [next(stream) for _ in range(10)]
+            pool.kill()
+            pool.start()
+            events += [next(stream) for _ in range(20)]
+            stream.close()
+        pool.kill_worker("slow/0")
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            id, after = events[0].response.id, events[-1].sequence_number
+            events += list(client.responses.retrieve(id, stream=True, starting_after=after))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(pieces) == told("user: killed\n", 400)

@@ -1,0 +1,119 @@
+"""Owners that a gateway names: rights, turns and quotas are theirs; others may name none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxpool.common.errors import OverQuota, Unauthorized, UnknownJob
+from support.gateway_thread import GatewayThread
+from support.http_owners import ALICE, BOB, http_client, keys_file
+from support.pool import PATIENCE, until
+from support.secure_pool import COUNTING_MODEL, SecurePool
+
+ENDLESS: Any = {"max_tokens": 10**6}
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
+    """A pool that lets alice's key name owners, and bob's not."""
+    folder = tmp_path_factory.mktemp("pool")
+    settings = f"quota_requests = 2\nstate_dir = '{folder / 'jobs'}'"
+    made = SecurePool(folder, pool=settings, models=COUNTING_MODEL.format(1000))
+    text = made.config.read_text().replace(
+        "[keys.alice]\n", "[keys.alice]\nmay_name_owners = true\n"
+    )
+    made.config.write_text(text)
+    with made:
+        yield made
+
+
+def owners(secure: SecurePool) -> list[str]:
+    return sorted(one["owner"] for one in secure.ask("requests")["requests"])
+
+
+def test_quotas_and_rights_are_those_of_the_named_owner(secure: SecurePool) -> None:
+    with secure.dial("alice") as alice:
+        one, two = alice.for_owner("one"), alice.for_owner("two")
+        held = [one.stream("counting", "x", **ENDLESS) for _ in range(2)]
+        until(lambda: owners(secure) == ["for:one"] * 2, "both are there")
+        with pytest.raises(OverQuota, match="for:one has 2 live requests"):
+            one.generate("counting", "x", max_tokens=1)
+        assert two.generate("counting", "x", max_tokens=1).ids
+        assert alice.generate("counting", "x", max_tokens=1).ids
+        assert two.cancel(held[0].id)["state"] == "unknown"
+        assert one.cancel(held[0].id)["state"] == "streaming"
+        for stream in held:
+            stream.close()
+        until(lambda: not owners(secure), "both are cancelled")
+        job = one.submit("counting", "x", key="mine", max_tokens=2)
+        assert list(one.fetch("mine").read().ids)
+        for other in (two, alice):
+            with pytest.raises(UnknownJob):
+                other.job(job)
+            with pytest.raises(UnknownJob):
+                other.fetch(job).read()
+
+
+def test_a_key_without_the_setting_is_refused_by_name(secure: SecurePool) -> None:
+    with secure.dial("bob") as bob:
+        named = bob.for_owner("one")
+        with pytest.raises(Unauthorized, match=r"owner: key:bob .* may_name_owners"):
+            named.generate("counting", "x", max_tokens=1)
+        with pytest.raises(Unauthorized, match="may_name_owners"):
+            named.jobs()
+        assert bob.generate("counting", "x", max_tokens=1).ids  # it is not disturbed
+
+
+def test_keys_of_http_are_owners_of_the_pool(secure: SecurePool, tmp_path: Path) -> None:
+    keys = keys_file(tmp_path)
+    body = {"model": "counting", "prompt": "x", "stream": True, **ENDLESS}
+
+    def begun(gateway: GatewayThread, key: str) -> Any:
+        client = http_client(gateway.url, key)
+        request = client.build_request("POST", "/v1/completions", json=body)
+        return client, client.send(request, stream=True)
+
+    with GatewayThread(secure.run_dir, keys=keys) as gateway:
+        open_ones = [begun(gateway, key) for key in (ALICE, ALICE, BOB)]
+        until(lambda: owners(secure) == ["for:alice", "for:alice", "for:bob"], "they run")
+        client, refused = begun(gateway, ALICE)
+        assert refused.status_code == 429 and "for:alice" in refused.read().decode()
+        client.close()
+        for one, _ in open_ones:
+            one.close()
+        until(lambda: not owners(secure), "a request whose client is gone is cancelled")
+
+
+def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
+    secure: SecurePool, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"carol {ALICE}\n")
+    asked: dict[str, Any] = {"model": "counting", "prompt": "x", "max_tokens": 1}
+    headers = {"authorization": f"Bearer {ALICE}"}
+
+    def answer(name: str, path: str, name_owners: bool | None) -> httpx.Response:
+        to_broker = {
+            "endpoint": secure.endpoint("front"),
+            "server_key": secure.server_key,
+            "key": str(secure.keys.path(name)),
+        }
+        with GatewayThread(
+            secure.run_dir, keys=keys, name_owners=name_owners, **to_broker
+        ) as gateway:
+            url = f"{gateway.url}{path}"
+            return httpx.post(url, json=asked, headers=headers, timeout=PATIENCE)
+
+    assert answer("alice", "/v1/completions", True).status_code == 200
+    assert answer("bob", "/v1/completions", None).status_code == 200  # as one owner
+    refused = answer("bob", "/v1/completions", True)
+    assert refused.status_code == 502 and "may_name_owners" in refused.text
+    asked = {"model": "counting", "prompt": "x"}
+    assert answer("alice", "/v1/jobs", True).status_code == 200
+    unnamed = answer("bob", "/v1/jobs", None)
+    assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (501, "owners_not_named")

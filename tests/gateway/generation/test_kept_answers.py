@@ -1,0 +1,52 @@
+"""Answers that are kept: their steps, and the ids of their calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.client import Delta
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation.kept_answers import call_ids, steps_of
+from mlxpool.gateway.openai.responses_api.kept import GENERATION, KeptResponse, ResponseNote
+
+ENTRIES = ({"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -3.0})
+NOTE = ResponseNote(7, {"model": "m", "instructions": "x"}, False, ("hermes", None), (), True, True)
+
+
+def test_a_delta_is_divided_into_its_steps() -> None:
+    delta = Delta("abc", (1, 2, 3), 0, ENTRIES, steps=((1, 1), (3, 3)))
+    assert steps_of(delta) == [("a", 1, ENTRIES[:1]), ("bc", 2, ENTRIES[1:])]
+
+
+def test_the_text_behind_the_last_id_is_a_step() -> None:
+    assert steps_of(Delta("rest", pos=3)) == [("rest", 0, ())]
+
+
+def test_ids_of_calls_are_the_same_each_time_and_differ() -> None:
+    made = [call_ids("a")(0), call_ids("a")(1), call_ids("b")(0)]
+    assert made == [call_ids("a")(0), call_ids("a")(1), call_ids("b")(0)]
+    assert len(set(made)) == 3 and all(len(one) == 9 and one.isalnum() for one in made)
+
+
+def test_a_note_is_read_as_it_was_written() -> None:
+    found = ResponseNote.unpacked(NOTE.packed())
+    assert found is not None and found.packed() == NOTE.packed()
+    for other in (b"", b"x", b'{"kind": "response"}'):
+        assert ResponseNote.unpacked(other) is None
+
+
+def test_the_number_of_an_event_names_its_generation() -> None:
+    kept = KeptResponse("a", {"gen": 2}, {}, (), NOTE)
+    assert kept.first_number == 2 * GENERATION
+    for after in (None, 2 * GENERATION, 3 * GENERATION - 1):
+        kept.check_number(after)
+    for after in (0, 5, 3 * GENERATION):
+        with pytest.raises(HttpError, match="begun anew") as caught:
+            kept.check_number(after)
+        assert caught.value.status == 409
+
+
+def test_instructions_are_no_part_of_what_goes_on() -> None:
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    kept = KeptResponse("a", {"gen": 0}, {"messages": messages}, (), NOTE)
+    assert kept.messages == messages[1:]

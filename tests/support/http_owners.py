@@ -1,0 +1,28 @@
+"""Clients of a gateway with the keys of two owners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import openai
+
+from support.pool import PATIENCE
+
+ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
+
+
+def keys_file(folder: Path) -> Path:
+    """A file of keys in a folder, with those of alice and bob."""
+    file = folder / "keys"
+    file.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    return file
+
+
+def openai_client(url: str, key: str = "none") -> openai.OpenAI:
+    """OpenAI's client, which sends nothing again by itself."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def http_client(url: str, key: str = "none") -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE)

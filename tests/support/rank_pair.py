@@ -1,0 +1,116 @@
+"""Two ranks of a group on the CPU: this process is rank 0, a child is rank 1.
+
+`python -m support.rank_pair` runs the child, which serves one model after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.closing import Closing
+from mlxpool.common.transport import listening
+from mlxpool.worker.compute.follower import Follower
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.divisions import part_of
+from mlxpool.worker.groups.group_engine import GroupEngine
+from mlxpool.worker.groups.links import Meeting
+from mlxpool.worker.groups.part_layers import PartLayerBuilder
+from mlxpool.worker.groups.pipes import Inbox, Orders
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import LoadedModel, load
+
+RANKS = 2
+END = bytes(4)  # a message of no length: the model is not used any more
+SETTINGS: dict[str, Any] = {
+    "context": 128,
+    "max_sequences": 3,
+    "limit": 2**31,
+    "prefix_bytes": 2**20,
+}
+
+
+def load_rank(folder: Path, rank: int, collectives: Collectives) -> LoadedModel:
+    """The part of a rank."""
+    part = part_of(inspect(folder), rank, RANKS)
+    builder = partial(PartLayerBuilder, part, collectives)
+    return load(part.folder, cuts=part.cuts, make_builder=builder)
+
+
+class RankPair(Closing):
+    """Rank 0, with a child that is rank 1. One of them may be in a process, at its first use."""
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        with tempfile.TemporaryFile() as hosts, ExitStack() as bound:
+            sockets = [bound.enter_context(listening.listen("127.0.0.1", 0)) for _ in range(RANKS)]
+            ports = [one.getsockname()[1] for one in sockets]
+            hosts.write(json.dumps([[f"127.0.0.1:{port}"] for port in ports]).encode())
+            hosts.flush()
+            bound.close()
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "support.rank_pair", str(hosts.fileno()), str(reader)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=(hosts.fileno(), reader),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            os.close(reader)
+            assert self._child.stdout is not None
+            self._child.stdout.readline()  # it is about to join
+            self.collectives = Collectives.join(Meeting.of(0, RANKS, hosts.fileno(), 0))
+
+    @contextmanager
+    def engine(self, folder: Path, **settings: Any) -> Iterator[GroupEngine]:
+        """The engine of a model, which both ranks have meanwhile."""
+        print(folder, file=self._child.stdin, flush=True)
+        loaded = load_rank(folder, 0, self.collectives)
+        made = GroupEngine(
+            loaded,
+            None,
+            orders=Orders([self._writer]),
+            collectives=self.collectives,
+            **{**SETTINGS, **settings},
+        )
+        try:
+            yield made
+        finally:
+            made.close()
+            os.write(self._writer, END)
+
+    def close(self) -> None:
+        """End the child."""
+        os.close(self._writer)
+        self._child.communicate()
+
+
+def single(folder: Path, **settings: Any) -> ModelEngine:
+    """The engine of the whole model on one device."""
+    return ModelEngine(load(inspect(folder)), None, **{**SETTINGS, **settings})
+
+
+def _serve(hosts: int, reader: int) -> None:
+    print("ready", flush=True)
+    collectives = Collectives.join(Meeting.of(1, RANKS, hosts, 0))
+    inbox = Inbox(reader)
+    for line in sys.stdin:
+        loaded = load_rank(Path(line.rstrip("\n")), 1, collectives)
+        follower = Follower(loaded, collectives, Progress(lambda: None))
+        while (message := inbox.take()) is not None:
+            follower.handle(message)
+        del follower, loaded
+
+
+if __name__ == "__main__":
+    _serve(*map(int, sys.argv[1:]))

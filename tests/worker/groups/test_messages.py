@@ -1,0 +1,96 @@
+"""Messages between ranks, and the pipes that carry them. No MLX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from mlxpool.worker.groups.links import GroupLinks, Meeting
+from mlxpool.worker.groups.messages import (
+    CompileAhead,
+    CopyBlock,
+    Ended,
+    Head,
+    MakePool,
+    Message,
+    Pass,
+    Settle,
+    decoded,
+    encoded,
+)
+from mlxpool.worker.groups.pipes import Inbox, Orders
+
+PASS = Pass(
+    rows=[3, 9],
+    offsets=[0, 120],
+    counts=[64, 1],
+    lines=[1, 1],
+    hidden=[0],
+    tables=[[3, 0, [7, 8]], [9, 2, [11]]],  # type: ignore[list-item]
+    left=[1],
+    ids=[*range(64), -1],
+    wanted=[1, 0],
+    drawn=4,
+    fresh=True,
+    builds=False,
+)
+MESSAGES: list[Message] = [
+    MakePool(24, 8, 512, 128, "pool"),
+    CopyBlock(3, 17),
+    PASS,
+    Ended(),
+    Head(12, 4096),
+    CompileAhead(4, 256),
+    Settle(2**28),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_a_message_arrives_as_it_was(message: Message) -> None:
+    assert decoded(encoded(message)) == message
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    for descriptor in (reader, writer):
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass  # the test has closed it
+
+
+def test_messages_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    orders, inbox = Orders([writer]), Inbox(reader)
+    for message in MESSAGES:
+        orders.send(message)
+    assert [inbox.take() for _ in MESSAGES] == MESSAGES
+    assert orders.passes == 1
+    os.close(writer)
+    assert inbox.take() is None
+    inbox.close()
+
+
+def test_a_pass_that_is_only_built_is_not_awaited(pipe: tuple[int, int]) -> None:
+    orders = Orders([pipe[1]])
+    orders.send(Pass(*([],) * 9, 0, True, True))
+    assert orders.passes == 0
+
+
+def test_a_rank_that_has_ended_is_noticed(pipe: tuple[int, int]) -> None:
+    os.close(pipe[0])
+    with pytest.raises(BrokenPipeError):
+        Orders([pipe[1]]).send(Ended())
+
+
+def test_rank_0_waits_until_all_others_are_about_to_join(pipe: tuple[int, int]) -> None:
+    links = GroupLinks(Meeting(0, 4, "", 0), Orders([]), pipe[0])
+    told: list[bool] = []
+    os.write(pipe[1], b"1")
+    os.write(pipe[1], b"11")
+    links.wait_until_ready(lambda: told.append(True))
+    assert told

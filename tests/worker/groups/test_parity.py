@@ -1,0 +1,190 @@
+"""Two ranks give the tokens and the log-probabilities of one device, whatever the architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.groups.group_engine import GroupEngine  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from support.engine_steps import decode, drain, enter  # noqa: E402
+from support.rank_pair import RankPair, single  # noqa: E402
+from support.worker_checkpoints import GLM, config, random_weights, write_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    device.on_gpu(), reason="two ranks need two GPUs; the CPU's ring is what is tested"
+)
+
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 2,  # one layer of each kind
+}
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+}
+QUANTISED: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "quantization": {"group_size": 32, "bits": 4},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama with tied embeddings": {"tie_word_embeddings": True},
+    "llama, 4 bits": QUANTISED,
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe, expert by expert": QWEN3_MOE,
+    "gpt_oss": GPT_OSS,
+    "glm4_moe_lite": GLM,
+    "llama, a pass ahead": {},
+}
+
+
+def weights_of(name: str, changes: dict[str, Any]) -> dict[str, np.ndarray]:
+    weights = random_weights(config(**changes))
+    if "expert by expert" in name:
+        weights = dict(_single_experts(weights))
+    if "quantization" in changes:
+        weights = dict(_quantised(weights, changes["quantization"]))
+    return weights
+
+
+def _single_experts(weights: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """As released checkpoints have experts: each by itself."""
+    for name, array in weights.items():
+        if ".switch_mlp." not in name:
+            yield name, array
+            continue
+        for number, expert in enumerate(array):
+            yield name.replace(".switch_mlp.", f".experts.{number}."), expert
+
+
+def _quantised(
+    weights: dict[str, np.ndarray], setting: dict[str, int]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, array in weights.items():
+        if array.ndim < 2:
+            yield name, array
+            continue
+        module = name.removesuffix(".weight")
+        parts = mx.quantize(mx.array(array), **setting)
+        for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
+            yield f"{module}.{kind}", np.array(part)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPair]:
+    with RankPair() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(
+    request: pytest.FixtureRequest, pair: RankPair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[GroupEngine, ModelEngine]]:
+    changes = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, weights=weights_of(request.param, changes), **changes)
+    ahead = "a pass ahead" in request.param
+    with pair.engine(folder, lookahead=ahead) as group:
+        if ahead:  # as on a GPU: a pass begins before rank 0 has read the tokens of the last
+            group.warm_up()
+        whole = single(folder)
+        yield group, whole
+        whole.close()
+
+
+def sequence(number: int, size: int, **options: Any) -> Sequence:
+    prompt = tuple((7 * number + 11 * n) % 250 for n in range(size))
+    wanted = Options.parse({"ignore_eos": True, **options})
+    return Sequence(bytes([number]), 0, prompt, wanted, number, 40)
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    """Greedy and drawn tokens of three rows; one leaves before the others."""
+    rows = [
+        sequence(1, 40, temperature=0.0),
+        sequence(2, 21, temperature=0.8),
+        sequence(3, 5, temperature=1.0, repeat_penalty=1.2),
+    ]
+    for row in rows:
+        enter(engine, row)
+    decode(engine, rows, 4)
+    engine.release(rows[0])
+    decode(engine, rows[1:], 6)
+    for row in rows[1:]:
+        engine.release(row)
+    drain(engine)
+    return [list(row.ids) for row in rows]
+
+
+def test_it_draws_the_tokens_of_one_device(engines: tuple[GroupEngine, ModelEngine]) -> None:
+    group, whole = engines
+    found = tokens(group)
+    assert [len(ids) for ids in found] == [4, 10, 10]
+    assert found == tokens(whole)
+
+
+def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[GroupEngine, ModelEngine]) -> None:
+    """Its blocks are shared on all ranks, and copied where two rows go on differently."""
+    found = []
+    for engine in engines:
+        first, again = sequence(9, 45, temperature=0.0), sequence(9, 45, temperature=0.9)
+        enter(engine, first)
+        decode(engine, [first], 5)
+        engine.release(first)
+        enter(engine, again)
+        assert again.cached == 44 or engine is not engines[0]  # others may keep windows alone
+        decode(engine, [again], 8)
+        engine.release(again)
+        drain(engine)
+        found.append([list(first.ids), list(again.ids)])
+    assert found[0] == found[1]
+
+
+def test_log_probabilities_of_a_prompt_agree(engines: tuple[GroupEngine, ModelEngine]) -> None:
+    """Their logits are computed outside of the pass."""
+    found = []
+    for engine in engines:
+        row = sequence(4, 30, temperature=0.0, prompt_logprobs=2)
+        row.reported = 1
+        engine.admit(row)
+        given = []
+        while row.submitted < len(row.prompt) - 1:
+            span = Span(row, row.submitted, engine.clip(row, 29), draws=0, hidden=True)
+            engine.submit([span])
+            given += [one.logprob for one in engine.collect().prompts[0].logprobs]
+        engine.release(row)
+        found.append(given)
+    assert len(found[0]) == 29
+    np.testing.assert_allclose(found[0], found[1], atol=2e-4)
+
+
+def test_a_rank_has_its_part_of_weights_and_cache(
+    engines: tuple[GroupEngine, ModelEngine],
+) -> None:
+    """Figures of a group are those of all its ranks."""
+    group, whole = engines
+    mine, all_of_it = group.memory().weights / 2, whole.memory().weights
+    assert 0.49 < mine / all_of_it < 0.6
+    assert group.layout == "pool" and re.match("slabs|rows", whole.layout)

@@ -1,0 +1,29 @@
+"""Which GPUs the ranks of a group get. No GPU is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxpool.worker.system.gpus import gpus_of_group, visible_gpus
+
+
+def test_gpus_are_those_that_the_environment_names(tmp_path: Path) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, 3"}, tmp_path) == ("GPU-a", "3")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_else_they_are_those_that_the_driver_has(tmp_path: Path) -> None:
+    assert visible_gpus({}, tmp_path) == ()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+
+
+def test_replicas_share_no_gpu() -> None:
+    gpus = ("0", "1", "2", "3")
+    assert gpus_of_group(gpus, 0, 2) == ("0", "1")
+    assert gpus_of_group(gpus, 1, 2) == ("2", "3")
+    with pytest.raises(ValueError, match=r"worker 2 needs GPUs 4 to 5 of those .* which are 4"):
+        gpus_of_group(gpus, 2, 2)

@@ -1,0 +1,189 @@
+"""The loop of a rank behind the first: computes its part of each pass that rank 0 sends.
+
+It holds no sequence, no prefix and no draw: a pass comes with the blocks of its rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.layouts import PagedLayout, writes_in_place
+from mlxpool.worker.attention.row_batch import RowSpan
+from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
+from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.messages import (
+    CompileAhead,
+    CopyBlock,
+    Ended,
+    Head,
+    MakePool,
+    Message,
+    Pass,
+    Settle,
+)
+from mlxpool.worker.kernels import device, kernel_cache
+from mlxpool.worker.kernels.kernel_cache import KernelJob
+from mlxpool.worker.prefix.shared_blocks import BlockRow
+from mlxpool.worker.transfers import downloads
+from mlxpool.worker.transfers.uploads import Uploads
+from mlxpool.worker.weights.load import LoadedModel
+
+
+class GivenStore(PagedStore):
+    """The store of rows whose blocks rank 0 has chosen."""
+
+    def reserve(self, row: BlockRow, tokens: int) -> None:
+        """See Store. The blocks are there."""
+
+    def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
+        """See BlockStore."""
+        return []
+
+
+class FollowerLayout(PagedLayout):
+    """A PagedLayout of such rows."""
+
+    def _make_store(self) -> PagedStore:
+        return GivenStore(self.pool)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The layout and its rows, by the numbers that rank 0 has for them."""
+
+    layout: FollowerLayout
+    rows: dict[int, PagedRow] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> KVPool:
+        return self.layout.pool
+
+
+class Follower:
+    """Computes passes of one part of a model; used by one thread."""
+
+    def __init__(self, loaded: LoadedModel, collectives: Collectives, progress: Progress) -> None:
+        self._loaded, self._collectives, self._progress = loaded, collectives, progress
+        self._uploads = Uploads() if downloads.works() else None
+        self._pool: _Pool | None = None
+        self._flights: deque[tuple[list[mx.array], bool]] = deque()  # with whether it was fresh
+        self._jobs: list[KernelJob] = []
+        self._passes = 0
+
+    def handle(self, message: Message) -> None:
+        """Do what rank 0 says. Any exception means that this rank cannot go on."""
+        if self._jobs and not (isinstance(message, Pass) and message.builds):
+            jobs, self._jobs = self._jobs, []
+            kernel_cache.compile_together(jobs, self._progress.moved)
+        match message:
+            case Pass():
+                self._compute(message)
+            case Ended():
+                self._wait()
+            case CopyBlock(source, target):
+                self._required_pool().memory.copy(source, target)
+            case MakePool():
+                self._make_pool(message)
+            case Head(lines, width):
+                states = mx.zeros((lines, width), self._loaded.dtype)
+                mx.async_eval(  # type: ignore[no-untyped-call]
+                    self._loaded.model.logits_of(self._collectives.from_first(states))
+                )
+            case CompileAhead(rows, context):
+                layout = self._required_pool().layout
+                layout.compile_ahead(rows, context, self._progress.moved)
+            case Settle(cache):
+                mx.set_cache_limit(cache)
+                mx.clear_cache()
+                device.trim_heap()
+
+    def _required_pool(self) -> _Pool:
+        assert self._pool is not None, "a pool is made before it is used"
+        return self._pool
+
+    def _make_pool(self, message: MakePool) -> None:
+        if self._pool is not None:
+            self._pool.layout.close()
+            self._pool = None
+            mx.clear_cache()
+        caches = self._loaded.folder.plan.caches
+        shape = RowShape(caches, self._loaded.dtype, message.context, message.chunk)
+        layout = FollowerLayout(
+            shape,
+            self._loaded.model,
+            message.blocks,
+            rows=message.rows,
+            deterministic=False,
+            in_place=writes_in_place(shape, device.on_gpu()),
+            uploads=self._uploads,
+        )
+        if layout.name != message.layout:
+            raise RuntimeError(
+                f"rank {self._collectives.rank} has the layout {layout.name!r}, rank 0 has"
+                f" {message.layout!r}: the devices of a group must be alike"
+            )
+        self._pool = _Pool(layout)
+
+    def _compute(self, message: Pass) -> None:
+        pool, progress = self._required_pool(), self._progress
+        if not message.builds:
+            reads = any(count > 1 for count in message.counts) or not message.wanted
+            progress.awaits(None, len(message.ids) * reads, len(message.rows))
+            progress.compiles(fresh=message.fresh)
+        spans = _spans(pool, message)
+        if self._uploads is not None:
+            self._uploads.begin()
+        drawn = None
+        if message.drawn:
+            drawn = self._collectives.from_first(mx.zeros((message.drawn,), dtype=mx.int32))
+        if message.builds:
+            with kernel_cache.collecting() as jobs:
+                pool.layout.step(spans, message.ids, drawn, message.wanted)
+            self._jobs += jobs
+            return
+        found = pool.layout.step(spans, message.ids, drawn, message.wanted)
+        done = [one for one in found if one is not None]
+        mx.async_eval(*done)  # type: ignore[no-untyped-call]
+        self._flights.append((done, message.fresh))
+
+    def _wait(self) -> None:
+        done, fresh = self._flights.popleft()
+        mx.eval(*done)
+        self._progress.ended(fresh=fresh)
+        if not self._flights:
+            self._progress.enter("idle")
+        self._passes += 1
+        if not device.on_gpu() and self._passes % CLEAR_INTERVAL == 0:
+            mx.clear_cache()
+            device.trim_heap()
+
+
+def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
+    """Returns the spans of a pass, whose rows have the blocks that it says."""
+    for number in message.left:
+        row = pool.rows.pop(number, None)
+        if row is not None:
+            row.table = []  # so that its line of the block tables is free
+    for number, first, blocks in message.tables:
+        if number not in pool.rows:
+            row = pool.layout.store.new_row()
+            pool.rows[number] = row
+        row = pool.rows[number]
+        row.table[first:] = blocks
+        row.changed = min(row.changed, first)
+    hidden = set(message.hidden)
+    spans = []
+    lists = message.rows, message.offsets, message.counts, message.lines
+    for at, (number, offset, count, lines) in enumerate(zip(*lists, strict=True)):
+        row = pool.rows[number]
+        row.advance(offset - row.offset)
+        spans.append(RowSpan(cast(Any, row), count, lines, at in hidden))
+    return spans

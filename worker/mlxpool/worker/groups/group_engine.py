@@ -1,0 +1,88 @@
+"""The engine of rank 0, which the compute thread uses as any other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.layouts import Layout, writes_in_place
+from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.leader_layout import LeaderLayout
+from mlxpool.worker.groups.messages import Ended, Head, Settle
+from mlxpool.worker.groups.pipes import Orders
+from mlxpool.worker.kernels import device
+from mlxpool.worker.prompt.text_model import TokenTable
+from mlxpool.worker.weights.load import LoadedModel
+
+# Seconds that rank 0 waits after an error for the end of another rank, which then is the cause.
+BLAME_TIME = 2.0
+# Fields of MemoryUse that each rank has as many bytes of.
+_OF_EACH_RANK = ("weights", "kv", "kv_free", "prefix", "active", "cache", "peak", "limit")
+
+
+class GroupEngine(ModelEngine):
+    """The Engine of a model whose parts several processes have; used by one thread.
+
+    Rows are in a pool of blocks, whose tables the passes carry to the other ranks.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        text: TokenTable | None,
+        *,
+        orders: Orders,
+        collectives: Collectives,
+        **settings: Any,
+    ) -> None:
+        """`loaded` is the part of rank 0; `settings` are those of ModelEngine."""
+        self._orders, self._collectives = orders, collectives
+        super().__init__(loaded, text, layout="pool", **settings)
+
+    def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
+        return LeaderLayout(
+            shape,
+            self._model,
+            blocks,
+            rows=self._max_sequences,
+            in_place=writes_in_place(shape, device.on_gpu()),
+            uploads=self._uploads,
+            orders=self._orders,
+            collectives=self._collectives,
+        )
+
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+        found = super().collect()
+        self._orders.send(Ended())
+        self._orders.passes -= 1
+        return found
+
+    def _logits_of(self, hidden: mx.array) -> mx.array:
+        self._orders.send(Head(*hidden.shape))
+        return super()._logits_of(self._collectives.from_first(hidden))
+
+    def _finish_warm_up(self) -> None:
+        super()._finish_warm_up()
+        self._orders.send(Settle(self._cache))
+
+    def device_works(self) -> bool:
+        """See Engine.device_works.
+
+        When a pass has failed, the ranks are no longer in step, and the group has to end.
+        """
+        if not self._orders.passes:
+            return super().device_works()
+        time.sleep(BLAME_TIME)  # the end of another rank ends this process meanwhile
+        return False
+
+    def memory(self) -> MemoryUse:
+        """See Engine.memory. The figures are those of all ranks, which have equal parts."""
+        own, ranks = super().memory(), self._collectives.ranks
+        return replace(own, **{name: ranks * getattr(own, name) for name in _OF_EACH_RANK})

@@ -1,0 +1,157 @@
+"""The pool of rank 0: what it does to its rows and blocks, the other ranks are told to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.layouts import PagedLayout
+from mlxpool.worker.attention.row_batch import Ids, PassOutput, RowSpan
+from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.messages import CompileAhead, CopyBlock, MakePool, Pass
+from mlxpool.worker.groups.pipes import Orders
+from mlxpool.worker.kernels import kernel_cache
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.prefix.shared_blocks import BlockRow
+from mlxpool.worker.transfers.uploads import Uploads
+
+
+class NumberedRow(PagedRow):
+    """A row that the other ranks know by its `number`, which it has until it is released."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, pool: KVPool, store: PagedStore, number: int) -> None:
+        super().__init__(pool, store)
+        self.number = number
+
+
+class LeaderStore(PagedStore):
+    """A PagedStore whose copies of blocks happen on all ranks."""
+
+    def __init__(self, pool: KVPool, orders: Orders) -> None:
+        super().__init__(pool)
+        self._pool_copy, self._orders = self._copy, orders
+        self._copy = self._copy_everywhere
+        self._next_number = 0
+        self.left: list[int] = []  # numbers of rows that were released since the last pass
+
+    def new_row(self) -> NumberedRow:
+        """See Store."""
+        return NumberedRow(self._memory, self, self._new_number())
+
+    def release(self, row: BlockRow) -> None:
+        """See Store."""
+        super().release(row)
+        assert isinstance(row, NumberedRow)
+        self.left.append(row.number)
+        row.number = self._new_number()
+
+    def _new_number(self) -> int:
+        self._next_number += 1
+        return self._next_number
+
+    def _copy_everywhere(self, source: int, target: int) -> None:
+        self._orders.send(CopyBlock(source, target))
+        self._pool_copy(source, target)
+
+
+class LeaderLayout(PagedLayout):
+    """A PagedLayout each of whose passes is sent to the other ranks before it is built."""
+
+    def __init__(
+        self,
+        shape: RowShape,
+        model: Model,
+        blocks: int,
+        *,
+        rows: int,
+        in_place: bool,
+        uploads: Uploads | None,
+        orders: Orders,
+        collectives: Collectives,
+    ) -> None:
+        """For all but the last two see PagedLayout."""
+        self._orders, self._collectives = orders, collectives
+        self._fresh = True  # whether the next pass may compile something
+        super().__init__(
+            shape,
+            model,
+            blocks,
+            rows=rows,
+            deterministic=False,
+            in_place=in_place,
+            uploads=uploads,
+        )
+        orders.send(MakePool(blocks, rows, shape.capacity, shape.chunk, self.name))
+
+    def _make_store(self) -> PagedStore:
+        return LeaderStore(self.pool, self._orders)
+
+    def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+        """See Layout."""
+        self._fresh = super().is_new(spans, wanted)
+        return self._fresh
+
+    def step(
+        self,
+        spans: Sequence[RowSpan],
+        ids: Ids,
+        drawn: mx.array | None,
+        wanted: Sequence[int],
+    ) -> PassOutput:
+        """See Layout. Raises OutOfMemory before anything is sent."""
+        rows = [cast(NumberedRow, span.row) for span in spans]
+        store = cast(LeaderStore, self.store)
+        ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
+        for number in store.short(rows, ends):
+            rows[number].reserve(ends[number])
+        awaited = drawn if drawn is not None and min(ids) < 0 else None
+        self._send(spans, rows, ids, 0 if awaited is None else awaited.shape[0], wanted)
+        if awaited is not None:
+            awaited = self._collectives.from_first(awaited)
+        return super().step(spans, ids, awaited, wanted)
+
+    def _send(
+        self,
+        spans: Sequence[RowSpan],
+        rows: Sequence[NumberedRow],
+        ids: Ids,
+        drawn: int,
+        wanted: Sequence[int],
+    ) -> None:
+        store = cast(LeaderStore, self.store)
+        tables = [
+            (row.number, row.changed, row.table[row.changed :])
+            for row in rows
+            if row.changed < len(row.table)
+        ]
+        left, store.left = store.left, []
+        self._orders.send(
+            Pass(
+                [row.number for row in rows],
+                [row.offset for row in rows],
+                [span.count for span in spans],
+                [span.lines for span in spans],
+                [number for number, span in enumerate(spans) if span.hidden],
+                tables,
+                left,
+                [int(one) for one in ids],  # of whatever kind of numbers
+                [int(one) for one in wanted],
+                drawn,
+                self._fresh,
+                kernel_cache.is_collecting(),
+            )
+        )
+        if self.ragged is None:  # else its block tables read the changes, too
+            for row in rows:
+                row.changed = len(row.table)
+
+    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
+        """See Layout."""
+        self._orders.send(CompileAhead(rows, context))
+        super().compile_ahead(rows, context, on_progress)

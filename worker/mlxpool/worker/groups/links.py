@@ -1,0 +1,55 @@
+"""What rank 0 has of its group once the processes of the other ranks are started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from mlxpool.worker.groups.pipes import Orders
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a group find each other, on this machine.
+
+    `hosts` is the path of a file with an address for each rank, and `port` the one on which rank 0
+    gives the others the identity of their group; which of them is used depends on the back end.
+    """
+
+    rank: int
+    ranks: int
+    hosts: str
+    port: int
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, hosts: int, port: int) -> Meeting:
+        """The meeting whose file of addresses this process has open as descriptor `hosts`."""
+        return cls(rank, ranks, f"/dev/fd/{hosts}", port)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLinks:
+    """Where the ranks meet, and the pipes to the others.
+
+    `ready` is the descriptor of a pipe into which each of them writes a byte before it joins.
+    """
+
+    meeting: Meeting
+    orders: Orders
+    ready: int
+
+    def wait_until_ready(self, on_progress: Callable[[], None]) -> None:
+        """Waits until all ranks are about to join; a rank that ends before ends this process.
+
+        MLX holds the interpreter's lock while a rank joins, so that the main thread of rank 0
+        could say nothing to the broker until the last rank has come.
+        """
+        waiting = self.meeting.ranks - 1
+        while waiting:
+            waiting -= len(os.read(self.ready, waiting))
+            on_progress()
+
+
+StartGroup: TypeAlias = Callable[[], GroupLinks]  # raises ModelLoadFailed

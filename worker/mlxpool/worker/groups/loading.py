@@ -1,0 +1,66 @@
+"""Loads the part of a rank: joins the group, reads the rank's weights and builds its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.divisions import Part
+from mlxpool.worker.groups.links import Meeting
+from mlxpool.worker.groups.part_layers import PartLayerBuilder
+from mlxpool.worker.kernels import device
+from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+from mlxpool.worker.weights.load import LoadedModel, OnProgress, load
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """A rank's model, and the bytes that its process may use so that all ranks have as much."""
+
+    loaded: LoadedModel
+    collectives: Collectives
+    limit: int
+
+
+def load_part(
+    part: Part, config: ModelConfig, meeting: Meeting, on_progress: OnProgress
+) -> LoadedPart:
+    """Waits for all ranks, then loads. Raises ModelLoadFailed, RuntimeError."""
+    collectives = Collectives.join(meeting)
+    limit = rank_limit(config.memory_limit, part.ranks)
+    loaded = load(
+        part.folder,
+        on_progress,
+        dequantise=dequantises_at_load(part.folder, limit=limit, float32=not device.on_gpu()),
+        cuts=part.cuts,
+        make_builder=partial(PartLayerBuilder, part, collectives),
+    )
+    limit = collectives.least(limit - loaded.weight_bytes) + loaded.weight_bytes
+    if device.on_gpu():  # above this limit MLX waits for passes in flight
+        mx.set_memory_limit(limit)
+    return LoadedPart(loaded, collectives, limit)
+
+
+def rank_limit(configured: int, ranks: int) -> int:
+    """The bytes of one rank: its share of the worker's, or what its device allows.
+
+    On a CPU all ranks share the machine's memory.
+    """
+    if configured or not device.has_own_memory():
+        return device.memory_limit(configured) // ranks
+    return device.memory_limit(0)
+
+
+def default_prefix_bytes(part: Part, context: int, sequences: int) -> int:
+    """The bytes of a rank's prefix cache where no setting says so; 0: as that of other models.
+
+    On a CPU all blocks of a pool are allocated at load: as many as all sequences have, twice.
+    """
+    if device.on_gpu():
+        return 0
+    token = sum(cache.token_bytes(4) for cache in part.folder.plan.caches)
+    return token * context * sequences

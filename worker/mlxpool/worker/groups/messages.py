@@ -1,0 +1,114 @@
+"""What rank 0 tells the other ranks, and the bytes that it travels as. Pure.
+
+Every rank computes the same passes in the same order, which is the order of these messages. Nothing
+is answered: a rank that cannot go on ends, and the group with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, TypeAlias
+
+import msgpack
+
+
+@dataclass(frozen=True, slots=True)
+class MakePool:
+    """Make a pool of `blocks` blocks for `rows` rows, in place of the one before.
+
+    `context` and `chunk` are tokens: of a row, and of a pass at most. `layout` is the name of the
+    layout that rank 0 has; a rank that gets another one must not go on.
+    """
+
+    blocks: int
+    rows: int
+    context: int
+    chunk: int
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """Copy a block of the pool to another one, in all layers."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Compute one pass.
+
+    `rows` are the numbers of the rows of its spans, `offsets` the tokens that they have, `counts`
+    the new ones, `lines` and `hidden` (numbers of spans) as in RowSpan. `tables` has changes of
+    block tables: the number of a row, its first entry that is new, and the entries from there on.
+    `left` are rows that are not used again. `ids` and `wanted` are those of Layout.step; a negative
+    id stands for one of the `drawn` tokens that rank 0 gives all ranks before the pass. `fresh`: it
+    may compile something. `builds`: it is built, to find out which kernels it needs, not computed.
+    """
+
+    rows: Sequence[int]
+    offsets: Sequence[int]
+    counts: Sequence[int]
+    lines: Sequence[int]
+    hidden: Sequence[int]
+    tables: Sequence[tuple[int, int, Sequence[int]]]
+    left: Sequence[int]
+    ids: Sequence[int]
+    wanted: Sequence[int]
+    drawn: int
+    fresh: bool
+    builds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The oldest pass that was not ended yet has ended on rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Compute logits of `lines` hidden states of `width` numbers, which rank 0 gives all ranks."""
+
+    lines: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompileAhead:
+    """Compute passes of padding alone, for rows of `context` tokens; see Layout.compile_ahead."""
+
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The warm-up has ended: free what it took, and keep `cache` bytes of freed buffers."""
+
+    cache: int
+
+
+Message: TypeAlias = MakePool | CopyBlock | Pass | Ended | Head | CompileAhead | Settle
+_KINDS: Sequence[type[Message]] = (MakePool, CopyBlock, Pass, Ended, Head, CompileAhead, Settle)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def encoded(message: Message) -> bytes:
+    """The bytes of a message: the number of its kind, then its fields."""
+    packed: bytes = msgpack.packb([_NUMBERS[type(message)], *_fields(message)])
+    return packed
+
+
+def _fields(message: Message) -> Sequence[Any]:
+    if isinstance(message, Pass):  # the one of every step, without a copy of each number
+        return [getattr(message, name) for name in Pass.__slots__]
+    return astuple(message)
+
+
+def decoded(data: bytes) -> Message:
+    """Undo `encoded`."""
+    number, *fields = msgpack.unpackb(data)
+    message: Message = _KINDS[number](*fields)
+    return message

@@ -1,0 +1,103 @@
+"""Builds the layers of a rank: those of its part, and what joins the parts of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.divisions import HEAD, Part, Share, share_of
+from mlxpool.worker.layers.builder import WeightLayerBuilder
+from mlxpool.worker.layers.layer_types import Embedding, Linear, LinearInput
+from mlxpool.worker.layers.quantisation import QuantLayout
+
+
+class PartLayerBuilder(WeightLayerBuilder):
+    """Implements LayerBuilder over the weights of a rank."""
+
+    def __init__(
+        self,
+        part: Part,
+        collectives: Collectives,
+        weights: MutableMapping[str, mx.array],
+        layouts: Mapping[str, QuantLayout],
+        dtype: mx.Dtype,
+        *,
+        batch_invariant: bool = False,
+        dequantise: bool = False,
+    ) -> None:
+        """For the parameters behind the second see WeightLayerBuilder."""
+        super().__init__(
+            weights, layouts, dtype, batch_invariant=batch_invariant, dequantise=dequantise
+        )
+        self._part, self._collectives = part, collectives
+
+    def linear(self, name: str) -> Linear:
+        """See LayerBuilder."""
+        layer = super().linear(name)
+        if name == HEAD:
+            return JoinedLinear(layer, self._collectives)
+        if share_of(self._part.division, name) is Share.INPUTS:
+            return SummedLinear(layer, self._collectives)
+        return layer
+
+    def embedding(self, name: str) -> PartEmbedding:  # type: ignore[override]
+        """See LayerBuilder."""
+        part = self._part
+        return PartEmbedding(
+            super().embedding(name), part.first_token, part.tokens, self._collectives
+        )
+
+    def whole_sum(self, x: mx.array) -> mx.array:
+        """See LayerBuilder."""
+        return self._collectives.all_sum(x)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLinear:
+    """x [T, in / ranks] -> [T, out]: the products of all ranks, added up."""
+
+    layer: Linear
+    collectives: Collectives
+
+    def __call__(self, x: LinearInput) -> mx.array:
+        return self.collectives.all_sum(self.layer(x))
+
+    def add_to(self, x: mx.array, residual: mx.array) -> None:
+        """See layer_types.Linear. The residual is added once, behind the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """x [T, in] -> [T, out], of which each rank computes out / ranks."""
+
+    layer: Linear
+    collectives: Collectives
+
+    def __call__(self, x: LinearInput) -> mx.array:
+        return self.collectives.joined(self.layer(x))
+
+    def add_to(self, x: mx.array, residual: mx.array) -> None:
+        """See layer_types.Linear. It has no kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartEmbedding:
+    """A token table of which a rank has the `count` rows from `first` on."""
+
+    table: Embedding
+    first: int
+    count: int
+    collectives: Collectives
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        local = tokens - self.first
+        inside = (local >= 0) & (local < self.count)
+        rows = self.table(mx.where(inside, local, 0))
+        return self.collectives.all_sum(mx.where(inside[:, None], rows, mx.zeros_like(rows)))
+
+    def as_linear(self, x: LinearInput) -> mx.array:
+        """x [T, d] -> logits [T, vocabulary]."""
+        return self.collectives.joined(self.table.as_linear(x))

@@ -1,0 +1,47 @@
+"""The pipes from rank 0 to the other ranks: whole messages, each behind its length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import BinaryIO
+
+from mlxpool.worker.groups.messages import Message, Pass, decoded, encoded
+
+LENGTH_BYTES = 4
+
+
+class Orders:
+    """Rank 0's end of the pipes to all other ranks. Used by the thread that computes."""
+
+    def __init__(self, descriptors: Iterable[int]) -> None:
+        self._descriptors = tuple(descriptors)
+        self.passes = 0  # that were sent and have not ended
+
+    def send(self, message: Message) -> None:
+        """Sends a message; waits where a rank does not read. Raises OSError for one that ended."""
+        data = encoded(message)
+        framed = len(data).to_bytes(LENGTH_BYTES, "little") + data
+        if isinstance(message, Pass) and not message.builds:
+            self.passes += 1
+        for descriptor in self._descriptors:
+            rest = memoryview(framed)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+
+class Inbox:
+    """A rank's end of its pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._stream: BinaryIO = os.fdopen(descriptor, "rb")
+
+    def take(self) -> Message | None:
+        """Waits for the next message; None: rank 0 has ended."""
+        head = self._stream.read(LENGTH_BYTES)
+        data = self._stream.read(int.from_bytes(head, "little"))
+        return decoded(data) if data else None
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        self._stream.close()

@@ -1,0 +1,161 @@
+"""Starts the processes of a group's ranks behind the first, and ends with them.
+
+Rank 0 is the worker that the broker knows. When another rank ends, whatever the cause, this process
+ends in the same way, so that the broker sees that cause; when this one ends, the others do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NoReturn
+
+from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.transport import listening
+from mlxpool.worker.groups.links import GroupLinks, Meeting
+from mlxpool.worker.groups.pipes import Orders
+from mlxpool.worker.system import gpus
+
+log = logging.getLogger("mlxpool.worker")
+
+LOOPBACK = "127.0.0.1"
+# Signals that a process brings on itself; the others come from outside.
+_FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+class RankProcess(threading.Thread):
+    """Starts the process of a rank, waits for its end, and ends this process then.
+
+    Both happen in one thread: the kernel ends the rank with the thread that started it.
+    """
+
+    def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
+        super().__init__(name=f"rank-{config.rank}", daemon=True)
+        self._config, self._environment = config, environment
+        self._was_started = threading.Event()  # the process; a Thread has a `_started` of its own
+        self._start_error: OSError | None = None
+
+    def begin(self) -> None:
+        """Start the thread, and wait until it has started the process. Raises OSError."""
+        self.start()
+        self._was_started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def run(self) -> None:
+        config = self._config
+        descriptors = (
+            config.block_fd,
+            config.dump_fd,
+            config.plan_fd,
+            config.hosts_fd,
+            config.ready_fd,
+        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mlxpool.worker"],
+                stdin=subprocess.PIPE,  # which ends with this process
+                env={**self._environment, WORKER_VARIABLE: config.to_environment()},
+                pass_fds=[one for one in descriptors if one >= 0],
+            )
+        except OSError as error:
+            self._start_error = error
+            return
+        finally:
+            self._was_started.set()
+        _end_as(config.rank, process.wait())
+
+
+def _end_as(rank: int, code: int) -> NoReturn:
+    """Ends this process as the rank has ended, with `code` as Popen gives it."""
+    cause = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+    log.critical("a rank has ended, and its group ends", extra={"rank": rank, "cause": cause})
+    if code < 0:
+        os.kill(os.getpid(), -code if -code in _FAULTS else signal.SIGKILL)
+    os._exit(1)
+
+
+def start_ranks(config: WorkerConfig) -> GroupLinks:
+    """Starts the other ranks of rank 0. Raises ModelLoadFailed where that cannot be done."""
+    ranks = config.model.devices
+    own, *others = _environments(config)
+    os.environ.update(own)
+    try:
+        *addresses, meeting_port = _free_ports(ranks + 1)
+        hosts = _hosts_file(addresses)
+        ready, tells_ready = os.pipe()
+        common = replace(
+            config,
+            token="",
+            key="",
+            rank_block_fds=(),
+            hosts_fd=hosts,
+            group_port=meeting_port,
+            ready_fd=tells_ready,
+        )
+        blocks = [*config.rank_block_fds, *[-1] * ranks]
+        writers = [
+            _start_rank(replace(common, rank=rank, block_fd=blocks[rank - 1]), environment)
+            for rank, environment in enumerate(others, start=1)
+        ]
+        os.close(tells_ready)
+    except OSError as error:
+        raise ModelLoadFailed(f"a rank of {config.name!r} cannot be started: {error}") from error
+    return GroupLinks(Meeting.of(0, ranks, hosts, meeting_port), Orders(writers), ready)
+
+
+def _environments(config: WorkerConfig) -> list[dict[str, str]]:
+    """The environment of each rank; with GPUs each of them sees its own."""
+    ranks = config.model.devices
+    if sys.platform != "linux":
+        raise ModelLoadFailed(
+            f"model {config.name!r} has devices = {ranks}, which is built for Linux alone: other"
+            " systems have one device; leave devices out"
+        )
+    found = gpus.visible_gpus(os.environ)
+    if not found:
+        return [dict(os.environ) for _ in range(ranks)]
+    number = config.slot.rpartition("/")[2]
+    replica = int(number) if number.isdigit() and not config.dials else 0
+    try:
+        names = gpus.gpus_of_group(found, replica, ranks)
+    except ValueError as error:
+        raise ModelLoadFailed(
+            f"model {config.name!r} has devices = {ranks}: {error}; set fewer devices or replicas,"
+            f" or {gpus.VISIBLE}"
+        ) from error
+    return [{**os.environ, gpus.VISIBLE: name} for name in names]
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as bound:
+        sockets = [bound.enter_context(listening.listen(LOOPBACK, 0)) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def _hosts_file(ports: Sequence[int]) -> int:
+    """The descriptor of a file without a name, as MLX's ring reads it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]).encode())
+        file.flush()
+        return os.dup(file.fileno())
+
+
+def _start_rank(config: WorkerConfig, environment: Mapping[str, str]) -> int:
+    """Starts the process of a rank; returns the descriptor of our end of its pipe."""
+    reader, writer = os.pipe()
+    try:
+        RankProcess(replace(config, plan_fd=reader), environment).begin()
+    finally:
+        os.close(reader)
+    return writer

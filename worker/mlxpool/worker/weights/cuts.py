@@ -1,0 +1,34 @@
+"""Parts of tensors, as a rank of a group has them of a model's weights. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The numbers [begin, end) of a tensor's `axis`, or with `zeros` zeros in place of all."""
+
+    axis: int = 0
+    begin: int = 0
+    end: int = 0
+    zeros: bool = False
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a tensor."""
+        if self.zeros:
+            return shape
+        return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
+
+    def of(self, array: mx.array) -> mx.array:
+        """The part of an array, not evaluated; it keeps nothing of the rest."""
+        import mlx.core as mx
+
+        if self.zeros:
+            return mx.zeros(array.shape, array.dtype)
+        inside = (slice(None),) * self.axis + (slice(self.begin, self.end),)
+        return mx.contiguous(array[inside])
