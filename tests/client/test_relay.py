@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.client import Client
+from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.transport.handshake import HOPELESS_FAILURES
 from support import kinds
@@ -211,7 +212,9 @@ def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
 
 def failures(client: Client) -> int:
     """How many handshakes of a client have failed in a row."""
-    return client._connection._dealer.handshake.failures
+    connection = client._connection
+    assert isinstance(connection, Connection)
+    return connection._dealer.handshake.failures
 
 
 def test_a_proxy_without_a_broker_is_told_as_such() -> None:
