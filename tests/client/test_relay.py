@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from mlxpool.client import Client
+from mlxpool.client.connection import Connection
+from mlxpool.common.errors import BrokerLost
+from mlxpool.common.transport.handshake import HOPELESS_FAILURES
 from support import kinds
 from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
 from support.pool import reconnects, until
@@ -183,3 +186,41 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
         broker.done(request, 3)
         assert [delta.ids for delta in iterator] == [(2,)]
         assert stream.result.ids == (0, 1, 2)
+
+
+def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
+    """A proxy accepts and hangs up meanwhile: that is no refusal of a client without keys."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        broker = FakeBroker(Path(folder))
+        try:
+            with (
+                Relay(("ipc", f"{folder}/front.ipc")) as relay,
+                Client(
+                    endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=PATIENCE
+                ) as client,
+            ):
+                stream = client.stream("m", "a")
+                until(lambda: failures(client) > HOPELESS_FAILURES, "its connections are closed")
+                broker.open()
+                request = broker.accept()
+                broker.tokens(request, 0, 2)
+                broker.done(request, 2)
+                assert stream.read().ids == (0, 1)
+        finally:
+            broker.close()
+
+
+def failures(client: Client) -> int:
+    """How many handshakes of a client have failed in a row."""
+    connection = client._connection
+    assert isinstance(connection, Connection)
+    return connection._dealer.handshake.failures
+
+
+def test_a_proxy_without_a_broker_is_told_as_such() -> None:
+    with (
+        Relay(("ipc", "/nowhere/at/all")) as relay,
+        Client(endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=1) as client,
+        pytest.raises(BrokerLost, match="closed again before the handshake ends; start one"),
+    ):
+        client.generate("m", "a")

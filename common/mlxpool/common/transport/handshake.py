@@ -1,7 +1,11 @@
 """Reads the monitor of a connecting socket: whether it is connected, or why it cannot be.
 
-A broker that refuses a key says so, and libzmq then connects no more. Other failures, such as a
-wrong server key, look like a connection that breaks: libzmq connects again and again.
+Two failures are certain, and libzmq connects no more after them: a broker that refuses a key says
+so, and a greeting that was read whole names another mechanism than ours: one side has keys, the
+other has none. Every other failure is a connection that was closed in the handshake, after which
+libzmq connects again. A broker closes one so for a wrong server key, but so does everything that
+ends or breaks on the way, such as a proxy whose broker is restarted. A socket without keys
+concludes nothing from it: a broker with keys sends its greeting in one of the next attempts.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-HOPELESS_FAILURES = 3  # in a row; a broker that is ending may fail one or two
+HOPELESS_FAILURES = 3  # closed in a row with keys; a broker that is ending may close one or two
 _SHORT = 8  # characters of a public key that error messages show
 
 
@@ -32,7 +36,7 @@ class Handshake:
         self.credentials = credentials
         self.refusal = ""  # why this socket will never be connected; "": it may be
         self.trouble = ""  # why the newest attempt failed; a later one may succeed
-        self.failures = 0  # failed attempts in a row
+        self.failures = 0  # failed attempts in a row, whatever the reason
         self._socket = socket
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
@@ -41,28 +45,28 @@ class Handshake:
         found = False
         try:
             while True:
-                event, _ = struct.unpack("=hi", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
-                found = self._take(event) or found
+                event, value = struct.unpack("=HI", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                found = self._take(event, value) or found
         except zmq.Again:
             return found
 
-    def _take(self, event: int) -> bool:
+    def _take(self, event: int, value: int) -> bool:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.refusal, self.trouble, self.failures = "", "", 0
             return True
-        if self.endpoint.startswith("ipc:") and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return False  # ipc has no keys; a broker without free descriptors closes it like this
         self.failures += 1
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = self.trouble = refused(self.endpoint, self.credentials)
-        else:
+        elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self.refusal = self.trouble = failed(self.endpoint, self.credentials)
+        elif self.credentials is not None and self.endpoint.startswith("tcp:"):
             self.trouble = failed(self.endpoint, self.credentials)
         return False
 
     @property
     def hopeless(self) -> bool:
         """Whether a client that was never connected should stop trying."""
-        return bool(self.refusal) or self.failures >= HOPELESS_FAILURES
+        return bool(self.refusal or (self.trouble and self.failures >= HOPELESS_FAILURES))
 
     def close(self) -> None:
         """Close the monitor; has to be called before the socket is closed."""
