@@ -16,8 +16,9 @@ from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "cancel classify close decide decide_all describe detokenize embed fetch follow_jobs generate"
-    " job jobs keep models release rerank retry stream submit token_texts tokenize tokenize_chat"
+    "ask batch batches cancel classify close decide decide_all describe detokenize embed fetch"
+    " follow_jobs for_owner generate job jobs keep models release rerank retry stream submit"
+    " submit_batch submitted token_texts tokenize tokenize_chat"
 )
 ROOMS = ("broker", "client", "cluster", "common", "gateway", "worker")
 
@@ -28,9 +29,11 @@ def modules(room: str) -> Iterator[Path]:
 
 def test_the_public_names_of_the_client() -> None:
     assert sorted(mlxpool.client.__all__) == [
+        "AsyncBatch",
         "AsyncChoicesStream",
         "AsyncClient",
         "AsyncStream",
+        "Batch",
         "ChatTokens",
         "Choices",
         "ChoicesStream",
@@ -39,6 +42,7 @@ def test_the_public_names_of_the_client() -> None:
         "DecisionList",
         "Delta",
         "Job",
+        "LineResult",
         "Pace",
         "PoolError",
         "Ranked",
@@ -58,8 +62,8 @@ def test_the_public_names_of_the_client() -> None:
     [
         ("Client", CALLS),
         ("AsyncClient", CALLS.replace("stream ", "stream streams ")),
-        ("Stream", "close facts id read result"),
-        ("AsyncStream", "accepted close facts id read ready result"),
+        ("Stream", "close facts gen id read result"),
+        ("AsyncStream", "accepted close facts gen id read ready result"),
     ],
 )
 def test_the_public_names_of_its_classes(of: str, names: str) -> None:

@@ -52,7 +52,7 @@ Answer = Callable[..., Mapping[str, Any]]
 def answering(answer: Mapping[str, Any] | PoolError) -> Answer:
     """Replaces the question to the admin socket."""
 
-    def ask(*_: Any) -> Mapping[str, Any]:
+    def ask(*_: Any, timeout: float = 0) -> Mapping[str, Any]:
         if isinstance(answer, PoolError):
             raise answer
         return answer
