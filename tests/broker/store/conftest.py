@@ -14,9 +14,8 @@ from support.job_store import MAX_BYTES, OpenedStore
 from support.postgres_server import PostgresServer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def postgres() -> Iterator[PostgresServer]:
-    """One server for all tests of this process; each has a schema of its own."""
     with PostgresServer() as server:
         yield server
 
