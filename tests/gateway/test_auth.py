@@ -24,7 +24,7 @@ def test_a_key_has_the_name_of_its_line_or_digits_of_its_digest(tmp_path: Path) 
     file.write_text(f"# comment\n\nalice@example.com {KEY}\n{OTHER}\n")
     keys = ApiKeys(file)
     assert named(keys, KEY) == "alice@example.com"
-    assert named(keys, OTHER) == f"sha256:{hashlib.sha256(OTHER.encode()).hexdigest()[:8]}"
+    assert named(keys, OTHER) == f"sha256:{hashlib.sha256(OTHER.encode()).hexdigest()[:32]}"
     assert keys.owner(f"Bearer {'x' * 32}") is None
     nobody = ApiKeys().owner(None)
     assert nobody is not None and nobody.name is None

@@ -50,7 +50,7 @@ def test_every_path_is_named() -> None:
 def test_every_code_is_named_and_every_error_of_the_pool_has_one() -> None:
     codes = {code for _, code in errors.STATUS.values()}
     assert not {code for code in codes if not re.search(rf"\b{code}\b", OPENAI_DOCS)}
-    assert set(BY_CODE) - set(errors.STATUS) == {"internal", "duplicate_id"}, "which are 500"
+    assert set(BY_CODE) - set(errors.STATUS) == {"internal"}, "which is 500"
 
 
 def test_every_format_is_named() -> None:

@@ -214,8 +214,9 @@ class Connection:
             self._calls.ask(ident, call, lambda reply: on_reply(question.answer(reply)), now)
             if not self._calls.peer_known:
                 self._send(Ping())  # its `pong` tells which link has the call
-            if kind == Cancel.kind and ident in self._streams:
-                self._streams[ident].retry.cancel_sent(now)
+            stream = self._streams.get(ident) if kind == Cancel.kind else None
+            if stream is not None and stream.owner == owner:
+                stream.retry.cancel_sent(now)
 
         self._do(send)
 

@@ -10,7 +10,7 @@ from mlxpool.common.regular_files import open_regular
 
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # of a key, in logs
-SHOWN_DIGITS = 8  # of the digest of a key without a name, in its place
+SHOWN_DIGITS = 32  # of the digest of a key without a name, in its place: it names an owner
 
 
 def digest(key: str) -> bytes:

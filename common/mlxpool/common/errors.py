@@ -31,7 +31,8 @@
         └── Internal                 internal
 
 `retryable` says whether the same request can succeed later; `retry_after_ms` says when.
-To add an error, add its class here and its row to docs/protocol.md.
+To add an error, add its class here, its HTTP status to gateway/errors.py, and its row to
+docs/protocol.md and docs/gateway.md.
 """
 
 from __future__ import annotations

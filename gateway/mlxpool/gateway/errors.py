@@ -26,6 +26,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "poisoned": (400, "poisoned"),
     "unknown_job": (404, "unknown_job"),
     "gone": (410, "gone"),
+    "duplicate_id": (409, "duplicate_id"),
     "job_restarted": (409, "job_restarted"),
     "jobs_off": (501, "jobs_off"),
     "store_full": (503, "store_full"),

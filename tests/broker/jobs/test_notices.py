@@ -86,6 +86,16 @@ def test_a_url_of_another_host_is_refused() -> None:
     assert not story.store.rows
 
 
+def test_a_job_that_is_known_is_told_of_though_its_url_is_not_allowed_any_more() -> None:
+    story = telling_story()
+    story.submit("a", notify=NOTIFY)
+    story.settle()
+    story.policy = replace(story.policy, notify_allowed=Allowed.of([], []))
+    ident = story.submit("a", notify=NOTIFY)
+    story.settle()
+    assert story.answer(ident)["job"] == story.job("a").id
+
+
 @pytest.mark.parametrize(
     "notify", ["https://a.example", {}, {"url": 5}, {"url": URL, "secret": "x"}, {"url": "ftp://a"}]
 )

@@ -42,6 +42,7 @@ from mlxpool.broker.store.records import (
 from mlxpool.broker.store.sql import batches
 from mlxpool.broker.store.sql.files import PART
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 from support.job_store import BEGIN, OpenedStore, finish, job_id, progress, submit
 
 FILE, BATCH = b"f" * 16, b"b" * 16
@@ -89,6 +90,8 @@ def test_a_file_is_made_of_parts_that_may_come_twice(store: OpenedStore) -> None
     store.one(CreateFile(FILE, "a", "", "key", "name", "batch", keep=50.0))
     for start, end, last in ((0, 10, False), (5, 10, False), (8, 400_000, False)):
         store.one(AppendFile(FILE, "a", "", start, data[start:end], last))
+    shorter = store.one(AppendFile(FILE, "a", "", 0, data[:10], last=True))
+    assert isinstance(shorter, FileDiffers)  # the rest would belong to it
     ahead = store.one(AppendFile(FILE, "a", "", 500_000, b"x"))
     assert (ahead.size, ahead.complete) == (400_000, False)
     done = store.one(AppendFile(FILE, "a", "", 300_000, data[300_000:], last=True))
@@ -131,6 +134,17 @@ def test_a_file_that_an_open_batch_reads_is_kept(store: OpenedStore) -> None:
     assert store.one(ReadFile(FILE, "a", "")).data == b"one\ntwo\nthree\n"
     add(store, lines(store))
     store.one(Sweep())
+    assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
+
+
+def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedStore) -> None:
+    new_batch(store)
+    store.store.database.change("UPDATE file SET forget = ?, purpose = ?", BEGIN, LINES_PURPOSE)
+    add(store, lines(store))
+    store.do(finish(100), finish(101), finish(102), EndBatch(BATCH), Sweep())
+    assert store.one(ReadFile(FILE, "a", "")).data == b"one\ntwo\nthree\n"
+    store.do(ReleaseBatch(SCOPE), Sweep(), Sweep())
+    assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
     assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
 
 

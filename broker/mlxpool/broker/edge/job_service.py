@@ -216,7 +216,8 @@ class JobService(Closing):
     def _tell(self, action: act.Tell, now: float) -> None:
         header, message = action.header, action.message
         if action.link == OPERATORS:
-            self._asking.pop(header.id or b"")(message)
+            if (answer := self._asking.pop(header.id or b"", None)) is not None:
+                answer(message)
             return
         try:
             parts = frames.encode(header, message.body(), message.blobs())

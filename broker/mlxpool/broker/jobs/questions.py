@@ -118,6 +118,7 @@ class Questions:
         digest = job_digest(generate)
         try:
             self._view.check(event.owner, generate, digest, now)
+            notify = _notify_url(message, policy)
         except PoolError as error:
             self._refuse_unless_known(event, message, digest, error)
             return
@@ -136,7 +137,7 @@ class Questions:
             not_before=message.not_before,
             deadline=None if deadline_ms is None else deadline_ms / 1000,
             keep=policy.kept(message.keep_ms),
-            notify=_notify_url(message, policy),
+            notify=notify,
             max_jobs=policy.quota_jobs,
         )
 

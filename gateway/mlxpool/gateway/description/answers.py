@@ -75,6 +75,8 @@ OPENAI: Mapping[str, Schema] = {
             **dict.fromkeys(("priority", "submitted", "due"), NUMBER),
             "cause": TEXT,
             "batch": TEXT,
+            "damaged": TEXT,
+            "failures": listed(MAP),
         },
     ),
     "JobList": record({"object": {"const": "list"}, "data": listed(ref("Job")), "next": COUNT}),

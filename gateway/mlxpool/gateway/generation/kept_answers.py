@@ -9,11 +9,10 @@ import string
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from mlxpool.client import AsyncClient, AsyncStream, Delta, Job
+from mlxpool.client import AsyncClient, AsyncStream, Delta
 from mlxpool.client.jobs import JobRef
-from mlxpool.common.errors import DuplicateId, PoolError
+from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
-from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import ChatFormats, make_parser
 from mlxpool.gateway.formats.events import Event, Parser, Reasoning
 from mlxpool.gateway.generation.choice_streams import NO_TIMEOUT, ChoiceUpdate
@@ -35,17 +34,6 @@ async def has_failed(client: AsyncClient, job: JobRef) -> bool:
         return (await client.job(job))["state"] in FAILED
     except PoolError:
         return False
-
-
-async def submitted(client: AsyncClient, model: str, key: str, **arguments: Any) -> Job:
-    """Submit a job; the arguments are those of `AsyncClient.submit`.
-
-    Raises HttpError for a key of another request, and PoolError.
-    """
-    try:
-        return await client.submit(model, key=key, **arguments)
-    except DuplicateId as error:
-        raise HttpError(409, error.message, error.code, retry=False) from None
 
 
 class KeptAnswer:

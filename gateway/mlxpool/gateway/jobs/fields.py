@@ -44,6 +44,7 @@ JOB = Body(
         "key": described("names the job; absent: Idempotency-Key, or a drawn one", _KEY),
         "keep": described("seconds for which the result is kept", _KEEP),
         "not_before": described("seconds since 1970", _TIME),
+        "notify": described("the URL to which its end is posted", TEXT),
         "priority": integer(IDLE, MAX_PRIORITY),
         "deadline_ms": integer(1, MAX_DEADLINE_MS),
     },

@@ -43,6 +43,7 @@ def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
         "session": fields.text(body, "session", "") or None,
         "keep": _seconds(body, "keep", MAX_KEEP_MS / 1000),
         "not_before": _seconds(body, "not_before", MAX_TIME),
+        "notify": fields.text(body, "notify", "") or None,
         "priority": fields.integer(body, "priority", IDLE, MAX_PRIORITY),
         "deadline_ms": fields.integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
     }

@@ -13,7 +13,7 @@ from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import PoolAccess
-from mlxpool.gateway.generation.kept_answers import drawn_key, has_failed, submitted
+from mlxpool.gateway.generation.kept_answers import drawn_key, has_failed
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.jobs import bodies, requests
 from mlxpool.gateway.jobs.bodies import Place, job_body, job_ref
@@ -37,7 +37,7 @@ class JobRoutes:
         client, request = self._pool.keeper, requests.job(body, idempotency)
         key = request.key or drawn_key()
         model = await self._pool.models.get(request.model)
-        job = await submitted(client, model.name, key, **request.arguments)
+        job = await client.submit(model.name, key=key, **request.arguments)
         response.exchange.model, response.exchange.pool_id = model.name, job.id.hex()
         await response.json(job_body(await client.job(job)))
 

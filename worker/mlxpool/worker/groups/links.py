@@ -48,7 +48,9 @@ class GroupLinks:
         """
         waiting = self.meeting.ranks - 1
         while waiting:
-            waiting -= len(os.read(self.ready, waiting))
+            if not (ready := os.read(self.ready, waiting)):
+                raise RuntimeError(f"{waiting} ranks of the group ended before they joined it")
+            waiting -= len(ready)
             on_progress()
 
 

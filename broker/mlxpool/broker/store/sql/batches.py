@@ -47,6 +47,7 @@ from mlxpool.broker.store.records import (
 from mlxpool.broker.store.sql import files, rows
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.submitting import check_names, submit
+from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
 VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
     batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
@@ -250,9 +251,11 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
             now + key_life,
             id,
         )
+    # A gateway reads the lines that it has written for a batch as long as it has results.
     old = database.execute(
         f"SELECT {files.VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
-        " (SELECT 1 FROM batch WHERE batch.file = file.id AND batch.state = 'open')"
+        " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
+        f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
         " ORDER BY forget LIMIT 4",
         now,
     )

@@ -68,10 +68,11 @@ def append_file(database: Database, asked: AppendFile, now: float, room: int) ->
     known = min(len(asked.data), file.size - asked.start)
     if read_from(database, asked.id, asked.start, known) != asked.data[:known]:
         return FileDiffers(file, asked.start)
+    ends = asked.start + len(asked.data)
+    if asked.last and ends < file.size:
+        return FileDiffers(file, asked.start)
     if file.complete:
-        ends = asked.start + len(asked.data)
-        differs = ends > file.size or (asked.last and ends < file.size)
-        return FileDiffers(file, asked.start) if differs else file
+        return FileDiffers(file, asked.start) if ends > file.size else file
     data = memoryview(asked.data)[known:]
     if len(data) > room:
         return Refused(

@@ -18,6 +18,7 @@ from mlxpool.common.protocol.kept.job_messages import MAX_KEEP_MS, job_key, tena
 PART_BYTES = 256 * 1024  # of a file that one message sends or reads
 MAX_FILE = 1024 * 1024 * 1024  # bytes
 MAX_FILES = 1000  # in one answer
+LINES_PURPOSE = "batch_lines"  # of a file that stays as long as the results of its batch
 READ, DELETE = "file", "file_delete"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mlxpool.common.checks import integer, text
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.kept import job_messages as messages
 from mlxpool.common.protocol.kept.job_messages import (
@@ -68,6 +69,8 @@ def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
         model = text(body, "model")
         batch = None if body.get("batch") is None else job_id(body["batch"])
         listed = ListJobs.parse({name: value for name, value in body.items() if name != "batch"})
+        if listed.after is not None and (model or batch is not None):
+            raise BadRequest("after goes with neither model nor batch")
         return owner, replace(listed, owner=owner or None, model=model, batch_id=batch)
     if kind == NOTICES:
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 from mlxpool.gateway.openai.batches.lines import LineFault
 
-UPLOADED, LINES = "batch", "batch_lines"  # purposes of files: of a client, and of the pool
+UPLOADED, LINES = "batch", LINES_PURPOSE  # purposes of files: of a client, and of the pool
 MARK = "openai"  # key of the pool's metadata of a batch that has what is said here
 OUTPUT, ERROR = "output", "error"
 _RESULTS = re.compile(r"file-([0-9a-f]{32})-(output|error)")

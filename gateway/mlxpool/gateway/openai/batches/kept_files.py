@@ -20,8 +20,9 @@ from mlxpool.common.protocol.kept.file_messages import (
     PutFile,
     ReadFile,
 )
-from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.errors import HttpError, bad_request
 
+MAX_LINE = 8 * 2**20  # bytes: what the pool takes as a line of a batch
 ATTEMPTS = 60  # times in a row that a busy store is asked again, about a second apart
 
 Answer = TypeVar("Answer")
@@ -75,23 +76,29 @@ class KeptFiles:
             start += len(data)
 
     async def lines(self, key: str) -> AsyncIterator[list[bytes]]:
-        """The lines of a file with their ends, those of a part at a time."""
+        """The lines of a file with their ends, those of a part at a time.
+
+        Raises HttpError for a line that is too long.
+        """
         held = b""
         async for data in self.parts(key):
             whole, mark, held = (held + data).rpartition(b"\n")
+            if len(held) > MAX_LINE:
+                raise bad_request(f"a line has more than {MAX_LINE} bytes", "input_file_id")
             if mark:
                 yield (whole + mark).splitlines(keepends=True)
         if held:
             yield [held]
 
-    async def put(self, message: PutFile) -> None:
-        """Send a part. Raises HttpError if another program writes the same file."""
+    async def put(self, message: PutFile) -> dict[str, Any]:
+        """Send a part; returns the file's row. Raises HttpError if others write the same file."""
         row = await ask(self._client, message, row_of)
         end = message.start + len(message.data)
         if row["size"] < end:
             size = row["size"]
             text = f"the file {message.name} has {size} bytes where {message.start} were written"
             raise HttpError(409, text, "duplicate_id", retry=False)
+        return row
 
     async def _about(self, kind: str, key: str) -> dict[str, Any]:
         return await ask(self._client, AboutFile(kind, KeyName(key)), row_of)
@@ -110,6 +117,7 @@ class FileWriter:
         self._keep_ms = None if keep is None else round(keep * 1000)
         self._held = bytearray()
         self._sent = 0
+        self._is_new = False  # whether this writer has made the file, which may be there already
 
     async def add(self, data: bytes) -> None:
         self.size += len(data)
@@ -123,12 +131,14 @@ class FileWriter:
         await self._put(bytes(self._held), last=True)
 
     async def discard(self) -> None:
-        """Delete what was written."""
-        if self._sent:
+        """Delete what was written, unless the file was there before."""
+        if self._is_new:
             await self._files.delete(self._key)
 
     async def _put(self, data: bytes, *, last: bool) -> None:
         name = KeyName(self._key)
         part = PutFile(name, self._sent, data, last, self._name, self._purpose, self._keep_ms)
-        await self._files.put(part)
+        row = await self._files.put(part)
         self._sent += len(data)
+        if part.start == 0:
+            self._is_new = row["size"] == self._sent and row["complete"] == last

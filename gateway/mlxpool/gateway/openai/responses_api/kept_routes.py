@@ -25,7 +25,6 @@ from mlxpool.gateway.generation.kept_answers import (
     call_ids,
     drawn_key,
     has_failed,
-    submitted,
 )
 from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
 from mlxpool.gateway.http import ResponseWriter
@@ -59,7 +58,8 @@ class KeptResponseRoutes:
     ) -> None:
         """Make a response that is kept. One that is not in the background ends with its client.
 
-        A second request with the same key in `idempotency` is answered with the first one's.
+        A second request with the same key in `idempotency` is answered with the first one's; so
+        such a response goes on without its client.
         """
         client = self._pool.keeper
         id = drawn_key()
@@ -72,7 +72,7 @@ class KeptResponseRoutes:
         )  # fmt: skip
         arguments = stream_arguments(choice, None)
         key, packed = response_id(id), note.packed()
-        job = await submitted(client, choice.model, key, note=packed, **arguments)
+        job = await client.submit(choice.model, key=key, note=packed, **arguments)
         response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
         kept = await self._find(key)
         if request.background and not request.stream:
@@ -80,7 +80,7 @@ class KeptResponseRoutes:
         try:
             await self._answer(kept, response, stream=request.stream, made=True)
         except asyncio.CancelledError:
-            if not request.background:
+            if not request.background and not idempotency:  # others may read it under that key
                 self._cancel_later(key)
             raise
 
