@@ -176,7 +176,7 @@ def test_unsupported_fields_are_refused_by_name(
     assert caught.value.param == param
 
 
-def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
+def test_a_prompt_that_does_not_fit(client: openai.OpenAI, pool: Pool) -> None:
     with pytest.raises(openai.BadRequestError, match="the context is 64") as caught:
         client.completions.create(model="small", prompt="x" * 70)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
@@ -185,10 +185,13 @@ def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="small", messages=messages)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert caught.value.request_id == caught.value.body["request_id"]  # type: ignore[index]
-    with pytest.raises(
-        openai.BadRequestError
-    ):  # an error before the first token has its own status
-        client.completions.create(model="small", prompt="x" * 70, stream=True)
+    # In a stream, too, an error has its own status, if it comes before the first keep-alive.
+    with (
+        GatewayThread(pool.run_dir) as patient,
+        openai.OpenAI(base_url=f"{patient.url}/v1", api_key="none") as other,
+        pytest.raises(openai.BadRequestError),
+    ):
+        other.completions.create(model="small", prompt="x" * 70, stream=True)
 
 
 def test_a_prompt_that_is_truncated_and_a_stream_that_shifts(client: openai.OpenAI) -> None:

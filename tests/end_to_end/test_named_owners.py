@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from mlxpool.common.errors import OverQuota, Unauthorized, UnknownJob
+from mlxpool.gateway.settings import Broker
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, http_client, keys_file
 from support.pool import PATIENCE, until
@@ -99,8 +100,7 @@ def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
 
     def answer(name: str, path: str, name_owners: bool | None) -> httpx.Response:
         to_broker = {
-            "endpoint": secure.endpoint("front"),
-            "server_key": secure.server_key,
+            "remote": (Broker(secure.endpoint("front"), secure.server_key),),
             "key": str(secure.keys.path(name)),
         }
         with GatewayThread(
