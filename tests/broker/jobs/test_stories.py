@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mlxpool.broker.core.events import StartDrain
@@ -68,6 +69,24 @@ def test_a_reader_gets_ids_after_the_commit_that_holds_them() -> None:
     story.settle()
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None
     assert reading.end["reason"] == "stop" and reading.text == text_of(0, 4)
+
+
+def test_nothing_is_due_while_a_write_is_under_way() -> None:
+    """Else the broker's loop would turn without a pause until the commit."""
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 1)
+    story.drain()
+    (active,) = story.manager.runs.active.values()
+    story.now = active.write_at
+    story.tell_manager(ev.Wake())
+    assert active.writing is not None
+    worker.tokens(job.id, 2)
+    story.drain()
+    assert story.manager.runs.next_write() == math.inf
+    story.settle()
+    story.pass_time(0.2)
+    assert story.store.output(job.id)[0] == pack_ids(range(3))
 
 
 def test_readers_come_early_late_and_from_any_id() -> None:

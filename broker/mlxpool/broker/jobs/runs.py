@@ -153,7 +153,7 @@ class Runs:
             active = self.active.get(row.id)
             if active is not None and active.attempt == row.attempt:
                 active.take(row)
-                if active.steps:
+                if active.steps and active.writing is None:  # else when that is written
                     active.write_at = min(active.write_at, now + WRITE_DELAY)
                 if active.job.priority == IDLE:
                     self._give_way(active, now)
@@ -270,6 +270,7 @@ class Runs:
     def _write(self, active: ActiveJob, now: float) -> None:
         """Give the next operation of a job to the store, if none is under way."""
         if active.writing is not None:
+            active.write_at = math.inf  # `_written` goes on
             return
         chunk = active.chunk()
         operation = _next_operation(active, chunk)
