@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from mlxpool.common.escapes import escape_line, escape_text
 from mlxpool.common.protocol.frames import ID_BYTES
 from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.job_messages import MAX_LISTED, READ, ListJobs
+from mlxpool.common.protocol.kept.json_form import as_json
 
 ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
 FORMAT = 1  # of the lines of an export
@@ -195,7 +195,7 @@ def export(target: Target, file: str, state: str) -> int:
         for item in _items(target, state):
             counts["jobs"] += "job" in item
             counts["lines"] += 1
-            out.write(json.dumps(_plain(item), separators=(",", ":")) + "\n")
+            out.write(json.dumps(as_json(item), separators=(",", ":")) + "\n")
         out.write(json_text({"end": counts}) + "\n")
     if file != "-":
         print(f"{counts['jobs']} jobs, {counts['lines'] + 1} lines: {escape_line(file)}")
@@ -209,18 +209,6 @@ def _items(target: Target, state: str) -> Iterator[Mapping[str, Any]]:
         answer = ask(target, asked.EXPORT, body, timeout=ANSWER_TIMEOUT)
         yield from answer["items"]
         following = answer["next"]
-
-
-def _plain(value: Any, name: str = "") -> Any:
-    """A value as JSON holds it: ids of jobs as digits, other bytes in base64."""
-    if isinstance(value, Mapping):
-        return {key: _plain(one, key) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, bytes):
-        is_id = name in ("job", "batch")
-        return value.hex() if is_id else base64.b64encode(value).decode()
-    return value
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 import re
 from collections.abc import Mapping
@@ -12,11 +11,11 @@ from mlxpool.broker.http.loop_queue import Fate
 from mlxpool.broker.http.operator_route import OperatorRoute
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.kept import job_messages, job_operations
+from mlxpool.common.protocol.kept.json_form import IDS, as_json
 
 log = logging.getLogger("mlxpool.broker")
 
 KINDS = job_operations.KINDS - {job_operations.EXPORT, job_operations.VERIFY}
-IDS = ("job", "batch")
 ID = re.compile(r"[0-9a-f]{32}")
 
 Question = tuple[str, Mapping[str, Any]]  # the kind of a question of job_operations, and its body
@@ -44,21 +43,10 @@ class JobsRoute(OperatorRoute[Question]):
         return kind, asked
 
     def shown(self, fate: Fate) -> Any:
-        return _plain(fate)
+        return as_json(fate)
 
 
 def _id(name: str, value: object) -> bytes:
     if not isinstance(value, str) or not ID.fullmatch(value):
         raise BadRequest(f"{name} must be 32 hexadecimal digits")
     return bytes.fromhex(value)
-
-
-def _plain(value: Any, name: str = "") -> Any:
-    """A value as JSON holds it: ids as digits, other bytes in base64."""
-    if isinstance(value, Mapping):
-        return {key: _plain(one, key) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, bytes):
-        return value.hex() if name in IDS else base64.b64encode(value).decode()
-    return value
