@@ -30,7 +30,7 @@ from mlxpool.broker.store.batch_records import (
     FileDiffers,
     Lines,
 )
-from mlxpool.broker.store.operations import ListJobs, ReadJob, Submit, Sweep
+from mlxpool.broker.store.operations import ListJobs, ReadJob, Retry, Submit, Sweep
 from mlxpool.broker.store.records import (
     DuplicateKey,
     JobState,
@@ -284,6 +284,15 @@ def test_a_cancelled_batch_ends_its_waiting_jobs(store: OpenedStore) -> None:
     assert (ended.state, ended.ended, ended.live) == (BatchState.CANCELLED, BEGIN, False)
     assert store.one(CancelBatch(SCOPE)) == BatchChanged(ended, ())
     assert store.one(ReadJob(job_id(101))).job.cause == "its batch was cancelled"
+
+
+def test_a_dead_line_of_a_cancelled_batch_stays_dead(store: OpenedStore) -> None:
+    new_batch(store)
+    add(store, lines(store))
+    store.do(finish(100, JobState.DEAD), CancelBatch(SCOPE))
+    refused = store.one(Retry(job_id(100)))
+    assert refused.code == "in_use" and "cancelled" in refused.message
+    assert store.one(ReadJob(job_id(100))).job.state is JobState.DEAD
 
 
 def test_dead_lines_of_a_batch_wait_again(store: OpenedStore) -> None:

@@ -223,6 +223,14 @@ def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
     return _again(database, batch.id)
 
 
+def takes_again(database: Database, job: JobView) -> bool:
+    """Whether a job may wait again: it is no line of a batch that was cancelled or deleted."""
+    if job.batch is None:
+        return True
+    row = database.one("SELECT state FROM batch WHERE id = ?", job.batch)
+    return row is not None and row[0] not in (BatchState.CANCELLED, BatchState.GONE)
+
+
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     """Forget batches and files past their time; returns whether more may be left.
 

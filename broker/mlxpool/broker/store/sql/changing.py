@@ -9,6 +9,7 @@ from mlxpool.broker.store.records import (
     Changed,
     JobState,
     JobView,
+    Refused,
     Result,
     Swept,
 )
@@ -27,10 +28,13 @@ def cancel(database: Database, asked: Cancel, now: float) -> Result:
 
 
 def retry(database: Database, asked: Retry, now: float) -> Result:
-    """Let a dead or expired job wait."""
+    """Let a dead or expired job wait, unless its batch was cancelled."""
     job = rows.find(database, asked.name)
     if job is None or job.state not in RETRYABLE:
         return rows.fate(database, asked.name)
+    if not batches.takes_again(database, job):
+        why = f"the job {job.scope.key!r} is a line of a batch that was cancelled: submit it alone"
+        return Refused("in_use", why)
     deadline = None if asked.deadline is None else now + asked.deadline
     return Changed(rows.let_wait(database, job, deadline, now, new_generation=asked.new_generation))
 
