@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.gateway_thread import GatewayThread
+from support.pool import Pool
 from support.scripted_gateway import Served
+
+
+@pytest.fixture(scope="module")
+def url(pool: Pool) -> Iterator[str]:
+    """A gateway without keys for the pool of the module."""
+    with GatewayThread(pool.run_dir) as gateway:
+        yield gateway.url
 
 
 @pytest.fixture

@@ -42,12 +42,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def url(pool: Pool) -> Iterator[str]:
-    with GatewayThread(pool.run_dir) as gateway:
-        yield gateway.url
-
-
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai_client(url) as made:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
+from support.http_owners import openai_client
 from support.openapi_answers import faults, unknown_members
 from support.pool import Pool
 from support.scripted_gateway import Served
@@ -53,12 +54,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]
 
 @pytest.fixture
 def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with client_of(gateway.url) as made:
+    with openai_client(gateway.url) as made:
         yield made
-
-
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def told(line: str, seed: int, count: int) -> str:
@@ -206,7 +203,7 @@ def test_the_events_of_thoughts_a_text_and_a_call(served: Served) -> None:
     url = served.start(
         THINKER, "<think>A pl", "ace.</think>", "I look.", CALL[:30], CALL[30:], calls=1
     )
-    with client_of(url) as client:
+    with openai_client(url) as client:
         events = list(client.responses.create(model="m", input=[ASKED], tools=TOOLS, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -240,7 +237,7 @@ def test_a_stream_of_the_clients_helper(client: openai.OpenAI) -> None:
 
 def test_only_one_call_without_parallel_calls(served: Served) -> None:
     url = served.start(THINKER, CALL, "\n", CALL)
-    with client_of(url) as client:
+    with openai_client(url) as client:
         answer = client.responses.create(
             model="m", input=[ASKED], tools=TOOLS, parallel_tool_calls=False
         )
@@ -249,7 +246,7 @@ def test_only_one_call_without_parallel_calls(served: Served) -> None:
 
 def test_a_worker_that_is_lost_fails_the_response(served: Served) -> None:
     url = served.start(THINKER, "Hm", reason=None)
-    with client_of(url) as client:
+    with openai_client(url) as client:
         events = list(client.responses.create(model="m", input=[ASKED], stream=True))
     last: Any = events[-1]
     assert last.type == "response.failed" and last.response.status == "failed"

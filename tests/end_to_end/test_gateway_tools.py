@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import ollama
-import openai
 import pytest
 
+from support.http_owners import openai_client
 from support.scripted_gateway import Served
 
 TOOLS: Any = [
@@ -25,10 +25,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 THINKER = {"tools": "hermes", "thinking": "tags"}
 UNREADABLE = "called 'weather' with arguments that are no JSON map: 5"
 CHANNELS = {"tools": "harmony", "thinking": "harmony"}
-
-
-def openai_client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def test_a_call_and_thoughts_in_a_whole_answer(served: Served) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest
-from support.gateway_thread import GatewayThread
 from support.pool import Pool
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -34,12 +33,6 @@ SAID = "tools; leave `tools` out"
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with Pool(tmp_path_factory.mktemp("pool")) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def url(pool: Pool) -> Iterator[str]:
-    with GatewayThread(pool.run_dir) as gateway:
-        yield gateway.url
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import ModelUnavailable, UnknownModel
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.models import ModelInfo, ModelList
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.routes import OllamaRoutes

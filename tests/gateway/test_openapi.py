@@ -16,7 +16,7 @@ from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.jobs import requests as jobs
 from mlxpool.gateway.jobs.fields import JOB
 from mlxpool.gateway.ollama import fields as ollama_fields
