@@ -22,7 +22,7 @@ from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
 from mlxpool.gateway.endpoint import READ, ByMethod, Endpoint, PreflightRecords, Surroundings
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.jobs.routes import JobRoutes
 from mlxpool.gateway.ollama.model_routes import ModelRoutes

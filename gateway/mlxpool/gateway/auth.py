@@ -37,7 +37,7 @@ class Owner:
 
 NOBODY = Owner(b"", None)
 # The name of the owner on whose behalf the pool is asked in this task; "": of the gateway itself.
-asking: contextvars.ContextVar[str] = contextvars.ContextVar("asking", default="")
+current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default="")
 
 
 class ApiKeys:
@@ -129,11 +129,11 @@ class AccessControl:
             message = "a known key is wanted: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
         with self._limit.request(owner.digest):
-            before = asking.set(owner.name or "" if self._names_owners else "")
+            before = current_owner.set(owner.name or "" if self._names_owners else "")
             try:
                 yield owner
             finally:
-                asking.reset(before)
+                current_owner.reset(before)
 
 
 def _authorization(request: Request) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.metrics import Metrics

@@ -14,13 +14,9 @@ from mlxpool.gateway.anthropic.stream import PING, MessageEvents, error_event
 from mlxpool.gateway.errors import unsupported_parameter
 from mlxpool.gateway.formats import HARMONY
 from mlxpool.gateway.generation.chat_request import ChatRequest
-from mlxpool.gateway.generation.choice_streams import (
-    Generation,
-    PoolAccess,
-    StreamFormat,
-    write_stream,
-)
+from mlxpool.gateway.generation.choice_streams import Generation, StreamFormat, write_stream
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.generation.token_counts import chat_ids, text_of_ids, thought_tokens
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.gateway.errors import unsupported_parameter
 from mlxpool.gateway.generation.chat_request import ChatRequest
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.generation.token_counts import chat_ids
 from mlxpool.gateway.models import ModelInfo
 

@@ -12,8 +12,8 @@ from mlxpool.common.protocol.kept.job_messages import DEFAULT_LISTED, JOB_STATES
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation import queries
-from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.generation.kept_answers import drawn_key, has_failed
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.jobs import bodies, requests
 from mlxpool.gateway.jobs.bodies import Place, job_body, job_ref
@@ -34,7 +34,7 @@ class JobRoutes:
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
         """POST /v1/jobs; answered when the job is on the disk."""
-        client, request = self._pool.keeper, requests.job(body, idempotency)
+        client, request = self._pool.job_client, requests.job(body, idempotency)
         key = request.key or drawn_key()
         model = await self._pool.models.get(request.model)
         job = await client.submit(model.name, key=key, **request.arguments)
@@ -49,29 +49,31 @@ class JobRoutes:
         limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         if after is not None and (state or before):
             raise bad_request("'after' lists what ended: give no 'state' and no 'before'", "after")
-        rows = await self._pool.keeper.jobs(after=after, before=before, state=state, limit=limit)
+        rows = await self._pool.job_client.jobs(
+            after=after, before=before, state=state, limit=limit
+        )
         number = "seq" if after is None else "end_seq"
         following = rows[-1][number] if len(rows) == limit else 0
         await response.json(bodies.job_list(rows, following))
 
     async def read(self, id: str, response: ResponseWriter) -> None:
         """GET /v1/jobs/ID."""
-        await response.json(job_body(await self._pool.keeper.job(job_ref(id))))
+        await response.json(job_body(await self._pool.job_client.job(job_ref(id))))
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/jobs/ID/cancel; a job that has ended stays as it is."""
-        client = self._pool.keeper
+        client = self._pool.job_client
         row = await client.job(job_ref(id))
         await client.cancel(key=str(row["key"]))
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
     async def retry(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/jobs/ID/retry."""
-        await response.json(job_body(await self._pool.keeper.retry(job_ref(id))))
+        await response.json(job_body(await self._pool.job_client.retry(job_ref(id))))
 
     async def release(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/jobs/ID/release."""
-        await response.json(job_body(await self._pool.keeper.release(job_ref(id))))
+        await response.json(job_body(await self._pool.job_client.release(job_ref(id))))
 
     async def events(
         self,
@@ -81,7 +83,7 @@ class JobRoutes:
         response: ResponseWriter,
     ) -> None:
         """GET /v1/jobs/ID/events; goes on behind the event that `last_event_id` names."""
-        client = self._pool.keeper
+        client = self._pool.job_client
         row = await client.job(job_ref(id))
         if last_event_id:
             place = bodies.place_of(last_event_id)

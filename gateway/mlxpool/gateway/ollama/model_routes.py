@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxpool.common.errors import UnknownModel
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.models import pull_statuses, running, show, tag

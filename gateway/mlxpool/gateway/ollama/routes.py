@@ -19,11 +19,11 @@ from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
     ChoiceUpdate,
     Generation,
-    PoolAccess,
     StreamFormat,
     write_stream,
 )
 from mlxpool.gateway.generation.images import content_with_images
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests

@@ -14,10 +14,10 @@ from mlxpool.gateway.generation.chat_request import calls_format, check_formats
 from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
     Generation,
-    PoolAccess,
     StreamFormat,
     write_stream,
 )
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import requests

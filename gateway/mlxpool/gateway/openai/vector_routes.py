@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mlxpool.client import Ranking
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.gateway.errors import from_pool_error
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai.vectors import ScoreRequest

@@ -135,7 +135,7 @@ def line_seed(batch: bytes, number: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Hunger:
+class FeedPause:
     """When a batch may have more of its lines become jobs."""
 
     pause_until: float = 0.0  # the pool, or the store, did not take the last ones

@@ -15,7 +15,7 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, batch_row, mark_of
-from mlxpool.broker.jobs.batches.line_feeding import PORTION_LINES, Check, Hunger, Portion
+from mlxpool.broker.jobs.batches.line_feeding import PORTION_LINES, Check, FeedPause, Portion
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.terminals import packed_end
 from mlxpool.broker.store.batch_operations import (
@@ -60,7 +60,7 @@ class LiveBatch:
     """A batch that has not ended. At most one operation of its own is under way: `busy`."""
 
     view: BatchView
-    hunger: Hunger = field(default_factory=Hunger)
+    feed_pause: FeedPause = field(default_factory=FeedPause)
     busy: bool = False
     stale: bool = False  # the store counts something else than `view`
     read_at: float = 0.0  # the next look, if it is stale
@@ -161,7 +161,7 @@ class Batches:
         """The batch as its clients see it."""
         running = sum(one.job.batch == view.id for one in self._active.values())
         batch = self.live.get(view.id)
-        return BatchRow(batch_row(view, running, "" if batch is None else batch.hunger.trouble))
+        return BatchRow(batch_row(view, running, "" if batch is None else batch.feed_pause.trouble))
 
     def _ask(self, batch: LiveBatch, operation: Operation) -> None:
         """Give the store an operation of which the result is the batch as it is then."""
@@ -234,7 +234,7 @@ class Batches:
             if batch.stale and not batch.busy:
                 times.append(batch.read_at)
             if not self._reading:
-                times.append(batch.hunger.due(batch.view))
+                times.append(batch.feed_pause.due(batch.view))
             times += (watcher.until for watcher in batch.watchers.values())
         return min(times)
 
@@ -254,7 +254,7 @@ class Batches:
 
     def _read_lines(self, now: float) -> None:
         """Begin a portion of the next batch in turn."""
-        hungry = [id for id, one in self.live.items() if one.hunger.due(one.view) <= now]
+        hungry = [id for id, one in self.live.items() if one.feed_pause.due(one.view) <= now]
         if not hungry:
             return
         turn = sorted(hungry)
@@ -291,7 +291,7 @@ class Batches:
             self._give_up(batch, result, now)
             return
         self._reading = b""
-        batch.hunger.trouble = ""
+        batch.feed_pause.trouble = ""
         for group in {(job.model, job.priority) for job in operation.jobs}:
             self._feeder.came(group, now)
         self.see(result, now)
@@ -306,4 +306,4 @@ class Batches:
     def _pause(self, batch: LiveBatch | None, why: str, now: float) -> None:
         self._reading = b""
         if batch is not None:
-            batch.hunger.pause_until, batch.hunger.trouble = now + RETRY_INTERVAL, why
+            batch.feed_pause.pause_until, batch.feed_pause.trouble = now + RETRY_INTERVAL, why

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from mlxpool.common.errors import UnknownJob
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation import queries
-from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.generation.kept_answers import drawn_key
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.kept_batches import KeptBatches
@@ -30,14 +30,14 @@ class FileRoutes:
 
     async def upload(self, request: Request, response: ResponseWriter) -> None:
         """POST /v1/files; answered when the file is on the disk."""
-        files, id = KeptFiles(self._pool.keeper), bodies.file_id(drawn_key())
+        files, id = KeptFiles(self._pool.job_client), bodies.file_id(drawn_key())
         await Upload(files, id, self._pool.settings.body_time).run(request)
         await response.json(bodies.file_body(await files.row(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
         """GET /v1/files: those that were uploaded."""
         purpose = query.get("purpose", bodies.UPLOADED)
-        rows = await KeptFiles(self._pool.keeper).rows()
+        rows = await KeptFiles(self._pool.job_client).rows()
         shown = [
             bodies.file_body(row)
             for row in reversed(rows)
@@ -62,7 +62,7 @@ class FileRoutes:
         results = bodies.results_of(id)
         if results is None:
             await self._row(id)
-            pieces: AsyncIterator[bytes] = KeptFiles(self._pool.keeper).parts(id)
+            pieces: AsyncIterator[bytes] = KeptFiles(self._pool.job_client).parts(id)
         else:
             _, pieces = await self._results(id, *results)
         await response.open(JSONL)
@@ -77,13 +77,13 @@ class FileRoutes:
             message = f"{id!r:.80} is made of the results of a batch, and is deleted when they are"
             raise bad_request(message, "id")
         await self._row(id)
-        await KeptFiles(self._pool.keeper).delete(id)
+        await KeptFiles(self._pool.job_client).delete(id)
         await response.json({"id": id, "object": "file", "deleted": True})
 
     async def _row(self, id: str) -> dict[str, Any]:
         """An uploaded file of this owner. Raises HttpError if there is none."""
         try:
-            row = await KeptFiles(self._pool.keeper).row(id)
+            row = await KeptFiles(self._pool.job_client).row(id)
         except UnknownJob:
             row = {}
         if not row.get("complete") or row["purpose"] != bodies.UPLOADED:
@@ -94,7 +94,7 @@ class FileRoutes:
         self, id: str, batch: str, kind: str
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
         """The row of a batch, and the lines of one of its files. Raises HttpError without it."""
-        batches = KeptBatches(self._pool.keeper)
+        batches = KeptBatches(self._pool.job_client)
         found = await batches.find(batch)
         if found is None or bodies.batch_body(*found)[f"{kind}_file_id"] != id:
             raise _no_file(id)

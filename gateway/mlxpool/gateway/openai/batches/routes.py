@@ -13,8 +13,8 @@ from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries
-from mlxpool.gateway.generation.choice_streams import PoolAccess
 from mlxpool.gateway.generation.kept_answers import KEY_BYTES, drawn_key
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.batches import bodies
@@ -40,7 +40,7 @@ class BatchRoutes:
     ) -> None:
         """POST /v1/batches; answered when the lines are checked and the batch is on the disk."""
         asked = new_batch(body)
-        client = self._pool.keeper
+        client = self._pool.job_client
         files = KeptFiles(client)
         try:
             row = await files.row(asked.file)
@@ -79,7 +79,7 @@ class BatchRoutes:
         if after:
             await self._find(after, "after")
         shown: list[dict[str, Any]] = []
-        async for found in KeptBatches(self._pool.keeper).after(after):
+        async for found in KeptBatches(self._pool.job_client).after(after):
             if len(shown) == limit:
                 return await response.json(queries.listing(shown, more=True))
             shown.append(batch_body(*found))
@@ -89,11 +89,11 @@ class BatchRoutes:
         """POST /v1/batches/ID/cancel; a batch that has ended stays as it is."""
         row, request = await self._find(id)
         if row["state"] == "running" and not request.faults:
-            row, request = await KeptBatches(self._pool.keeper).cancel(id)
+            row, request = await KeptBatches(self._pool.job_client).cancel(id)
         await response.json(batch_body(row, request))
 
     async def _find(self, id: str, param: str = "id") -> tuple[dict[str, Any], BatchRequest]:
-        found = await KeptBatches(self._pool.keeper).find(id)
+        found = await KeptBatches(self._pool.job_client).find(id)
         if found is None:
             message = f"there is no batch {id!r:.80}"
             raise HttpError(404, message, "batch_not_found", param, retry=False)

@@ -14,7 +14,6 @@ from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
-    PoolAccess,
     StreamFormat,
     stream_arguments,
     write_updates,
@@ -27,6 +26,7 @@ from mlxpool.gateway.generation.kept_answers import (
     has_failed,
 )
 from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.responses_api.bodies import response_id
 from mlxpool.gateway.openai.responses_api.items import Earlier
@@ -61,7 +61,7 @@ class KeptResponseRoutes:
         A second request with the same key in `idempotency` is answered with the first one's; so
         such a response goes on without its client.
         """
-        client = self._pool.keeper
+        client = self._pool.job_client
         id = drawn_key()
         if idempotency:
             id = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
@@ -103,12 +103,12 @@ class KeptResponseRoutes:
             message = f"{id!r} is not in the background: close the connection of its request"
             raise bad_request(message, "id")
         if kept.waiting is not None:
-            await self._pool.keeper.cancel(key=id)
+            await self._pool.job_client.cancel(key=id)
         await self._answer(await self._find(id), response, stream=False)
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
         """DELETE /v1/responses/ID; one that has not ended is cancelled."""
-        client, kept = self._pool.keeper, await self._find(id)
+        client, kept = self._pool.job_client, await self._find(id)
         if kept.waiting is not None:
             await client.cancel(key=id)
         await client.release(id)
@@ -143,7 +143,7 @@ class KeptResponseRoutes:
 
         `off` False: raises JobsOff where nothing is kept.
         """
-        client = self._pool.keeper
+        client = self._pool.job_client
         try:
             found = KeptResponse.of(await client.submitted(id))
         except (UnknownJob, Gone):
@@ -163,7 +163,7 @@ class KeptResponseRoutes:
 
     def _read(self, kept: KeptResponse) -> KeptAnswer:
         key, gen, note = response_id(kept.id), int(kept.job["gen"]), kept.note
-        stream = self._pool.keeper.fetch(key, 0, gen, steps=True)
+        stream = self._pool.job_client.fetch(key, 0, gen, steps=True)
         return KeptAnswer(stream, note.chat, note.tools, several_calls=note.several_calls)
 
     async def _answer(
@@ -210,7 +210,7 @@ class KeptResponseRoutes:
         error: HttpError,
     ) -> None:
         """End with the error of the job, or with that of this reading: then the job goes on."""
-        ended = await has_failed(self._pool.keeper, response_id(kept.id))
+        ended = await has_failed(self._pool.job_client, response_id(kept.id))
         if not response.started:
             if not ended:
                 raise error
@@ -221,7 +221,7 @@ class KeptResponseRoutes:
 
     def _cancel_later(self, key: str) -> None:
         """Cancel the job of a client that is gone, in a task of its own."""
-        client = self._pool.keeper
+        client = self._pool.job_client
 
         async def cancel() -> None:
             try:

@@ -11,9 +11,10 @@ from typing import Any
 from mlxpool.client import Result
 from mlxpool.common.errors import JobsOff
 from mlxpool.gateway.errors import unsupported_parameter
-from mlxpool.gateway.generation.choice_streams import PoolAccess, StreamFormat, write_stream
+from mlxpool.gateway.generation.choice_streams import StreamFormat, write_stream
 from mlxpool.gateway.generation.fitting import fitted
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.generation.token_counts import thought_tokens
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.responses_api import requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.gateway.generation.choice_streams import PoolAccess
+from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.generation.token_counts import chat_ids
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
