@@ -46,7 +46,7 @@ def wait(client: openai.OpenAI, batch: Batch) -> Batch:
 
 
 def write(client: openai.OpenAI, batch: Batch, answers: Path) -> None:
-    """Write the answers, and behind them what has none."""
+    """Print the answers of the output file, then the lines of the error file."""
     with answers.open("wb") as out:
         for file in (batch.output_file_id, batch.error_file_id):
             if file is not None:

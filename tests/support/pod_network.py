@@ -91,7 +91,7 @@ class PodNetwork(Closing):
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def enforce(self, connections: Iterable[Allowed]) -> None:
-        """Let only these connections in; others are refused at once."""
+        """Lets only these connections into the pod; others are refused at once."""
         accepted: dict[str, list[str]] = {pod: [] for pod in self.addresses}
         for source, target, port in connections:
             rule = f"ip saddr {self.addresses[source]} tcp dport {port} accept"

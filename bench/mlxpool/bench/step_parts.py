@@ -60,7 +60,7 @@ class StepParts:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Times the parts meanwhile."""
+        """Times the parts of each step while the context is entered."""
         patches = [
             mock.patch.object(owner, name, self._timed(part, getattr(owner, name)))
             for part, (owner, name) in PARTS.items()

@@ -51,7 +51,7 @@ class BrokerChild:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that holds the broker's."""
+        """The pid of the process that the broker is a child of."""
         return None if self._process is None else self._process.pid
 
     def keep(self, now: float) -> None:
@@ -92,18 +92,18 @@ class BrokerChild:
         return answer
 
     def reload(self) -> bool:
-        """Have it read its settings again; False if it did not."""
+        """Has the broker read its settings again; returns False if it did not."""
         return self.ask("reload", timeout=RELOAD_TIMEOUT) is not None
 
     def report(self) -> Report | None:
-        """The workers that it wants; None if it does not answer."""
+        """The number of workers that the broker wants of each model; None if it does not answer."""
         answer = self.ask("stats")
         if answer is None:
             return None
         return Report(answer["replicas_wanted"], float(answer["broker"]["uptime_s"]))
 
     def stop(self) -> None:
-        """End it, and wait until it has ended."""
+        """Ends the broker; returns when it has ended."""
         if self._process is None:
             return
         self._process.terminate()

@@ -40,7 +40,7 @@ class WorkerOrder:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What an admitted worker dials."""
+    """The endpoint and the public key that an admitted worker connects to."""
 
     endpoint: str
     server_key: str
@@ -62,7 +62,7 @@ class Cluster(Protocol):
         """Have a worker host started where there is room, now or later."""
 
     def end_worker(self, pool: str, id: str) -> None:
-        """Have it hand back its streams, and end it. Waits for that."""
+        """Ends a worker once the broker has moved its streams; returns when it has ended."""
 
 
 def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:

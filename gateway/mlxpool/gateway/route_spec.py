@@ -86,7 +86,7 @@ class Call:
 
     @property
     def id(self) -> str:
-        """What the path names."""
+        """The path parameter `id`: which job, response, file or batch is meant."""
         return str(self.request.path_params["id"])
 
     @property

@@ -469,7 +469,10 @@ def test_what_is_reserved_for_other_processes_is_part_of_the_limit(
     assert engine.blocks.capacity == blocks
 
 
-def test_prefixes_then_images_make_room(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_prefixes_then_images_make_room(
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)

@@ -163,7 +163,7 @@ def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[GroupEngine, Model
 
 
 def test_log_probabilities_of_a_prompt_agree(engines: tuple[GroupEngine, ModelEngine]) -> None:
-    """Their logits are computed outside of the pass."""
+    """The logits of prompt tokens are computed outside of the pass."""
     found = []
     for engine in engines:
         row = sequence(4, 30, temperature=0.0, prompt_logprobs=2)

@@ -94,7 +94,7 @@ class BatchView(Result):
 
     @property
     def waiting(self) -> int:
-        """Its jobs that wait or run."""
+        """The number of jobs of the batch that wait or run."""
         return dict(self.counts).get(JobState.WAITING, 0)
 
 

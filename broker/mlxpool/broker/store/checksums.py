@@ -20,17 +20,17 @@ def of_chunk(seq: int, gen: int, pos: int, columns: Iterable[bytes]) -> int:
 def of_request(
     id: bytes, digest: bytes, kind: str, model: str, seed: int, request: bytes, notify: str
 ) -> int:
-    """Of what a client has submitted, and what no operation changes."""
+    """The checksum of what a client has submitted, which no operation changes."""
     return _crc(id, digest, kind, model, seed, request, notify)
 
 
 def of_facts(id: bytes, facts: bytes | None) -> int | None:
-    """Of what the first worker of a generation told of its model."""
+    """The checksum of the facts that the first worker of a generation told of its model."""
     return None if facts is None else _crc(id, facts)
 
 
 def of_end(id: bytes, state: str, end: bytes | None) -> int | None:
-    """Of how a job ended."""
+    """The checksum of how a job ended."""
     return None if end is None else _crc(id, state, end)
 
 

@@ -60,7 +60,7 @@ def stopped_by_signal(seconds: float) -> str:
 
 
 def of_rank(rank: int, cause: str) -> str:
-    """What happened to a rank behind the first of a group."""
+    """The cause that a rank above 0 of a group ended with."""
     return f"rank {rank}: {cause}"
 
 

@@ -127,7 +127,7 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
 
 
 def _of_process(watch: Watch, config: PoolConfig, *, welcomed: bool) -> Verdict:
-    """The worst verdict of one process."""
+    """The worst verdict of the threads of one process."""
     sample, look = watch.sample, watch.sample.look
     compute = Verdict(
         watch.still,

@@ -44,7 +44,7 @@ class Source:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it can be read again."""
+        """Whether the lines can be read from the begin a second time."""
         return isinstance(self.lines, str | os.PathLike | list | tuple)
 
     @property

@@ -40,7 +40,7 @@ OnSent = Callable[[int], None]  # gets the bytes that were sent so far
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait so long. Its answer is None."""
+    """A step that waits for `seconds`; it is answered with None."""
 
     seconds: float
 
@@ -158,7 +158,7 @@ def progress(key: str, seen: str) -> Steps[dict[str, Any]]:
 
 
 def is_over(row: Mapping[str, Any]) -> bool:
-    """Whether nothing of a batch waits or runs any more."""
+    """Whether no job of a batch waits or runs any more."""
     return row["state"] not in ("running", "cancelling")
 
 

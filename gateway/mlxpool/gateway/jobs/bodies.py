@@ -90,7 +90,7 @@ def failed_event(error: HttpError, gen: int) -> bytes:
 
 
 def interrupted_event(error: HttpError) -> bytes:
-    """This reading ends, and the job goes on: come again."""
+    """The event that ends one reading of a job that goes on; its reader may connect again."""
     return sse(_fault(error), "interrupted")
 
 

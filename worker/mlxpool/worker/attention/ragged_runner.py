@@ -125,7 +125,7 @@ class DecodingRows:
     def of(
         cls, spans: Sequence[RowSpan], shape: PlanShape, lines: Int32s, seen: Spans
     ) -> DecodingRows:
-        """Those of a pass that was just built."""
+        """The rows of a pass that was just built, for passes that follow with the same rows."""
         rows = [cast(PagedRow, span.row) for span in spans]
         numbers = np.zeros((shape.size,), dtype=np.int32)
         return cls(spans, rows, shape, lines, seen, numbers, np.zeros_like(lines))

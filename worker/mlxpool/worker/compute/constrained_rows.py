@@ -41,8 +41,8 @@ class ConstrainedRows:
     def take(self, drawn: Sequence[SampledToken], least: int) -> None:
         """Gives the constraints of rows the tokens that were drawn, before these are committed.
 
-        Those that end an answer are left out. Where masks are made in other threads, those begin
-        that follow the tokens: not of rows that get `least` or more forced tokens besides.
+        Tokens that end an answer are left out. Then starts the masks behind these tokens, where
+        other threads make masks, except for rows that append `least` or more forced tokens.
         """
         if not self._generations.constrained_count:
             return

@@ -156,7 +156,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """How many tokens of the vocabulary it has."""
+        """The number of vocabulary entries that this rank holds."""
         return self.folder.plan.embedding_rows // self.ranks
 
 

@@ -108,7 +108,7 @@ def _fields(message: Message) -> Sequence[Any]:
 
 
 def decoded(data: bytes) -> Message:
-    """Undo `encoded`."""
+    """The message that `encoded` has packed."""
     number, *fields = msgpack.unpackb(data)
     message: Message = _KINDS[number](*fields)
     return message

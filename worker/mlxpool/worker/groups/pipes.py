@@ -43,5 +43,5 @@ class Inbox:
         return decoded(data) if data else None
 
     def close(self) -> None:
-        """Closes the pipe."""
+        """Closes this end of the pipe."""
         self._stream.close()

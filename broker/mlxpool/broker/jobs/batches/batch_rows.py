@@ -49,7 +49,7 @@ class BatchSettings:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> BatchSettings:
-        """Undo `packed`; a batch that is gone has none."""
+        """The settings of a packed batch; the defaults for a batch whose settings were deleted."""
         try:
             return cls(**unpack(packed))
         except (ValueError, TypeError):
@@ -139,7 +139,7 @@ def failure_text(error: PoolError) -> str:
 
 
 def _failure(cause: str) -> dict[str, Any]:
-    """Undo `failure_text`; what the store itself says has no code."""
+    """Code and message of a stored failure; the code is "" where the store wrote the text."""
     code, colon, message = cause.partition(": ")
     known = bool(colon) and code.replace("_", "").isalpha() and code.islower()
     return {"code": code, "message": message} if known else Internal(cause).body()

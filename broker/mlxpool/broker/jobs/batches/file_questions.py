@@ -34,7 +34,7 @@ class FileQuestions:
         self._policy = policy
 
     def on_asked(self, event: ev.Asked, message: messages.Question) -> None:
-        """Have the store answer."""
+        """Asks the store, whose result is the answer to the client."""
         if isinstance(message, PutFile):
             self._put(event, message)
         elif isinstance(message, ReadFile):

@@ -136,12 +136,12 @@ def line_seed(batch: bytes, number: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class FeedPause:
-    """When a batch may have more of its lines become jobs."""
+    """When more lines of a batch may become jobs, and what keeps them from it."""
 
     pause_until: float = 0.0  # the pool, or the store, did not take the last ones
     trouble: str = ""  # why; "": nothing is wrong
 
     def due(self, batch: BatchView) -> float:
-        """From when on lines of it can become jobs; infinity: not as it is now."""
+        """The time from which lines of the batch can become jobs; infinity: not in this state."""
         hungry = batch.state.value == "open" and batch.waiting < AHEAD
         return self.pause_until if hungry else math.inf

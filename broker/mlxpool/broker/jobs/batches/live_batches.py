@@ -239,7 +239,7 @@ class Batches:
         return min(times)
 
     def work(self, now: float) -> None:
-        """Do what is due."""
+        """Reads rows and lines of batches, and answers watchers, as far as each is due."""
         if now >= self._find_at:
             self.find()
         for batch in list(self.live.values()):

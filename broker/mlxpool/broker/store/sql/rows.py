@@ -317,7 +317,7 @@ def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: 
 
 
 def failures_of(database: Database, seq: int) -> tuple[Failure, ...]:
-    """What went wrong with a job, the oldest first."""
+    """The stored failures of a job, the oldest first."""
     found = database.execute(
         "SELECT number, at, cause, stacks FROM failure WHERE job = ? ORDER BY number", seq
     )

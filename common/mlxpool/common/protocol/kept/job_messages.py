@@ -96,7 +96,7 @@ class JobName:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Whom to tell when a job has ended: a POST to `url`."""
+    """The URL to which the end of a job is posted."""
 
     url: str
     target: Target

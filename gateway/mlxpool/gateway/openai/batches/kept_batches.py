@@ -28,7 +28,7 @@ PAGE_LINES = 200  # of results that are asked for at once
 
 
 class KeptBatches:
-    """Makes, reads and cancels them. All raise PoolError."""
+    """Makes, reads and cancels the batches of one owner. All methods raise PoolError."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

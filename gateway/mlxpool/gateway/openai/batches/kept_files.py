@@ -46,7 +46,10 @@ def row_of(answer: Message) -> dict[str, Any]:
 
 
 class KeptFiles:
-    """Reads and writes them. All raise PoolError; UnknownJob for a file that is not there."""
+    """Reads and writes the files of one owner.
+
+    All methods raise PoolError; UnknownJob for a file that is not there.
+    """
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

@@ -59,14 +59,14 @@ class Asked:
         return ChatFormats(*self.formats)
 
     def body(self) -> dict[str, Any]:
-        """Without what has its default."""
+        """The fields as a map, without those that have their default value."""
         names = type(self).__dataclass_fields__
         found = {name: getattr(self, name) for name in names}
         return {name: v for name, v in found.items() if v != names[name].default}
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Asked:
-        """Of a line of the pool."""
+        """Read the fields from a line of the file that the pool reads."""
         given = dict(line.get(ASKED) or {})
         tools, thoughts = given.pop("formats", (None, None))
         return cls(formats=(tools, thoughts), **given)

@@ -53,7 +53,7 @@ class ResponseNote:
 
     @classmethod
     def unpacked(cls, note: bytes) -> ResponseNote | None:
-        """Undo `packed`; None for the note of something else."""
+        """The note of a response from its bytes; None if the bytes are no such note."""
         try:
             text = zlib.decompressobj().decompress(note, MAX_UNPACKED)
             found = json.loads(text.decode("utf-8", "surrogatepass"))
@@ -77,7 +77,7 @@ class KeptResponse:
 
     @classmethod
     def of(cls, found: SubmittedJob) -> KeptResponse | None:
-        """None for a job that is no response."""
+        """The response that a job keeps; None if the job was not made by this interface."""
         note, key = ResponseNote.unpacked(found.note), str(found.row["key"])
         prefix = response_id("")
         if note is None or not key.startswith(prefix):
