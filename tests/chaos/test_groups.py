@@ -126,8 +126,8 @@ def test_the_group_gives_the_tokens_of_one_device(
     [
         (signal.SIGKILL, "killed by SIGKILL"),
         (signal.SIGSTOP, "rank 1: stopped by a signal (SIGSTOP)"),
-        ("decode", "hung in decode"),
-        ("prefill", "hung in prefill"),
+        ("decode", "rank 1: hung in decode"),
+        ("prefill", "rank 1: hung in prefill"),
     ],
     ids=["killed", "frozen", "hangs in decode", "hangs in prefill"],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlxpool.cluster.plan import (
     Changes,
     NodeView,
@@ -98,4 +100,6 @@ def test_a_worker_goes_where_its_model_has_the_fewest_workers() -> None:
 def test_a_worker_takes_one_gpu_where_there_are_any() -> None:
     assert gpus_of(M, NODES) == 1
     assert gpus_of(M, NODES[:1]) == 0
+    assert gpus_of(replace(M, devices=2), NODES) == 2
+    assert gpus_of(replace(M, devices=2), NODES[:1]) == 0
     assert gpus_of(FIXED, NODES) == 0

@@ -56,6 +56,10 @@ def test_a_fingerprint_changes_with_what_a_worker_is_started_with(tmp_path: Path
         ("[pool]", ["names no model", "[models.small]"]),
         (f"[pool]\nfront = ['ipc:///x']\n{MODELS}", ["pool.front is made by `mlxpool ray up`"]),
         (f"[pool]\nrun_dir = '/x'\n{MODELS}", ["pool.run_dir is made by"]),
+        (
+            "[models.m]\npath = '/m'\ndevices = 4\ngpus = 2",
+            ["gpus = 2 and devices = 4", "leave gpus out, or set it to 4"],
+        ),
         ("[models.m]\npath = '/m'\nreplica = 2", ["did you mean 'replicas'?"]),
         (
             f"{MODELS}[keys.ray-w1]\nrole = 'worker'\npublic = '{'k' * 40}'",

@@ -118,7 +118,7 @@ def choose_node(
 
 
 def gpus_of(model: ModelSpec, nodes: Sequence[NodeView]) -> int:
-    """The GPUs of one worker: as the settings say, else one where the cluster has any."""
+    """The GPUs of one worker: as the settings say, else one a device where the cluster has any."""
     if model.gpus >= 0:
         return model.gpus
-    return int(any(node.gpus >= 1 for node in nodes))
+    return model.devices if any(node.gpus >= 1 for node in nodes) else 0

@@ -29,9 +29,10 @@ class ModelSpec:
     name: str
     min: int
     max: int
-    gpus: int  # of one worker; -1: one where the cluster has any
+    gpus: int  # of one worker; -1: one for each device where the cluster has any
     cool_down: float  # seconds, see the setting
     fingerprint: str  # changes with the settings that a worker is started with
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,15 @@ def check_name(name: str) -> str:
 
 
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
-    """What the cluster has to know of a model."""
+    """What the cluster has to know of a model. Raises ConfigError: fewer GPUs than devices."""
+    if 0 < config.gpus < config.devices:
+        raise ConfigError(
+            f"model {name!r} has gpus = {config.gpus} and devices = {config.devices}: each device"
+            f" of a group is a GPU of its own; leave gpus out, or set it to {config.devices}"
+        )
     scaling = config.scaling
     fewest, most = (scaling.min, scaling.max) if scaling.max else (config.replicas,) * 2
     gpus = 0 if config.path == COUNTING and config.gpus < 0 else config.gpus
     same = replace(config, replicas=1, scaling=type(scaling)())
     digest = hashlib.blake2b(repr(asdict(same)).encode(), digest_size=8).hexdigest()
-    return ModelSpec(name, fewest, most, gpus, scaling.cool_down, digest)
+    return ModelSpec(name, fewest, most, gpus, scaling.cool_down, digest, config.devices)

@@ -33,6 +33,7 @@ _WORDS = (
     "edge_tid",
     "edge_ns",  # monotonic; newest turn of the main thread's loop
     "pid",  # of a rank behind the first of a group; 0: unknown
+    "orders",  # of a group: messages that rank 0 has sent, or that another rank has carried out
 )
 _INDEX = {name: index for index, name in enumerate(_WORDS)}
 SIZE = mmap.PAGESIZE
@@ -54,6 +55,7 @@ class ProgressReading:
     edge_tid: int = 0
     edge_ns: int = 0
     pid: int = 0
+    orders: int = 0
 
 
 class Block:
@@ -113,6 +115,7 @@ class Block:
             words["edge_tid"],
             words["edge_ns"],
             words["pid"],
+            words["orders"],
         )
 
     def close(self) -> None:

@@ -172,6 +172,21 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
     assert verdict.cause == "rank 1: stopped by a signal (SIGSTOP) for 10.0 s"
 
 
+@pytest.mark.parametrize(
+    ("done", "cause"),
+    [
+        ((7, 6, 7), "rank 1: hung in decode for 10.0 s"),
+        ((7, 7, 5), "rank 2: hung in decode for 10.0 s"),
+        ((7, 7, 7), "hung in decode for 10.0 s"),
+    ],
+)
+def test_the_rank_that_is_behind_is_the_cause(done: tuple[int, ...], cause: str) -> None:
+    """The others stand as still as it does, for they wait for it in a sum."""
+    first, *others = (ProgressReading("decode", count=3, orders=number) for number in done)
+    watch = still(10, first, others=tuple(map(Sample, others)))
+    assert judge(watch, CONFIG, welcomed=True).cause == cause
+
+
 def test_a_rank_that_moves_is_alive() -> None:
     watch = Watch()
     for n in range(20):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mlxpool.common.progress import Block
 from mlxpool.worker.groups.links import GroupLinks, Meeting
 from mlxpool.worker.groups.messages import (
     CompileAhead,
@@ -76,9 +77,10 @@ def test_messages_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
 
 
 def test_a_pass_that_is_only_built_is_not_awaited(pipe: tuple[int, int]) -> None:
-    orders = Orders([pipe[1]])
+    block = Block.private()
+    orders = Orders([pipe[1]], block)
     orders.send(Pass(*([],) * 9, 0, True, True))
-    assert orders.passes == 0
+    assert (orders.passes, block.read().orders) == (0, 1)
 
 
 def test_a_rank_that_has_ended_is_noticed(pipe: tuple[int, int]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.progress import Block
 from mlxpool.worker.process import ranks
 
 
@@ -43,7 +44,7 @@ def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_systems_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(ModelLoadFailed, match="model 'big' has devices = 2, which is built for"):
-        ranks.start_ranks(config())
+        ranks.start_ranks(config(), Block.private())
 
 
 def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:

@@ -76,7 +76,7 @@ def build(config: WorkerConfig) -> Edge:
     credentials = Credentials.of(config.server_key, config.key)
     faults = faults_of(config, history)
     if not faults.site:
-        start_group = partial(start_ranks, config)
+        start_group = partial(start_ranks, config, block)
         opener = partial(model_source.open_source, start_group=start_group)
         compute = Compute(config, progress, mailbox.post, opener)
     else:

@@ -109,21 +109,29 @@ def limit_of(look: ProgressReading, config: PoolConfig) -> float:
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
     """The worst verdict that the signals give. Before its welcome a worker owes no beats.
 
-    A group is judged by all its ranks: when one stands still, the others wait for it.
+    A group is judged by all its ranks: when one stands still, the others wait for it. The cause
+    names the rank that the others wait for, where their progress tells which it is.
     """
     rss = watch.sample.all_rss
     if 0 < memory_limit < rss:
         cause = exit_causes.over_memory_limit(rss, memory_limit)
         return Verdict(1.0, 0.5, cause, own=True, dump=False)
     verdicts = [_of_process(watch, config, welcomed=welcomed)]
-    verdicts += [
-        replace(verdict, cause=exit_causes.of_rank(rank, verdict.cause))
-        for rank, other in enumerate(watch.others, start=1)
-        for verdict in (_of_process(other, config, welcomed=False),)
-    ]
+    verdicts += [_of_process(other, config, welcomed=False) for other in watch.others]
     # A process that was stopped makes the others of its group wait.
-    stopped = [verdict for verdict in verdicts if verdict.suspect and not verdict.own]
-    return max(stopped or verdicts, key=lambda verdict: verdict.age / verdict.limit)
+    stopped = [rank for rank, one in enumerate(verdicts) if one.suspect and not one.own]
+    candidates = stopped or range(len(verdicts))
+    rank = max(candidates, key=lambda one: verdicts[one].age / verdicts[one].limit)
+    verdict = verdicts[rank]
+    if not stopped:
+        rank = _rank_behind(watch) or rank
+    return replace(verdict, cause=exit_causes.of_rank(rank, verdict.cause)) if rank else verdict
+
+
+def _rank_behind(watch: Watch) -> int:
+    """The rank that has carried out the fewest messages of rank 0; 0: none misses any."""
+    done = [watch.sample.look.orders, *(other.sample.look.orders for other in watch.others)]
+    return done.index(min(done))
 
 
 def _of_process(watch: Watch, config: PoolConfig, *, welcomed: bool) -> Verdict:

@@ -62,7 +62,7 @@ def ps(options: argparse.Namespace) -> int:
         broker["run_dir"],
         *([f"status page {broker['metrics']}"] if broker.get("metrics") else []),
     )
-    rows = [_worker_row(worker) for worker in workers]
+    rows = [row for worker in workers for row in (_worker_row(worker), *_rank_rows(worker))]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
     print_table(
         PS,
@@ -97,6 +97,23 @@ def _last_exits(rows: Sequence[Cells]) -> list[str]:
     if "LAST EXIT" not in fitted(PS, rows, width_of(sys.stdout)).left_out:
         return []
     return [f"{row[0]}: last exit: {row[-1]}" for row in rows if row[-1] != "-"]
+
+
+def _rank_rows(worker: Mapping[str, Any]) -> list[Cells]:
+    """Rows of the ranks behind the first of a group; what only a whole worker has is left out."""
+    return [
+        tuple(cells.get(column.name, "-") for column in PS)
+        for rank in worker.get("ranks", ())
+        for cells in (
+            {
+                "SLOT": f"  rank {rank['rank']}",
+                "PID": str(rank["pid"] or "-"),
+                "PHASE": rank["phase"],
+                "FOR": duration(rank["progress_age_ms"] / 1000),
+                "RSS": size(rank["rss"]),
+            },
+        )
+    ]
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Cells:

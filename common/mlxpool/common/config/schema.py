@@ -105,7 +105,8 @@ class ModelConfig:
     devices: Annotated[int, Within(1, 64)] = 1
     # Not a setting by this name: `replicas` as a table; max is 0 if it is a number.
     scaling: Scaling = field(default_factory=Scaling)
-    # That a worker takes of its machine, for `mlxpool ray`; -1: one where the cluster has any.
+    # That a worker takes of its machine, for `mlxpool ray`; -1: one a device where the cluster has
+    # any.
     gpus: Annotated[int, Within(-1, 64)] = -1
     # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
     # its prefix cache saves included. least_loaded: the one with most free sequences.

@@ -33,9 +33,11 @@ def run(config: WorkerConfig) -> int:
     try:
         follower = _load(config, progress)
         progress.enter("idle")
-        inbox = Inbox(config.plan_fd)
+        inbox, done = Inbox(config.plan_fd), 0
         while (message := inbox.take()) is not None:
             follower.handle(message)
+            done += 1
+            block.write("orders", done)
     except Exception as error:
         fields = {"rank": config.rank, "why": f"{type(error).__name__}: {error}"}
         log.critical("a rank cannot go on", extra=fields, exc_info=True)

@@ -6,16 +6,22 @@ import os
 from collections.abc import Iterable
 from typing import BinaryIO
 
+from mlxpool.common.progress import Block
 from mlxpool.worker.groups.messages import Message, Pass, decoded, encoded
 
 LENGTH_BYTES = 4
 
 
 class Orders:
-    """Rank 0's end of the pipes to all other ranks. Used by the thread that computes."""
+    """Rank 0's end of the pipes to all other ranks. Used by the thread that computes.
 
-    def __init__(self, descriptors: Iterable[int]) -> None:
+    `block` is rank 0's: the broker reads there how many messages it has sent.
+    """
+
+    def __init__(self, descriptors: Iterable[int], block: Block | None = None) -> None:
         self._descriptors = tuple(descriptors)
+        self._block = block or Block.private()
+        self._sent = 0
         self.passes = 0  # that were sent and have not ended
 
     def send(self, message: Message) -> None:
@@ -28,6 +34,8 @@ class Orders:
             rest = memoryview(framed)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
+        self._sent += 1
+        self._block.write("orders", self._sent)
 
 
 class Inbox:

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.progress import Block
 from mlxpool.common.transport import listening
 from mlxpool.worker.groups.links import GroupLinks, Meeting
 from mlxpool.worker.groups.pipes import Orders
@@ -85,8 +86,11 @@ def _end_as(rank: int, code: int) -> NoReturn:
     os._exit(1)
 
 
-def start_ranks(config: WorkerConfig) -> GroupLinks:
-    """Starts the other ranks of rank 0. Raises ModelLoadFailed where that cannot be done."""
+def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
+    """Starts the other ranks of rank 0, whose block is `block`.
+
+    Raises ModelLoadFailed where that cannot be done.
+    """
     ranks = config.model.devices
     own, *others = _environments(config)
     os.environ.update(own)
@@ -111,7 +115,7 @@ def start_ranks(config: WorkerConfig) -> GroupLinks:
         os.close(tells_ready)
     except OSError as error:
         raise ModelLoadFailed(f"a rank of {config.name!r} cannot be started: {error}") from error
-    return GroupLinks(Meeting.of(0, ranks, hosts, meeting_port), Orders(writers), ready)
+    return GroupLinks(Meeting.of(0, ranks, hosts, meeting_port), Orders(writers, block), ready)
 
 
 def _environments(config: WorkerConfig) -> list[dict[str, str]]:
