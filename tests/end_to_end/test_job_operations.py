@@ -93,6 +93,15 @@ def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> 
         assert "ended two workers" in row["cause"]
         assert [set(one) for one in row["failures"]] == [{"at", "cause"}] * 3
         assert "poison" in [one["key"] for one in client.jobs(state="dead")]
+    own = pool.cli("jobs", "poison")
+    assert own.returncode == 0, own.stderr
+    assert "state:      dead" in own.stdout and own.stdout.count("failure ") == 3
+    assert "Fatal Python error" not in own.stdout, "stacks are for operators"
+    told = pool.cli_json("jobs", "poison")
+    assert told["job"] == job.id.hex() and len(told["failures"]) == 3
+    for flags, text in ((("--state", "dead"), "--state lists jobs"), (("--show", "00" * 16), "--show")):
+        refused = pool.cli("jobs", "poison", *flags)
+        assert refused.returncode == 2 and text in refused.stderr
     shown = pool.cli("jobs", "--show", job.id.hex())
     assert shown.returncode == 0, shown.stderr
     assert "killed by SIGSEGV" in shown.stdout and "ended two workers" in shown.stdout
