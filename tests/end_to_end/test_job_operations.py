@@ -83,6 +83,9 @@ def test_operators_list_the_jobs_of_all_owners(pool: Pool) -> None:
         shown = pool.cli("jobs", *flags)
         assert shown.returncode == 0 and ("listed" in shown.stdout) is found, flags
     assert "listed" in pool.cli("jobs", "--all-owners").stdout
+    for flags in (("--batches",), ("--after", "0"), ("--follow",), ("--batch", "b")):
+        refused = pool.cli("jobs", "--all-owners", *flags)
+        assert refused.returncode == 2 and f"{flags[0]} is about your own jobs" in refused.stderr
 
 
 def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> None:
@@ -95,11 +98,15 @@ def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> 
         assert "poison" in [one["key"] for one in client.jobs(state="dead")]
     own = pool.cli("jobs", "poison")
     assert own.returncode == 0, own.stderr
-    assert "state:      dead" in own.stdout and own.stdout.count("failure ") == 3
+    assert "state:       dead" in own.stdout and own.stdout.count("failure ") == 3
+    assert "attempts:    3 in a row that failed" in own.stdout
     assert "Fatal Python error" not in own.stdout, "stacks are for operators"
     told = pool.cli_json("jobs", "poison")
     assert told["job"] == job.id.hex() and len(told["failures"]) == 3
-    for flags, text in ((("--state", "dead"), "--state lists jobs"), (("--show", "00" * 16), "--show")):
+    for flags, text in (
+        (("--state", "dead"), "--state lists jobs"),
+        (("--show", "00" * 16), "--show"),
+    ):
         refused = pool.cli("jobs", "poison", *flags)
         assert refused.returncode == 2 and text in refused.stderr
     shown = pool.cli("jobs", "--show", job.id.hex())

@@ -36,6 +36,8 @@ FLAGS = (
     "all_owners", "owner", "model", "of_batch", "show", "notices", "export", "verify",
 )  # fmt: skip
 
+OF_USERS = ("after", "batch", "batches", "follow")
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what operators ask about the jobs of all owners."""
@@ -61,6 +63,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run_asked(options: argparse.Namespace) -> int | None:
     """The exit code of what operators ask; None: the user asks for his own jobs."""
     target = options.admin_target
+    asked = [flag for flag in FLAGS if getattr(options, flag)]
+    for flag in OF_USERS if asked else ():
+        if getattr(options, flag) not in (None, False):
+            shown = asked[0].replace("_", "-")
+            raise BadRequest(
+                f"--{flag} is about your own jobs, --{shown} about those of all owners"
+            )
     if options.export is not None:
         return export(target, options.export, options.state or "")
     if options.verify:
@@ -210,9 +219,12 @@ def print_job(job: Mapping[str, Any]) -> None:
 
     `job` is the answer to `job`: of the front without, of the admin socket with owner and text.
     """
-    attempts = str(job["attempts"])
-    if "starts" in job:
-        attempts += f", starts {job['starts']}, charge {job['charge']:g}"
+    attempts = f"{job['attempts']} in a row that failed" if job["attempts"] else ""
+    if job.get("starts"):
+        attempts += (
+            f", started {job['starts']} times since its last token, charge {job['charge']:g}"
+        )
+    waits, gone = job["state"] == "waiting", job["state"] == "gone"
     lines = {
         "job": job["job"].hex(),
         "key": job["key"],
@@ -220,19 +232,19 @@ def print_job(job: Mapping[str, Any]) -> None:
         "model": job["model"],
         "state": job["state"],
         "tokens": f"{job['ids']} of generation {job['gen']}",
-        "attempts": attempts,
+        "attempts": attempts.removeprefix(", "),
         "submitted": _moment(job["submitted"]),
-        "not before": _moment(job["due"]) if job["due"] > job["submitted"] else "",
+        "not before": _moment(job["due"]) if waits and job["due"] > job["submitted"] else "",
         "deadline": _moment(job["deadline"]),
         "ended": _moment(job["ended"]),
-        "kept until": _moment(job["forget"]),
+        "key free at" if gone else "kept until": _moment(job["forget"]),
         "told to": job.get("notify", ""),
         "cause": job["cause"],
         "damaged": job.get("damaged", ""),
     }
     for name, value in lines.items():
         if value:
-            print(f"{name + ':':<11} {escape_line(str(value))}")
+            print(f"{name + ':':<12} {escape_line(str(value))}")
     for number, failure in enumerate(job["failures"], 1):
         print(f"\nfailure {failure.get('number', number)}, {_moment(failure['at'])}:"
               f" {escape_line(failure['cause'])}")  # fmt: skip

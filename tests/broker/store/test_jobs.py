@@ -110,7 +110,8 @@ def test_the_bounds_of_an_owner(store: OpenedStore) -> None:
     store.submitted(1, max_jobs=2)
     store.submitted(2, max_jobs=2)
     refused = store.one(submit(3, max_jobs=2))
-    assert refused == Refused("over_quota", "2 jobs are stored for this owner, at most 2")
+    assert isinstance(refused, Refused) and refused.code == "over_quota"
+    assert refused.message.startswith("2 jobs are stored for this owner, at most 2 (quota_jobs)")
     assert store.one(submit(4, owner="b", max_jobs=2)).new
     assert not store.one(submit(1, max_jobs=2)).new  # it is there
     too_large = store.one(submit(5, max_bytes=10_000, request=b"x" * 9_000))

@@ -331,6 +331,28 @@ def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> N
         assert database.number("SELECT COUNT(*) FROM job") == 1
 
 
+def test_a_copy_that_is_interrupted_leaves_no_part_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(database: SqliteDatabase, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OutOfSpace("no room")
+
+    with open_folder(tmp_path) as folder:
+        with_job(folder)
+        monkeypatch.setattr(SqliteDatabase, "copy_to", half)
+        with folder.open() as store, pytest.raises(OutOfSpace):
+            schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, LAST, STEPS)
+        assert not list(tmp_path.glob("before-schema*"))
+        monkeypatch.undo()
+        (tmp_path / "before-schema.new").write_bytes(b"of a start that was killed")
+        with folder.open() as store:
+            schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, LAST, STEPS)
+    (copy,) = tmp_path.glob("before-schema*")
+    with SqliteDatabase(copy, MAX_BYTES) as database:
+        assert database.number("SELECT COUNT(*) FROM job") == 1
+
+
 def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
@@ -396,6 +418,10 @@ def test_a_folder_or_a_url_chooses_the_store(
     with opener(str(tmp_path), MAX_BYTES) as chosen:
         assert isinstance(chosen, SqliteOpener)
     assert type(opener("postgresql://h/d", MAX_BYTES)).__name__ == "PostgresOpener"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreUnusable, match="'mysql'; it may be a folder, or postgresql://"):
+        opener("mysql://h/d", MAX_BYTES)
+    assert not (tmp_path / "mysql:").exists()
     monkeypatch.setitem(sys.modules, "mlxpool.broker.store.postgres_store", None)
     with pytest.raises(StoreUnusable, match=r"mlxpool\[postgres\]"):
         opener("postgresql://h/d", MAX_BYTES)

@@ -296,7 +296,10 @@ def fetch(options: argparse.Namespace) -> int:
         print_deltas(stream, add, as_json=options.json)
         result = stream.result
     print(json_text(result_as_json(result)) if options.json else "", flush=True)
-    return int(result.reason == "cancelled")
+    if result.reason != "cancelled":
+        return 0
+    print(escape_line(f"mlxpool: the job {options.key!r} was cancelled"), file=sys.stderr)
+    return 1
 
 
 JOBS = (
