@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +39,12 @@ FLAGS = (
 OF_USERS = ("after", "batch", "batches", "follow")
 
 
+def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
+    """Those of the flags that were given; 0 is a value."""
+    values = {flag: getattr(options, flag) for flag in flags}
+    return [flag for flag, value in values.items() if value is not None and value is not False]
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what operators ask about the jobs of all owners."""
     of_all = parser.add_argument_group("for operators, over the admin socket")
@@ -63,13 +69,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run_asked(options: argparse.Namespace) -> int | None:
     """The exit code of what operators ask; None: the user asks for his own jobs."""
     target = options.admin_target
-    asked = [flag for flag in FLAGS if getattr(options, flag)]
-    for flag in OF_USERS if asked else ():
-        if getattr(options, flag) not in (None, False):
-            shown = asked[0].replace("_", "-")
-            raise BadRequest(
-                f"--{flag} is about your own jobs, --{shown} about those of all owners"
-            )
+    asked = given(options, FLAGS)
+    for flag in given(options, OF_USERS) if asked else ():
+        shown = asked[0].replace("_", "-")
+        raise BadRequest(f"--{flag} is about your own jobs, --{shown} about those of all owners")
     if options.export is not None:
         return export(target, options.export, options.state or "")
     if options.verify:

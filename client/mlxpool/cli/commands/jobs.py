@@ -370,11 +370,10 @@ def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
 
 def show(options: argparse.Namespace) -> int:
     """Print what is known of one job of the user, with its failures."""
-    for flag in LISTING:
-        if getattr(options, flag) not in (None, False):
-            raise BadRequest(
-                f"--{flag.replace('_', '-')} lists jobs: give it without KEY, or KEY without it"
-            )
+    for flag in job_operations.given(options, LISTING):
+        raise BadRequest(
+            f"--{flag.replace('_', '-')} lists jobs: give it without KEY, or KEY without it"
+        )
     with client_of(options) as client:
         job = client.job(options.job_key)
     if options.json:
