@@ -132,6 +132,11 @@ def test_operators_look_at_a_job_and_change_it(pool: Pool) -> None:
     assert shown["text"].startswith(text_of(expected_ids("long", 7, 3)))
     assert pool.ask("cancel_job", job=job.id)["state"] == "running"
     assert pool.ask("job", job=job.id)["state"] == "cancelled"
+    read = pool.cli("fetch", "long")
+    assert read.returncode == 1 and "the job 'long' was cancelled" in read.stderr
+    for id in ("long", "abc"):  # a key, in place of an id of a request
+        refused = pool.cli("cancel", id)
+        assert refused.returncode == 2 and "--job KEY" in refused.stderr
     with pytest.raises(BadRequest, match="only dead and expired jobs"):
         pool.ask("retry", job=job.id)
     assert pool.ask("release", owner=shown["owner"], key="long")["state"] == "gone"

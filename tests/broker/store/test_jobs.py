@@ -273,6 +273,12 @@ def test_an_ended_job_stays_as_it_is(store: OpenedStore, state: JobState) -> Non
     assert feed(store) == []
 
 
+def test_the_last_attempt_counts(store: OpenedStore) -> None:
+    store.submitted(1)
+    store.one(Defer(job_id(1), 0, 1.0, 7, 0.0))
+    assert store.one(finish(1, JobState.DEAD, cause="why", attempts=8)).job.attempts == 8
+
+
 def test_the_last_output_and_the_end_are_one(store: OpenedStore) -> None:
     store.submitted(1)
     store.one(progress(1, 0))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.store import sqlite_store, state_dir
 from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
@@ -154,6 +155,21 @@ def test_the_reserve_is_held_when_the_disk_has_room(
         assert not folder.hold_reserve()
         monkeypatch.setattr(StateDir, "free_bytes", lambda self: 2 * RESERVE)
         assert folder.hold_reserve()
+
+
+def test_figures_say_that_there_is_no_room_for_new_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_folder(tmp_path) as folder, folder.open() as store:
+        store.begin(BOOT, BEGIN)
+        free = [10 * 2**30]
+        monkeypatch.setattr(StateDir, "free_bytes", lambda self: free[0])
+        for room in (True, False, True):
+            free[0] = 10 * 2**30 if room else 2**20
+            figures = store.figures()
+            assert bool(figures.room) is room
+            shown = JobFigures.of(figures, 0, 0, 0)
+            assert (shown.store, shown.room) == ("ok" if room else "refusing", figures.room)
 
 
 def test_the_newest_database_is_the_one(tmp_path: Path) -> None:

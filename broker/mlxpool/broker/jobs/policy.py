@@ -27,6 +27,6 @@ class JobPolicy:
         if keep_ms is None or keep_ms / 1000 <= self.keep_max:
             return ()
         return (
-            f"keep is {keep_ms / 1000:g} s; the result is kept for {self.keep_max:g} s"
+            f"keep is {keep_ms / 1000:.0f} s; the result is kept for {self.keep_max:.0f} s"
             " (job_keep_max)",
         )

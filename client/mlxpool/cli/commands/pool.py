@@ -176,7 +176,10 @@ def _whole_id(options: argparse.Namespace, prefix: str) -> str:
     if len(known) >= MAX_LISTED:
         raise BadRequest(f"{MAX_LISTED:,} or more requests are live; give all {ID_DIGITS} digits")
     if not found:
-        raise BadRequest(f"no live request begins with {prefix}; `mlxpool requests` lists them")
+        raise BadRequest(
+            f"no live request begins with {prefix}; `mlxpool requests` lists them; of a job give"
+            " --job KEY"
+        )
     return found[0]
 
 
