@@ -341,6 +341,29 @@ def test_a_pod_of_a_group_has_a_gpu_for_each_rank() -> None:
     assert rest == CONFIG.read_text(), "the base has other settings"
 
 
+def test_a_broker_that_keeps_jobs_has_a_volume_of_its_own_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = FOLDER / "overlays" / "jobs"
+    (patch,) = documents(place / "broker.yaml")
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == broker()["name"]
+    for one in container["env"]:
+        monkeypatch.setenv(one["name"], one["value"])
+    config = load(CONFIG)
+    (mount,) = container["volumeMounts"]
+    assert Path(config.state_dir).parent == Path(mount["mountPath"])
+    (claim,) = patch["spec"]["volumeClaimTemplates"]
+    assert mount["name"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"], "one broker for one store"
+    room = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) * 2**30
+    assert room > 2 * config.state_bytes, "no room for the copy before a change of the schema"
+    (added,) = [one for one in kustomization(place)["patches"] if "patch" in one]
+    (operation,) = yaml.safe_load(added["patch"])
+    args = containers(named("Deployment", "mlxpool-gateway"))[-1]["args"]
+    assert parsed([*args, operation["value"]]).name_owners is True
+
+
 def test_an_inference_pool_names_the_port_of_its_pods() -> None:
     place = FOLDER / "overlays" / "inference"
     spec = named("InferencePool", "mlxpool")["spec"]

@@ -362,6 +362,10 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"mlxpool_job_store_bytes{_B}}}": "80x60", f"mlxpool_job_store_max_bytes{_B}}}": "100x60"},
         {f"mlxpool_job_store_bytes{_B}}}": "70x60", f"mlxpool_job_store_max_bytes{_B}}}": "100x60"},
     ),
+    "MlxpoolJobsRefused": (
+        {f"mlxpool_job_store_room_bytes{_B}}}": "0x60"},
+        {f"mlxpool_job_store_room_bytes{_B}}}": "1x60"},
+    ),
     "MlxpoolJobsDead": (
         {f'mlxpool_jobs{_B},state="dead"}}': "1x30 3x30"},
         {

@@ -104,6 +104,7 @@ def test_times_fit_those_of_the_broker(unit: str) -> None:
     ends = pool.http_drain_timeout + ABORT_GRACE + 2 * pool.stop_grace
     assert float(one(unit, "TimeoutStopSec")) > ends
     assert one(unit, "Type") == "notify" and one(unit, "NotifyAccess") == "main"
+    assert one(unit, "TimeoutStartSec").endswith("min"), "a store may be copied before it is ready"
 
 
 def test_the_gateways_unit() -> None:

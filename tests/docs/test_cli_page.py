@@ -89,6 +89,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("submit", "counting", "hello", "--delay", "1h", "--seed", str(2**64 - 1), "--key", "later"),
     ("fetch", "job"),
     ("jobs",),
+    ("jobs", "job"),
     ("submit", "--batch", "-", "counting", "--allow-bad-lines", "--key", "lines"),
     ("fetch", "--batch", "lines"),
     ("jobs", "--batch", "lines"),

@@ -202,6 +202,12 @@ def test_what_cannot_be_is_named(http: httpx.Client, fields: dict[str, Any], par
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_the_place_of_an_option_is_named(http: httpx.Client) -> None:
+    answer = http.post("/v1/jobs", json={"model": "m", "prompt": "x", "max_tokens": 3})
+    assert answer.status_code == 400
+    assert "did you mean 'options.max_tokens'?" in answer.json()["error"]["message"]
+
+
 def test_unknown_jobs_and_queries(http: httpx.Client) -> None:
     for path in ("", "/events"):
         answer = http.get(f"/v1/jobs/nobody{path}")

@@ -83,6 +83,9 @@ def test_operators_list_the_jobs_of_all_owners(pool: Pool) -> None:
         shown = pool.cli("jobs", *flags)
         assert shown.returncode == 0 and ("listed" in shown.stdout) is found, flags
     assert "listed" in pool.cli("jobs", "--all-owners").stdout
+    for mixed in (("--batches",), ("--after", "0"), ("--follow",), ("--batch", "b")):
+        refused = pool.cli("jobs", "--all-owners", *mixed)
+        assert refused.returncode == 2 and f"{mixed[0]} is about your own jobs" in refused.stderr
 
 
 def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> None:
@@ -93,6 +96,19 @@ def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> 
         assert "ended two workers" in row["cause"]
         assert [set(one) for one in row["failures"]] == [{"at", "cause"}] * 3
         assert "poison" in [one["key"] for one in client.jobs(state="dead")]
+    own = pool.cli("jobs", "poison")
+    assert own.returncode == 0, own.stderr
+    assert "state:       dead" in own.stdout and own.stdout.count("failure ") == 3
+    assert "in a row that failed" in own.stdout
+    assert "Fatal Python error" not in own.stdout, "stacks are for operators"
+    told = pool.cli_json("jobs", "poison")
+    assert told["job"] == job.id.hex() and len(told["failures"]) == 3
+    for flags, text in (
+        (("--state", "dead"), "--state lists jobs"),
+        (("--show", "00" * 16), "--show"),
+    ):
+        refused = pool.cli("jobs", "poison", *flags)
+        assert refused.returncode == 2 and text in refused.stderr
     shown = pool.cli("jobs", "--show", job.id.hex())
     assert shown.returncode == 0, shown.stderr
     assert "killed by SIGSEGV" in shown.stdout and "ended two workers" in shown.stdout
@@ -116,6 +132,11 @@ def test_operators_look_at_a_job_and_change_it(pool: Pool) -> None:
     assert shown["text"].startswith(text_of(expected_ids("long", 7, 3)))
     assert pool.ask("cancel_job", job=job.id)["state"] == "running"
     assert pool.ask("job", job=job.id)["state"] == "cancelled"
+    read = pool.cli("fetch", "long")
+    assert read.returncode == 1 and "the job 'long' was cancelled" in read.stderr
+    for id in ("long", "abc"):  # a key, in place of an id of a request
+        refused = pool.cli("cancel", id)
+        assert refused.returncode == 2 and "--job KEY" in refused.stderr
     with pytest.raises(BadRequest, match="only dead and expired jobs"):
         pool.ask("retry", job=job.id)
     assert pool.ask("release", owner=shown["owner"], key="long")["state"] == "gone"

@@ -37,7 +37,9 @@ GATEWAY = GatewayInfo(
 )
 
 
-JOBS = JobFigures(3, 2, 10, 1, 1, 0, readers=2, bytes=1_000_000, max_bytes=8_000_000)
+JOBS = JobFigures(
+    3, 2, 10, 1, 1, 0, readers=2, bytes=1_000_000, max_bytes=8_000_000, room=5_400_000
+)
 
 
 def of(

@@ -186,6 +186,8 @@ class StoreModel:
         if o.chunk is not None:
             self._append(row, o.chunk, o.facts)
         self._note(row, o.cause, o.stacks)
+        if o.attempts is not None:
+            row.job = replace(row.job, attempts=o.attempts)
         return self._end(row, o.state, o.end, o.cause)
 
     def _note(self, row: Row, cause: str, stacks: str) -> None:

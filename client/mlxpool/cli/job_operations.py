@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,70 @@ from mlxpool.common.protocol.kept.json_form import as_json
 ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
 FORMAT = 1  # of the lines of an export
 LOCAL = "%Y-%m-%d %H:%M:%S"
+
+
+# ---- the flags of `mlxpool jobs` -----------------------------------------------------------------
+
+FLAGS = (
+    "all_owners", "owner", "model", "of_batch", "show", "notices", "export", "verify",
+)  # fmt: skip
+
+OF_USERS = ("after", "batch", "batches", "follow")
+
+
+def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
+    """Those of the flags that were given; 0 is a value."""
+    values = {flag: getattr(options, flag) for flag in flags}
+    return [flag for flag, value in values.items() if value is not None and value is not False]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what operators ask about the jobs of all owners."""
+    of_all = parser.add_argument_group("for operators, over the admin socket")
+    of_all.add_argument("--all-owners", action="store_true", help="list the jobs of all owners")
+    of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
+    of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
+    of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
+    of_all.add_argument(
+        "--show", metavar="ID", help="all that is known of one job, with the stacks of workers"
+    )
+    of_all.add_argument(
+        "--notices", action="store_true", help="the notices that were not delivered"
+    )
+    of_all.add_argument(
+        "--export", metavar="FILE", help="write all that is stored as JSON lines; -: to the output"
+    )
+    of_all.add_argument(
+        "--verify", action="store_true", help="compare all that is stored with its checksums"
+    )
+
+
+def run_asked(options: argparse.Namespace) -> int | None:
+    """The exit code of what operators ask; None: the user asks for his own jobs."""
+    target = options.admin_target
+    asked = given(options, FLAGS)
+    for flag in given(options, OF_USERS) if asked else ():
+        shown = asked[0].replace("_", "-")
+        raise BadRequest(f"--{flag} is about your own jobs, --{shown} about those of all owners")
+    if options.export is not None:
+        return export(target, options.export, options.state or "")
+    if options.verify:
+        return verify(target, as_json=options.json)
+    if options.notices:
+        return list_notices(target, options.owner or "", as_json=options.json)
+    if options.show is not None:
+        id = id_of(options.show)
+        return look(target, id, as_json=options.json)
+    filters: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("owner", "model", "state")
+        if getattr(options, name)
+    }
+    if options.of_batch:
+        filters["batch"] = id_of(options.of_batch)
+    if options.all_owners or filters.keys() - {"state"}:
+        return list_all(target, filters, options.limit, as_json=options.json)
+    return None
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,33 +213,49 @@ def look(target: Target, id: bytes, *, as_json: bool) -> int:
     if as_json:
         print(json_text(shown_row(job)))
         return 0
+    print_job(job)
+    return 0
+
+
+def print_job(job: Mapping[str, Any]) -> None:
+    """Print where a job stands, and what went wrong; of an operator's also stacks and text.
+
+    `job` is the answer to `job`: of the front without, of the admin socket with owner and text.
+    """
+    attempts = f"{job['attempts']} in a row that failed" if job["attempts"] else ""
+    if job.get("starts"):
+        attempts += (
+            f", started {job['starts']} times since its last token, charge {job['charge']:g}"
+        )
+    waits, gone = job["state"] == "waiting", job["state"] == "gone"
     lines = {
         "job": job["job"].hex(),
         "key": job["key"],
-        "owner": job["owner"] + (f"/{job['tenant']}" if job["tenant"] else ""),
+        "owner": job.get("owner", "") + (f"/{job['tenant']}" if job.get("tenant") else ""),
         "model": job["model"],
         "state": job["state"],
         "tokens": f"{job['ids']} of generation {job['gen']}",
-        "attempts": f"{job['attempts']}, starts {job['starts']}, charge {job['charge']:g}",
+        "attempts": attempts.removeprefix(", "),
         "submitted": _moment(job["submitted"]),
+        "not before": _moment(job["due"]) if waits and job["due"] > job["submitted"] else "",
+        "deadline": _moment(job["deadline"]),
         "ended": _moment(job["ended"]),
-        "kept until": _moment(job["forget"]),
-        "told to": job["notify"],
+        "key free at" if gone else "kept until": _moment(job["forget"]),
+        "told to": job.get("notify", ""),
         "cause": job["cause"],
         "damaged": job.get("damaged", ""),
     }
     for name, value in lines.items():
         if value:
-            print(f"{name + ':':<11} {escape_line(str(value))}")
-    for failure in job["failures"]:
-        print(f"\nfailure {failure['number']}, {_moment(failure['at'])}:"
+            print(f"{name + ':':<12} {escape_line(str(value))}")
+    for number, failure in enumerate(job["failures"], 1):
+        print(f"\nfailure {failure.get('number', number)}, {_moment(failure['at'])}:"
               f" {escape_line(failure['cause'])}")  # fmt: skip
-        if failure["stacks"]:
+        if failure.get("stacks"):
             print(escape_text(failure["stacks"]).rstrip())
-    if job["text"]:
+    if job.get("text"):
         print(f"\ntext from token {job['text_from']} on:")
         print(escape_text(job["text"]))
-    return 0
 
 
 def _moment(at: float | None) -> str:

@@ -189,7 +189,7 @@ class StreamState:
         if self.error is not None:
             raise self.error
         if self.result is None:
-            raise RuntimeError("the stream is not over")
+            raise RuntimeError("the stream is not over: read it to its end first, with read()")
         return self.result
 
     def begin_attempt(self) -> None:

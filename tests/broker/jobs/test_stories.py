@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -246,6 +247,15 @@ def test_a_result_is_deleted_when_it_was_kept_for_its_time() -> None:
     story.assert_state("a", JobState.GONE)
 
 
+def test_who_wants_a_result_kept_for_too_long_is_told() -> None:
+    story = JobStory(policy=JobPolicy(60.0, 3600.0))
+    longest, longer = story.submit("a", keep_ms=3_600_000), story.submit("b", keep_ms=7_200_000)
+    story.settle()
+    assert not story.answer(longest).get("warnings")
+    (warning,) = story.answer(longer)["warnings"]
+    assert warning == "keep is 7200 s; the result is kept for 3600 s (job_keep_max)"
+
+
 def test_a_cancelled_job_ends_in_the_core_too() -> None:
     story = JobStory()
     worker, job = started(story)
@@ -364,7 +374,7 @@ def test_failures_are_counted_and_the_eighth_is_the_last() -> None:
     worker.fail(job.id, "out_of_memory", "no memory left")
     story.settle()
     dead = story.assert_state("a", JobState.DEAD)
-    assert dead.cause == "no memory left"
+    assert (dead.cause, dead.attempts) == ("no memory left", 8)
     rows = story.list_jobs(state="dead")
     assert [(row["key"], row["cause"]) for row in rows] == [("a", "no memory left")]
 

@@ -110,7 +110,8 @@ def test_the_bounds_of_an_owner(store: OpenedStore) -> None:
     store.submitted(1, max_jobs=2)
     store.submitted(2, max_jobs=2)
     refused = store.one(submit(3, max_jobs=2))
-    assert refused == Refused("over_quota", "2 jobs are stored for this owner, at most 2")
+    assert isinstance(refused, Refused) and refused.code == "over_quota"
+    assert refused.message.startswith("2 jobs are stored for this owner, at most 2 (quota_jobs)")
     assert store.one(submit(4, owner="b", max_jobs=2)).new
     assert not store.one(submit(1, max_jobs=2)).new  # it is there
     too_large = store.one(submit(5, max_bytes=10_000, request=b"x" * 9_000))
@@ -270,6 +271,12 @@ def test_an_ended_job_stays_as_it_is(store: OpenedStore, state: JobState) -> Non
     ):
         assert store.one(late) == Fate(ended)
     assert feed(store) == []
+
+
+def test_the_last_attempt_counts(store: OpenedStore) -> None:
+    store.submitted(1)
+    store.one(Defer(job_id(1), 0, 1.0, 7, 0.0))
+    assert store.one(finish(1, JobState.DEAD, cause="why", attempts=8)).job.attempts == 8
 
 
 def test_the_last_output_and_the_end_are_one(store: OpenedStore) -> None:

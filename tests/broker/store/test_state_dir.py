@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.store import sqlite_store, state_dir
 from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
@@ -154,6 +155,21 @@ def test_the_reserve_is_held_when_the_disk_has_room(
         assert not folder.hold_reserve()
         monkeypatch.setattr(StateDir, "free_bytes", lambda self: 2 * RESERVE)
         assert folder.hold_reserve()
+
+
+def test_figures_say_that_there_is_no_room_for_new_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_folder(tmp_path) as folder, folder.open() as store:
+        store.begin(BOOT, BEGIN)
+        free = [10 * 2**30]
+        monkeypatch.setattr(StateDir, "free_bytes", lambda self: free[0])
+        for room in (True, False, True):
+            free[0] = 10 * 2**30 if room else 2**20
+            figures = store.figures()
+            assert bool(figures.room) is room
+            shown = JobFigures.of(figures, 0, 0, 0)
+            assert (shown.store, shown.room) == ("ok" if room else "refusing", figures.room)
 
 
 def test_the_newest_database_is_the_one(tmp_path: Path) -> None:
@@ -331,6 +347,28 @@ def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> N
         assert database.number("SELECT COUNT(*) FROM job") == 1
 
 
+def test_a_copy_that_is_interrupted_leaves_no_part_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(database: SqliteDatabase, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OutOfSpace("no room")
+
+    with open_folder(tmp_path) as folder:
+        with_job(folder)
+        monkeypatch.setattr(SqliteDatabase, "copy_to", half)
+        with folder.open() as store, pytest.raises(OutOfSpace):
+            schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, LAST, STEPS)
+        assert not list(tmp_path.glob("before-schema*"))
+        monkeypatch.undo()
+        (tmp_path / "before-schema.new").write_bytes(b"of a start that was killed")
+        with folder.open() as store:
+            schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, LAST, STEPS)
+    (copy,) = tmp_path.glob("before-schema*")
+    with SqliteDatabase(copy, MAX_BYTES) as database:
+        assert database.number("SELECT COUNT(*) FROM job") == 1
+
+
 def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
@@ -396,6 +434,10 @@ def test_a_folder_or_a_url_chooses_the_store(
     with opener(str(tmp_path), MAX_BYTES) as chosen:
         assert isinstance(chosen, SqliteOpener)
     assert type(opener("postgresql://h/d", MAX_BYTES)).__name__ == "PostgresOpener"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreUnusable, match="'mysql'; it may be a folder, or postgresql://"):
+        opener("mysql://h/d", MAX_BYTES)
+    assert not (tmp_path / "mysql:").exists()
     monkeypatch.setitem(sys.modules, "mlxpool.broker.store.postgres_store", None)
     with pytest.raises(StoreUnusable, match=r"mlxpool\[postgres\]"):
         opener("postgresql://h/d", MAX_BYTES)

@@ -42,6 +42,18 @@ def test_a_pool_at_work_has_no_problem(story: Story) -> None:
     assert found(snapshots.of(story)) == []
 
 
+@pytest.mark.parametrize("store", ["refusing", "full", "failed"])
+def test_a_store_without_room_is_a_problem(story: Story, store: str) -> None:
+    story.running()
+    taken = snapshots.of(story)
+    assert taken.jobs is None
+    jobs = replace(snapshots.JOBS, store=store)
+    (problem,) = found(replace(taken, jobs=jobs))
+    refusing = "new jobs are refused: their store has no room"
+    what = refusing if store == "refusing" else f"the store of jobs is {store}"
+    assert (problem.level, problem.what) == (Level.BAD, what)
+
+
 def test_a_failed_model_is_named_with_its_reason(story: Story) -> None:
     failed(story, "m", "model.safetensors is truncated")
     (problem,) = found(snapshots.of(story))

@@ -230,7 +230,8 @@ class JobService(Closing):
 
     def figures(self) -> JobFigures:
         """How many jobs there are, and how the store is."""
-        return replace(self._manager.figures(), store=self._writer.health.state.value)
+        figures, health = self._manager.figures(), self._writer.health.state
+        return figures if health is HealthState.OK else replace(figures, store=health.value)
 
     def close(self) -> None:
         """Write what jobs have left, then close the store."""

@@ -38,7 +38,10 @@ def store_error(refused: Refused) -> PoolError:
 
 
 def unknown(name: JobName) -> PoolError:
-    return errors.UnknownJob(f"there is no job {name}: it was never submitted by this owner")
+    return errors.UnknownJob(
+        f"there is no job {name} of this owner: it was never submitted, or was deleted so long ago"
+        " that its key is free again"
+    )
 
 
 def restarted(job: JobView) -> PoolError:

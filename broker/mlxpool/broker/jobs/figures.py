@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mlxpool.broker.store.records import JobState, StoreFigures
 
+REFUSING = "refusing"  # new jobs, for want of room; those that run go on
+
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
@@ -25,8 +27,11 @@ class JobFigures:
     max_bytes: int  # that it may take
     notices: int = 0  # that were not delivered yet
     notices_given_up: int = 0
-    store: str = "ok"  # opening | ok | full | failed | fenced | closed
+    store: str = (
+        "ok"  # opening | ok | refusing: no room for new jobs | full | failed | fenced | closed
+    )
     batches: int = 0  # that have not ended
+    room: int = 0  # bytes that new jobs may take; 0: they are refused
 
     @classmethod
     def of(cls, stored: StoreFigures, running: int, readers: int, batches: int) -> JobFigures:
@@ -46,5 +51,7 @@ class JobFigures:
             stored.bound,
             stored.notices,
             stored.given_up,
-            batches=batches,
+            "ok" if stored.room or not stored.bound else REFUSING,
+            batches,
+            stored.room,
         )

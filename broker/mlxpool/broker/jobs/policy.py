@@ -21,3 +21,12 @@ class JobPolicy:
     def kept(self, keep_ms: int | None) -> float:
         """Seconds for which something is kept of which a client says so, or nothing."""
         return min(self.keep if keep_ms is None else keep_ms / 1000, self.keep_max)
+
+    def keep_warning(self, keep_ms: int | None) -> tuple[str, ...]:
+        """What a client is told who wants a result kept for longer than it may be."""
+        if keep_ms is None or keep_ms / 1000 <= self.keep_max:
+            return ()
+        return (
+            f"keep is {keep_ms / 1000:.0f} s; the result is kept for {self.keep_max:.0f} s"
+            " (job_keep_max)",
+        )

@@ -183,7 +183,7 @@ class Questions:
             job.gen,
             job.seed,
             phase.value,
-            message.generate.warnings,
+            message.generate.warnings + self._policy().keep_warning(message.keep_ms),
         )
         self._send(event, accepted)
 

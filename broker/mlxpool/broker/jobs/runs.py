@@ -226,7 +226,7 @@ class Runs:
             self._outbox.store(SetPoison(job.digest, life), lambda result, now: None)
         attempts = 1 if active.taken > job.pos else job.attempts + 1
         if what is Verdict.DEAD or attempts >= retries.MAX_ATTEMPTS:
-            return self._dead(active, error)
+            return replace(self._dead(active, error), attempts=attempts)
         delay = retries.retry_delay(active.id, attempts)
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 

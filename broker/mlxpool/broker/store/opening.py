@@ -16,7 +16,12 @@ def opener(place: str, max_bytes: int, key_life: float = KEY_LIFE) -> Opener:
 
     Raises StoreInUse and StoreUnusable, see SqliteOpener.
     """
-    if not place.startswith(POSTGRES):
+    scheme, marked, _ = place.partition("://")
+    if marked and not place.startswith(POSTGRES):
+        raise StoreUnusable(
+            f"state_dir is a URL of {scheme!r:.40}; it may be a folder, or postgresql://…"
+        )
+    if not marked:
         return SqliteOpener(Path(place).expanduser(), max_bytes, key_life)
     try:
         from mlxpool.broker.store.postgres_store import PostgresOpener

@@ -124,6 +124,7 @@ class Finish(Operation):
 
     `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes. A job with
     `notify` gets a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker.
+    `attempts` are those that have failed in a row, with the last; None: as before.
     """
 
     id: bytes
@@ -134,6 +135,7 @@ class Finish(Operation):
     chunk: Chunk | None = None
     facts: bytes | None = None
     stacks: str = ""
+    attempts: int | None = None
 
     @property
     def size(self) -> int:

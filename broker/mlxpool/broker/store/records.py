@@ -355,6 +355,7 @@ class Done(Result):
 class StoreFigures(Result):
     """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`.
 
+    `room`: bytes that new jobs may take, as the bound and the disk allow; 0: they are refused.
     `notices` were not delivered yet; `given_up` will not be tried again.
     """
 
@@ -365,6 +366,7 @@ class StoreFigures(Result):
     admit: int
     bound: int
     given_up: int = 0
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)

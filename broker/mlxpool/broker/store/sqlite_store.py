@@ -7,7 +7,9 @@ so that no second connection can be made, by which SQLite before 3.51.3 could da
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -23,6 +25,8 @@ from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private, sync
+
+log = logging.getLogger("mlxpool.broker")
 
 MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
 PAGE = 4096  # bytes
@@ -215,10 +219,25 @@ class SqliteStore(SqlStore):
         self._hold_reserve_at = now + RESERVE_PAUSE  # it may have been given away to open this
 
     def copy_before(self, version: int) -> None:
-        """Keep a copy from before the change to a version of the schema."""
+        """Keep a copy from before the change to a version of the schema.
+
+        It has its name once it is whole, so a start that is interrupted leaves no part of one.
+        """
+        folder = self._folder.path
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        self._sqlite.copy_to(self._folder.path / f"before-schema-{version}-{stamp}.db")
-        sync(self._folder.path)
+        copy = folder / f"before-schema-{version}-{stamp}.db"
+        log.info(
+            "the schema of the store is changed: it is copied first",
+            extra={"schema": version, "copy": str(copy)},
+        )
+        made = folder / "before-schema.new"
+        try:
+            self._sqlite.copy_to(made)
+            os.rename(made, copy)
+        except BaseException:
+            made.unlink(missing_ok=True)
+            raise
+        sync(folder)
 
     def room(self) -> int:
         return min(super().room(), self._folder.free_bytes() - 2 * LOG_BYTES)

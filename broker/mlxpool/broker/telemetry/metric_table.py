@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mlxpool.broker.jobs.figures import JobFigures
+from mlxpool.broker.jobs.figures import REFUSING, JobFigures
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
 from mlxpool.broker.telemetry.snapshot import (
     GatewayInfo,
@@ -215,11 +215,13 @@ BROKER = (
     Family("mlxpool_batches", GAUGE, "Batches that have not ended", (), _jobs(lambda j: j.batches)),
     Family("mlxpool_job_readers", GAUGE, "Readers of jobs", (), _jobs(lambda j: j.readers)),
     Family("mlxpool_job_store_up", GAUGE, "1 while the store of jobs takes writes",
-           (), _jobs(lambda j: j.store == "ok")),
+           (), _jobs(lambda j: j.store in ("ok", REFUSING))),
     Family("mlxpool_job_store_bytes", GAUGE, "What the store of jobs takes on the disk",
            (), _jobs(lambda j: j.bytes)),
     Family("mlxpool_job_store_max_bytes", GAUGE, "What it may take",
            (), _jobs(lambda j: j.max_bytes)),
+    Family("mlxpool_job_store_room_bytes", GAUGE, "What new jobs may take; 0: they are refused",
+           (), _jobs(lambda j: j.room)),
     Family("mlxpool_job_notices", GAUGE, "Notices of ended jobs that were not delivered",
            ("state",), _job_notices, NOTICE_STATES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",

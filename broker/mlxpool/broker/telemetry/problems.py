@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
+from mlxpool.broker.jobs.figures import REFUSING
 from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.telemetry.history import RecentEvents
 from mlxpool.broker.telemetry.snapshot import GATEWAY, Snapshot, WorkerSnapshot
@@ -93,7 +94,11 @@ def _broker(snapshot: Snapshot) -> Iterator[Problem]:
     if snapshot.gateway is not None and snapshot.gateway.state == "restarting":
         why = f"it ended: {snapshot.gateway.last_exit}"
         yield Problem(Level.BAD, "the gateway is restarting: nothing answers over HTTP", (why,))
-    if snapshot.jobs is not None and snapshot.jobs.store != "ok":
+    if snapshot.jobs is not None and snapshot.jobs.store == REFUSING:
+        what = "new jobs are refused: their store has no room"
+        why = "release results, free the disk, or raise state_bytes; jobs that run go on"
+        yield Problem(Level.BAD, what, (why,))
+    elif snapshot.jobs is not None and snapshot.jobs.store != "ok":
         what = f"the store of jobs is {snapshot.jobs.store}"
         why = "no job is accepted or goes on until it is ok; streams are not affected"
         yield Problem(Level.BAD, what, (why,))

@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 
 FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
+LISTING = ("state", "after", "batch", "batches", "follow", *job_operations.FLAGS)
+DESCRIPTIONS = {
+    "retry": "Lets a job that is dead or expired wait again; it goes on behind the tokens that it"
+    " has.",
+    "release": "Deletes the result of a job that has ended. Its key answers `gone` for"
+    " job_key_life (24 h), then it is free.",
+}
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -88,7 +95,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     _add_batch(sub, "KEY is that of a batch: wait for its end, and print its results as JSON lines")
     batches.add_output(sub)
     sub.set_defaults(run=fetch)
-    sub = commands.add_parser("jobs", parents=[common], help="list your jobs")
+    sub = commands.add_parser(
+        "jobs",
+        parents=[common],
+        help="list your jobs, or show one",
+        description="Lists your jobs, the newest first; with KEY shows one, and each of its"
+        " failures.",
+    )
+    sub.add_argument("job_key", metavar="KEY", nargs="?", help=f"of one job: {KEY}")
     sub.add_argument(
         "--state",
         choices=JOB_STATES,
@@ -113,39 +127,18 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="print each job when it ends, in the order of the ends, until it is stopped; with"
         " --after from there on, else those that end from now on",
     )
-    _add_operations(sub)
+    job_operations.add_flags(sub)
     sub.set_defaults(run=jobs)
     for name, text, action in (
         ("retry", "try a dead or expired job, or such lines of a batch, again", retry),
         ("release", "delete the result of an ended job or batch", release),
     ):
-        sub = commands.add_parser(name, parents=[common], help=text)
+        sub = commands.add_parser(name, parents=[common], help=text, description=DESCRIPTIONS[name])
         sub.add_argument("key", metavar="KEY", help=KEY)
         _add_batch(sub, "KEY is that of a batch")
         sub.set_defaults(run=action)
     for name in ("fetch", "jobs", "retry", "release"):
         add_connect_timeout(commands.choices[name])
-
-
-def _add_operations(parser: argparse.ArgumentParser) -> None:
-    """Add what operators ask about the jobs of all owners."""
-    of_all = parser.add_argument_group("for operators, over the admin socket")
-    of_all.add_argument("--all-owners", action="store_true", help="list the jobs of all owners")
-    of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
-    of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
-    of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
-    of_all.add_argument(
-        "--show", metavar="ID", help="all that is known of one job, with the stacks of workers"
-    )
-    of_all.add_argument(
-        "--notices", action="store_true", help="the notices that were not delivered"
-    )
-    of_all.add_argument(
-        "--export", metavar="FILE", help="write all that is stored as JSON lines; -: to the output"
-    )
-    of_all.add_argument(
-        "--verify", action="store_true", help="compare all that is stored with its checksums"
-    )
 
 
 def _add_batch(parser: argparse.ArgumentParser, text: str) -> None:
@@ -303,7 +296,10 @@ def fetch(options: argparse.Namespace) -> int:
         print_deltas(stream, add, as_json=options.json)
         result = stream.result
     print(json_text(result_as_json(result)) if options.json else "", flush=True)
-    return int(result.reason == "cancelled")
+    if result.reason != "cancelled":
+        return 0
+    print(escape_line(f"mlxpool: the job {options.key!r} was cancelled"), file=sys.stderr)
+    return 1
 
 
 JOBS = (
@@ -323,7 +319,9 @@ OF_BATCHES = (Column("LINE", 0), Column("ID", 2, "text"), *JOBS[1:])
 
 def jobs(options: argparse.Namespace) -> int:
     """Print a row for each job, the newest first; or batches, or what operators ask."""
-    of_operators = _of_operators(options)
+    if options.job_key is not None:
+        return show(options)
+    of_operators = job_operations.run_asked(options)
     if of_operators is not None:
         return of_operators
     if options.follow:
@@ -370,28 +368,19 @@ def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
     )
 
 
-def _of_operators(options: argparse.Namespace) -> int | None:
-    """The exit code of what operators ask; None: the user asks for his own jobs."""
-    target = options.admin_target
-    if options.export is not None:
-        return job_operations.export(target, options.export, options.state or "")
-    if options.verify:
-        return job_operations.verify(target, as_json=options.json)
-    if options.notices:
-        return job_operations.list_notices(target, options.owner or "", as_json=options.json)
-    if options.show is not None:
-        id = job_operations.id_of(options.show)
-        return job_operations.look(target, id, as_json=options.json)
-    filters: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in ("owner", "model", "state")
-        if getattr(options, name)
-    }
-    if options.of_batch:
-        filters["batch"] = job_operations.id_of(options.of_batch)
-    if options.all_owners or filters.keys() - {"state"}:
-        return job_operations.list_all(target, filters, options.limit, as_json=options.json)
-    return None
+def show(options: argparse.Namespace) -> int:
+    """Print what is known of one job of the user, with its failures."""
+    for flag in job_operations.given(options, LISTING):
+        raise BadRequest(
+            f"--{flag.replace('_', '-')} lists jobs: give it without KEY, or KEY without it"
+        )
+    with client_of(options) as client:
+        job = client.job(options.job_key)
+    if options.json:
+        print(json_text(_as_json(job)))
+    else:
+        job_operations.print_job(job)
+    return 0
 
 
 def follow(options: argparse.Namespace) -> int:

@@ -158,7 +158,7 @@ def cancel(options: argparse.Namespace) -> int:
     if not re.fullmatch(f"[0-9a-f]{{1,{ID_DIGITS}}}", text):
         raise BadRequest(
             f"ID is the id of a request or its first digits, 1 to {ID_DIGITS} hexadecimal digits;"
-            f" got {options.id!r:.80} (`mlxpool requests` lists ids)"
+            f" got {options.id!r:.80} (`mlxpool requests` lists ids; of a job give --job KEY)"
         )
     whole = text if len(text) == ID_DIGITS else _whole_id(options, text)
     answer = ask(options.admin_target, "cancel", {}, bytes.fromhex(whole))
@@ -176,7 +176,10 @@ def _whole_id(options: argparse.Namespace, prefix: str) -> str:
     if len(known) >= MAX_LISTED:
         raise BadRequest(f"{MAX_LISTED:,} or more requests are live; give all {ID_DIGITS} digits")
     if not found:
-        raise BadRequest(f"no live request begins with {prefix}; `mlxpool requests` lists them")
+        raise BadRequest(
+            f"no live request begins with {prefix}; `mlxpool requests` lists them; of a job give"
+            " --job KEY"
+        )
     return found[0]
 
 

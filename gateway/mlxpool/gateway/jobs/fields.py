@@ -27,6 +27,7 @@ from mlxpool.gateway.field_checks import Body
 MAX_NUMBER = 2**53  # of a job, of an end, of an id
 MAX_KEY = 256  # characters
 OPTIONS = Body({name: MAP if name == "format" else option(name) for name in CHECKS})
+IN_OPTIONS = {name: f"options.{name}" for name in CHECKS}
 _KEEP: Schema = {"type": "number", "minimum": 0, "maximum": MAX_KEEP_MS / 1000}
 _TIME: Schema = {"type": "number", "minimum": 0, "maximum": MAX_TIME}
 _KEY: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_KEY}

@@ -17,7 +17,7 @@ from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.images import image_list
-from mlxpool.gateway.jobs.fields import JOB, OPTIONS
+from mlxpool.gateway.jobs.fields import IN_OPTIONS, JOB, OPTIONS
 
 PROMPTS = ("prompt", "messages", "tokens")
 
@@ -33,7 +33,7 @@ class JobRequest:
 
 def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
     """A checked POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
-    JOB.check(body)
+    JOB.check(body, elsewhere=IN_OPTIONS)
     given = [name for name in PROMPTS if body.get(name) is not None]
     if len(given) != 1:
         raise bad_request(f"give one of prompt, messages, tokens; got {given or 'none'}", "prompt")

@@ -199,6 +199,8 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
         if not isinstance(appended, Durable):
             return appended
     rows.add_failure(database, job, asked.cause, asked.stacks, now)
+    if asked.attempts is not None:
+        database.change("UPDATE job SET attempts = ? WHERE seq = ?", asked.attempts, job.seq)
     return Changed(rows.end_job(database, job, asked.state, asked.end, asked.cause, now))
 
 

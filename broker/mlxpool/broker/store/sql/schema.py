@@ -176,7 +176,8 @@ def check_version(found: int, version: int = VERSION, steps: Steps = STEPS) -> N
     if found > version:
         raise StoreUnusable(
             f"the store has schema {found}, this mlxpool knows schemas up to {version}:"
-            " start the mlxpool that wrote it, or a newer one"
+            " start the mlxpool that wrote it, or a newer one; docs/operate.md#jobs says how to go"
+            " back to the copy from before the change"
         )
     missing = [older for older in range(found, version) if older not in steps]
     if found and missing:

@@ -129,6 +129,7 @@ class SqlStore(Closing):
             self.admit_bound(),
             self._max_bytes,
             database.number("SELECT COUNT(*) FROM outbox WHERE given_up IS NOT NULL"),
+            max(0, self.room()),
         )
 
     def tend(self) -> None:

@@ -58,7 +58,9 @@ def _over_quota(database: Database, asked: Submit, size: int) -> Refused | None:
     jobs, used = (0, 0) if row is None else row
     if asked.max_jobs and jobs >= asked.max_jobs:
         return Refused(
-            "over_quota", f"{jobs} jobs are stored for this owner, at most {asked.max_jobs}"
+            "over_quota",
+            f"{jobs} jobs are stored for this owner, at most {asked.max_jobs} (quota_jobs); release"
+            " results that are not needed, or wait until their time is over",
         )
     if asked.max_bytes and used + size > asked.max_bytes:
         return Refused(
