@@ -31,6 +31,7 @@ class Row:
     chunks: list[Chunk] = field(default_factory=list)
     priority: int = 0
     failures: list[rec.Failure] = field(default_factory=list)
+    answer: tuple[bytes, ...] = ()
 
 
 class StoreModel:
@@ -186,6 +187,7 @@ class StoreModel:
         if o.chunk is not None:
             self._append(row, o.chunk, o.facts)
         self._note(row, o.cause, o.stacks)
+        row.answer = o.answer
         return self._end(row, o.state, o.end, o.cause)
 
     def _note(self, row: Row, cause: str, stacks: str) -> None:
@@ -294,7 +296,8 @@ class StoreModel:
                 cut = _from_border(chunk, o.pos) if chunk.pos < o.pos else chunk
                 chunks.append(cut)
                 size += cut.size
-        return rec.Page(row.job, tuple(chunks))
+        whole = row.job.state in rec.ENDED and (chunks[-1].end if chunks else o.pos) >= row.job.pos
+        return rec.Page(row.job, tuple(chunks), row.answer if whole else ())
 
     def _list(self, o: op.ListJobs) -> Result:
         rows = [row.job for row in self.rows.values() if self._of(row.job, o.owner, o.tenant)]

@@ -45,8 +45,9 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.common.errors import Damaged, Internal, Poisoned, PoolError
 from mlxpool.common.options import MAX_DEADLINE_MS
-from mlxpool.common.protocol.from_client import Ack, Generate
+from mlxpool.common.protocol.from_client import Ack, ModelCall
 from mlxpool.common.protocol.kept.job_messages import IDLE
+from mlxpool.common.protocol.kept.job_work import Work, parse_work
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
@@ -128,7 +129,7 @@ class Runs:
             self._leave(active, self._dead(active, Poisoned(why)), now)
             return
         try:
-            message = _message(fed, active.deadline - now)
+            work = _work(fed, active.deadline - now)
         except (PoolError, ValueError, TypeError, KeyError) as error:
             what = Internal(f"the stored request cannot be read: {error}")
             self._leave(active, self._dead(active, what), now)
@@ -139,7 +140,7 @@ class Runs:
                 active.attempt,
                 job.scope.owner,
                 job.digest,
-                message,
+                work,
                 job.seed,
                 job.charge,
                 alone=job.starts > retries.ALONE_STARTS,
@@ -201,7 +202,7 @@ class Runs:
     def _done(self, active: ActiveJob, done: Done) -> Finish:
         state = JobState.CANCELLED if done.reason == "cancelled" else JobState.DONE
         whole = replace(done, text=active.text_before + done.text)
-        return Finish(active.id, active.job.gen, state, packed_end(whole))
+        return Finish(active.id, active.job.gen, state, packed_end(whole), answer=whole.blobs())
 
     def _dead(self, active: ActiveJob, error: PoolError) -> Finish:
         return Finish(
@@ -224,6 +225,7 @@ class Runs:
         if isinstance(error, Poisoned):
             life = self._view.poison_life
             self._outbox.store(SetPoison(job.digest, life), lambda result, now: None)
+            self._outbox.perform(core.Quarantine(job.digest, life))
         attempts = 1 if active.taken > job.pos else job.attempts + 1
         if what is Verdict.DEAD or attempts >= retries.MAX_ATTEMPTS:
             return self._dead(active, error)
@@ -368,18 +370,24 @@ def _group(job: JobView) -> Group:
     return (job.model, job.priority)
 
 
-def _message(fed: FedJob, left: float) -> Generate:
-    """The `generate` of a job, which goes on from its durable ids. Raises PoolError, ValueError."""
+def _work(fed: FedJob, left: float) -> Work:
+    """What a job computes with `left` seconds; a `generate` goes on from its durable ids.
+
+    Raises PoolError, ValueError.
+    """
     job = fed.job
     request = {key: value for key, value in unpack(fed.request).items() if key != "note"}
-    message = Generate.parse(request, fed.blobs)
+    work = parse_work(request, fed.blobs, job.scope.owner)
+    milliseconds = MAX_DEADLINE_MS if math.isinf(left) else math.ceil(left * 1000)
+    deadline_ms = min(MAX_DEADLINE_MS, max(1, milliseconds))
+    if isinstance(work, ModelCall):
+        return replace(work, deadline_ms=deadline_ms)
     facts = None if job.facts is None else Facts.from_worker(unpack(job.facts))
     resume = Resume(fed.ids, facts, job.seed) if fed.ids or facts is not None else None
-    milliseconds = MAX_DEADLINE_MS if math.isinf(left) else math.ceil(left * 1000)
     return replace(
-        message,
+        work,
         resume=resume,
-        deadline_ms=min(MAX_DEADLINE_MS, max(1, milliseconds)),
+        deadline_ms=deadline_ms,
         priority=max(0, job.priority),
         window=WINDOW,
         batch=True,
