@@ -210,8 +210,7 @@ def test_a_bad_line_is_named_before_anything_is_sent(client: Client) -> None:
         client.batch("bad")
 
 
-def test_a_large_answer_comes_by_itself(client: Client) -> None:
-    """256 texts of a line in a page that has little room, and a page of many lines."""
+def test_lines_have_many_texts_and_results_come_over_pages(client: Client) -> None:
     many = [{"kind": "embed", "inputs": [text(n) for n in range(256)]}] * 12
     batch = client.submit_batch(many, "embed")
     results = list(batch.results())

@@ -17,6 +17,7 @@ from mlxpool.common.protocol import from_worker
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.kept import batch_messages
 from mlxpool.common.protocol.kept import job_messages as messages
+from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
 from mlxpool.common.protocol.to_client import Done
 from support import core_events as make
 from support import kinds
@@ -403,6 +404,24 @@ def test_a_batch_of_calls_goes_on_in_the_next_broker(store: StoredJobs) -> None:
     work_off(following, worker)
     assert following.batch("b")["done"] == 200 == store.ended()
     check(following, 200)
+
+
+def test_an_answer_that_is_too_large_for_a_page_is_fetched_by_itself(store: StoredJobs) -> None:
+    story = BatchStory(store)
+    described(story)
+    story.submit_batch("b", lines(3))
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    large = bytes(3 * 1024 * 1024)
+    for ident in asked_of(worker):
+        answer(worker, ident, large)
+    story.settle()
+    found = story.outcomes("b", limit=50)
+    assert [one["whole"] for one in found] == [False] * 3 and "end" not in found[0]
+    ident = story.ask(Fetch(JobName(id=found[1]["job"])))
+    story.settle()
+    (end,) = [t.message for t in story.told if t.header.id == ident and t.message.kind == "done"]
+    assert end.blobs() == (large,)
 
 
 def test_a_batch_of_calls_is_cancelled(store: StoredJobs) -> None:
