@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.broker.core import events as core
 from mlxpool.broker.edge.job_ports import CALL_PLACES
-from mlxpool.broker.jobs import retries
+from mlxpool.broker.jobs import retries, runs
 from mlxpool.broker.jobs.terminals import terminal_of
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.protocol import from_worker
@@ -22,7 +22,7 @@ from mlxpool.common.protocol.to_client import Done
 from support import core_events as make
 from support import kinds
 from support.batch_harness import BatchStory
-from support.core_harness import OWNER, FakeWorker, model
+from support.core_harness import BOB, OWNER, FakeWorker, model
 from support.job_harness import JobStory
 from support.stored_jobs import StoredJobs
 
@@ -266,18 +266,86 @@ def test_a_released_answer_is_gone(story: JobStory) -> None:
 # ---- how many at once ---------------------------------------------------------------------------
 
 
-def test_jobs_take_no_more_than_half_of_a_worker_s_calls_twice(story: JobStory) -> None:
+def test_a_worker_is_full_and_as_many_calls_wait_for_its_places(story: JobStory) -> None:
     for number in range(3 * CALL_PLACES):
         story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"]})
     story.settle()
     worker = story.ready_worker(sequences=1)
     story.pass_time(0.5)
-    assert len(worker.asked) == 2 * CALL_PLACES
+    assert len(worker.asked) == CALL_PLACES and len(story.model().calls) == CALL_PLACES
     for ident in asked_of(worker)[:10]:
+        answer(worker, ident)  # the commit of these is not waited for
+    assert len(worker.asked) == CALL_PLACES + 10
+    story.settle()
+    story.pass_time(0.5)
+    assert len(story.model().calls) == CALL_PLACES
+
+
+def test_the_call_of_a_client_takes_turns_with_those_of_jobs(story: JobStory) -> None:
+    for number in range(2 * CALL_PLACES):
+        story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"]})
+    story.settle()
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    header = Header(kinds.EMBED, b"c" * 16, 0, 1)
+    story.do(make.client(2, BOB, header, {"model": "m", "inputs": ["now"]}))
+    for ident in asked_of(worker)[:2]:
+        answer(worker, ident)
+    assert header.id in asked_of(worker)[CALL_PLACES:]
+
+
+def test_answers_that_may_come_are_bounded_in_bytes(
+    story: JobStory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of many texts are given to the core as far as their answers have room in memory."""
+    monkeypatch.setattr(runs, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
+    for number in range(12):
+        texts = [f"text {number}"] * 256
+        story.submit(f"k{number}", **{**EMBED, "inputs": texts})
+    story.submit("short", **{**EMBED, "inputs": ["one"], "dimensions": 8})
+    story.settle()
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    assert len(worker.asked) == 5
+    story.store.refusing = "store_busy"  # what is answered cannot be written
+    for ident in asked_of(worker)[:3]:
         answer(worker, ident)
     story.settle()
     story.pass_time(0.5)
-    assert len(worker.asked) == 2 * CALL_PLACES + 10
+    assert len(worker.asked) == 5
+    story.store.refusing = ""
+    story.pass_time(2.0)
+    assert len(worker.asked) == 8
+    story.about(messages.CANCEL, "k11")  # one that is held
+    done = 3
+    while done < len(worker.asked):
+        for ident in asked_of(worker)[done:]:
+            answer(worker, ident)
+            done += 1
+        story.settle()
+        story.pass_time(0.5)
+    story.assert_state("k11", JobState.CANCELLED)
+    for number in range(11):
+        story.assert_state(f"k{number}", JobState.DONE)
+    story.assert_state("short", JobState.DONE)
+    assert not story.manager.runs.active and done == 12
+
+
+def test_a_held_job_expires_at_its_deadline(
+    story: JobStory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MAX_ANSWERS", 1)
+    story.submit("first", **EMBED)
+    story.submit("late", **{**EMBED, "deadline_ms": 2000})
+    story.settle()
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(3.0)
+    assert len(worker.asked) == 1
+    answer(worker, asked_of(worker)[0])
+    story.settle()
+    story.pass_time(1.0)
+    story.assert_state("first", JobState.DONE)
+    story.assert_state("late", JobState.EXPIRED)
 
 
 def test_idle_calls_come_when_no_others_wait(story: JobStory) -> None:
@@ -430,8 +498,9 @@ def test_a_batch_of_calls_is_cancelled(store: StoredJobs) -> None:
     story.submit_batch("b", lines(100))
     worker = story.ready_worker(sequences=1)
     story.pass_time(0.5)
-    held = set(asked_of(worker))
+    assert worker.asked
     story.about_batch(batch_messages.CANCEL, "b")
     story.pass_time(0.5)
     assert story.batch("b")["cancelled"] == 100
-    assert {ident for ident, _ in worker.cancelled} == held
+    assert {ident for ident, _ in worker.cancelled} == set(asked_of(worker))
+    assert not story.manager.runs.active and not story.core.state.calls

@@ -15,9 +15,9 @@ from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.kept.job_work import Work
 from mlxpool.common.protocol.to_client import Done, Failed
 
-# Calls of jobs that a worker of an encoder model is to have: half of all that it may have, and
-# twice as many with those that wait (feeding.WINDOW), so that calls of clients find a place soon.
-CALL_PLACES = MAX_IN_WORKER // 2
+# Calls of jobs for which a worker of an encoder model has places. With those that wait in the core
+# (feeding.WINDOW) it has enough while answers are written; calls of clients take turns with them.
+CALL_PLACES = MAX_IN_WORKER
 
 
 class CoreView:

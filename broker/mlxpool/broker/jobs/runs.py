@@ -7,6 +7,7 @@ when it is durable; the end of a job is written after all its ids.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -47,7 +48,7 @@ from mlxpool.common.errors import Damaged, Internal, Poisoned, PoolError
 from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.from_client import Ack, ModelCall
 from mlxpool.common.protocol.kept.job_messages import IDLE
-from mlxpool.common.protocol.kept.job_work import Work, parse_work
+from mlxpool.common.protocol.kept.job_work import Work, answer_bound, parse_work
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
@@ -55,6 +56,7 @@ from mlxpool.common.protocol.to_client import Done, Failed
 WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
 WINDOW = 4096  # ids of a run that may wait for the disk
 RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
+MAX_ANSWERS = 128 * 1024 * 1024  # bytes that all answers may have which come or are not written
 IDLE_IDS = 64  # that an idle job may still compute when others wait
 
 
@@ -78,11 +80,14 @@ class Runs:
         self._readers = readers
         self._notices = notices
         self._last_attempt = 0
+        self._held: deque[tuple[ActiveJob, FedJob]] = deque()  # wait until answers are written
+        self._answer_bytes = 0  # of answers that may come, or are not written
 
     # ---- starts --------------------------------------------------------------------------------
 
     def feed(self, now: float) -> None:
         """Read the jobs that can be run now, and have workers for those that cannot."""
+        self._start_held(now)
         for plan in self._feeder.plan(self._view, self.active.keys(), now):
             self._outbox.store(plan, self._fed(plan))
         for name in self._feeder.hungry(now):
@@ -128,12 +133,34 @@ class Runs:
             why = f"the broker ended {retries.MAX_STARTS} times after this job was started"
             self._leave(active, self._dead(active, Poisoned(why)), now)
             return
+        self._held.append((active, fed))
+        self._start_held(now)
+
+    def _start_held(self, now: float) -> None:
+        """Give the core the jobs that were fed, in their order, as far as answers have room."""
+        while self._held:
+            active, fed = self._held[0]
+            if self.active.get(active.id) is not active:  # it was ended in the store
+                self._held.popleft()
+            elif not self._begin(active, fed, now):
+                return
+            else:
+                self._held.popleft()
+
+    def _begin(self, active: ActiveJob, fed: FedJob, now: float) -> bool:
+        """Give a job to the core; False: the answers that come have to be written first."""
+        job = active.job
         try:
             work = _work(fed, active.deadline - now)
         except (PoolError, ValueError, TypeError, KeyError) as error:
             what = Internal(f"the stored request cannot be read: {error}")
             self._leave(active, self._dead(active, what), now)
-            return
+            return True
+        size = answer_bound(work)
+        if size and self._answer_bytes and self._answer_bytes + size > MAX_ANSWERS:
+            return False
+        active.answer_bound = size
+        self._answer_bytes += size
         self._outbox.perform(
             core.StartJob(
                 job.id,
@@ -146,6 +173,7 @@ class Runs:
                 alone=job.starts > retries.ALONE_STARTS,
             )
         )
+        return True
 
     # ---- output --------------------------------------------------------------------------------
 
@@ -265,6 +293,7 @@ class Runs:
 
     def _remove(self, active: ActiveJob) -> None:
         del self.active[active.id]
+        self._answer_bytes -= active.answer_bound
         self._feeder.left(_group(active.job))
 
     # ---- writing -------------------------------------------------------------------------------

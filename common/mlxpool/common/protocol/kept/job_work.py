@@ -7,13 +7,16 @@ job that is a call has no ids: its end has the answer, all of it from one run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any, TypeAlias
+
+import msgpack
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.decisions import DECIDE, DecideCall
-from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall
+from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, TASKS, EncoderCall
 from mlxpool.common.protocol.from_client import Generate, ModelCall
 
 Work: TypeAlias = Generate | ModelCall
@@ -22,6 +25,8 @@ KIND = "kind"  # key of a `submit`, and of a line of a batch
 CALLS = (*TASKS, DECIDE)  # kinds of jobs that are calls
 KINDS = (Generate.kind, *CALLS)
 OF_POOL = ("owner", "alone", "first")  # keys of calls that a job cannot have
+INPUTS = ("inputs", "documents", "tokens")  # keys of which a call has one
+MAX_NUMBERS = 4096  # of a vector, for the bound of an answer
 _NOT_FIELDS = (KIND, "deadline_ms")  # keys of a job that are none of its call
 
 
@@ -67,6 +72,24 @@ def seed_of(work: Work, drawn: int) -> int:
     if isinstance(work, ModelCall):
         return 0
     return drawn if work.options.seed < 0 else work.options.seed
+
+
+def answer_bound(work: Work) -> int:
+    """Bytes that the blobs of an answer have at most, about; 0 where it has none to speak of.
+
+    The width of a model's vectors is not known before it answers: MAX_NUMBERS is assumed.
+    """
+    if not isinstance(work, ModelCall) or work.kind not in TASKS:
+        return 0
+    numbers = 1 if work.kind == "rerank" else work.fields.get("dimensions") or MAX_NUMBERS
+    return min(MAX_BLOB, _inputs(work) * numbers * NUMBER_BYTES)
+
+
+def _inputs(call: ModelCall) -> int:
+    given = next((call.fields[key] for key in INPUTS if key in call.fields), ())
+    if given is True:
+        return int(msgpack.Unpacker(BytesIO(call.packed[0])).read_array_header())
+    return len(given)
 
 
 def warnings_of(work: Work) -> tuple[str, ...]:
