@@ -116,7 +116,8 @@ def test_every_kind_of_call_is_a_job(client: Client) -> None:
     made = client.fetch("decide").read()
     asked: list[Any] = ["Is it raining?", ("Which?", ["a", "b"])]
     direct_decisions = client.decide_all("demo", "It rains.", asked)
-    for found in (DecisionList.of(made, asked), DecisionList.of(made, questions)):
+    wanted: list[Any] = [asked, questions]
+    for found in (DecisionList.of(made, one) for one in wanted):
         assert [one.answer for one in found] == [one.answer for one in direct_decisions]
     with pytest.raises(ValueError, match="no vectors"):
         Vectors.of(made)

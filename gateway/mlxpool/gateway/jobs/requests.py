@@ -41,7 +41,7 @@ class JobRequest:
 def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
     """A checked POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
     JOB.check(body)
-    kind: str = fields.checked(KIND, kind_of, body)
+    kind: str = fields.checked(KIND, lambda _: kind_of(body), body.get(KIND))
     arguments = {
         **(_generate(body) if kind == Generate.kind else _call(body)),
         "keep": _seconds(body, "keep", MAX_KEEP_MS / 1000),
