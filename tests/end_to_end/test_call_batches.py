@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +171,16 @@ def test_a_batch_of_embed_lines_has_the_vectors_of_its_texts(
     assert rows[0]["rows"] == 1 and len(rows[0]["vectors"][0]) == rows[0]["columns"]
     assert set(rows[0]["usage"]) == {"prompt_tokens", "total_tokens"}
     assert pool.cli("jobs", "--verify").stdout.endswith(" 0 damaged\n")
+    copy = tmp_path / "copy.jsonl"
+    assert pool.cli("jobs", "--export", str(copy)).returncode == 0
+    items = [json.loads(line) for line in copy.read_text().splitlines()]
+    jobs = {one["job"]["job"]: one["job"] for one in items if "job" in one}
+    lines_of = {id: job for id, job in jobs.items() if job["batch"] is not None}
+    answers = {one["answer"]["job"]: one["answer"]["data"] for one in items if "answer" in one}
+    assert len(lines_of) >= 300 and lines_of.keys() <= answers.keys()
+    by_line = {job["line"]: answers[id] for id, job in lines_of.items() if job["id"] == "l7"}
+    packed = np.frombuffer(base64.b64decode(by_line[7]), "<f4")
+    np.testing.assert_array_equal(packed, np.float32(rows[7]["vectors"][0]))
 
 
 def test_lines_of_a_batch_fail_alone(client: Client) -> None:
