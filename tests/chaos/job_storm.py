@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from chaos.storm import Plan, Storm
-from mlxpool.client import Client
+from mlxpool.client import Client, LineResult
 from mlxpool.common.errors import PoolError
 from support.counting_checker import expected_ids
 from support.pool import PATIENCE
@@ -29,7 +29,7 @@ WEIGHTS = {
     "broker": 20, "all at once": 5,
 }  # fmt: skip
 PAUSE = 0.2  # seconds until a refused submission is sent again
-BATCH = "storm batch"  # its key
+BATCH, CALLS = "storm batch", "storm calls"  # keys of batches
 
 
 class JobStorm(Storm):
@@ -49,8 +49,8 @@ class JobStorm(Storm):
                 process.kill()
         self._kill_broker()
 
-    def __init__(self, plan: Plan, tmp_path: Path) -> None:
-        super().__init__(plan, tmp_path, ("--state-dir", str(tmp_path / "jobs")))
+    def __init__(self, plan: Plan, tmp_path: Path, models: str = "") -> None:
+        super().__init__(plan, tmp_path, ("--state-dir", str(tmp_path / "jobs")), models)
         self.counts: dict[str, int] = {}  # ids of a job, by key
         self.clients: dict[str, Client] = {}  # who submitted it: ipc and tcp are two owners
         self.states: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class JobStorm(Storm):
     def _stream(self, client: Client, number: int) -> None:
         """Submit a job; some are read at once, some from the middle, most are left alone."""
         if number == 0:
-            self._submit_batch(client)
+            self._submit_batches(client)
         key, count = f"storm {number}", self._count(number)
         if not self._submit(client, key, number, count):
             return
@@ -74,16 +74,21 @@ class JobStorm(Storm):
         """Ids of the job, or of the line, with this number."""
         return 1 + (number * 7919) % self.plan.tokens
 
-    def _submit_batch(self, client: Client) -> None:
-        """Send a batch until it is accepted: the same key and lines are the same batch."""
+    def _submit_batches(self, client: Client) -> None:
         lines = [
             {"prompt": f"line {n}", "options": {"max_tokens": self._count(n), "seed": 10_000 + n}}
             for n in range(self.lines)
         ]
+        self._submit_batch(client, BATCH, "m", lines)
+
+    def _submit_batch(
+        self, client: Client, key: str, model: str, lines: list[dict[str, Any]]
+    ) -> None:
+        """Send a batch until it is accepted: the same key and lines are the same batch."""
         while self.injector_error is None:
             try:
-                client.submit_batch(lines, "m", key=BATCH)
-                self.clients[BATCH] = client
+                client.submit_batch(lines, model, key=key)
+                self.clients[key] = client
                 return
             except PoolError as error:
                 if not error.retryable:
@@ -91,18 +96,22 @@ class JobStorm(Storm):
                     return
                 time.sleep(PAUSE)
 
-    def _check_batch(self) -> None:
-        """Every line is done, once, with its ids."""
-        if (client := self.clients.pop(BATCH, None)) is None:
-            self.wrong.append("the batch was not accepted")
-            return
-        batch = client.batch(BATCH)
+    def _ended_batch(self, key: str) -> list[LineResult]:
+        """The results of a batch, in which every line is done, once; none if it was refused."""
+        if (client := self.clients.pop(key, None)) is None:
+            self.wrong.append(f"{key} was not accepted")
+            return []
+        batch = client.batch(key)
         if batch.wait()["done"] != self.lines:
-            self.wrong.append(f"the batch: {batch.row}")
+            self.wrong.append(f"{key}: {batch.row}")
         found = list(batch.results())
         if [result.line for result in found] != list(range(self.lines)):
-            self.wrong.append(f"lines of the batch: {len(found)} of {self.lines}")
-        for result in found:
+            self.wrong.append(f"lines of {key}: {len(found)} of {self.lines}")
+        return found
+
+    def _check_batches(self) -> None:
+        """Every line is done, once, with its ids."""
+        for result in self._ended_batch(BATCH):
             n = result.line
             wanted = expected_ids(f"line {n}", 10_000 + n, self._count(n))
             if result.result is None or list(result.result.ids) != wanted:
@@ -145,7 +154,7 @@ class JobStorm(Storm):
 
     def _finish(self) -> None:
         """Wait for all jobs; each has one end, and its ids."""
-        self._check_batch()
+        self._check_batches()
         end = time.monotonic() + 5 * PATIENCE
         while time.monotonic() < end:
             ends = [row for one in set(self.clients.values()) for row in one.jobs(after=0)]
@@ -175,3 +184,36 @@ class JobStorm(Storm):
             "states": dict(self.states),
             "wrong": self.wrong,
         }
+
+
+class CallStorm(JobStorm):
+    """A storm in which a second batch has lines that are `embed` calls."""
+
+    def __init__(self, plan: Plan, tmp_path: Path, encoder: Path) -> None:
+        """`encoder`: the folder of an encoder model."""
+        super().__init__(plan, tmp_path, f'[models.e]\npath = "{encoder}"\nreplicas = 2\n')
+
+    def _text(self, line: int) -> str:
+        return f"the quick fox {line}"
+
+    def _submit_batches(self, client: Client) -> None:
+        super()._submit_batches(client)
+        lines = [{"kind": "embed", "inputs": [self._text(n)]} for n in range(self.lines)]
+        self._submit_batch(client, CALLS, "e", lines)
+
+    def _check_batches(self) -> None:
+        """Every line of calls is done, once, with the vector of its text."""
+        super()._check_batches()
+        client = self.clients.get(CALLS)
+        found = self._ended_batch(CALLS)
+        if client is None:
+            return
+        wanted = client.embed("e", [self._text(n) for n in range(self.lines)])
+        for result in found:
+            vectors = result.vectors
+            far = vectors is None or any(
+                abs(one - other) > 1e-4
+                for one, other in zip(vectors[0], wanted[result.line], strict=True)
+            )
+            if far:
+                self.wrong.append(f"line {result.line} of calls: {result.state} {result.error}")

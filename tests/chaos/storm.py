@@ -73,8 +73,10 @@ class Storm:
 
     weights: Mapping[str, int] = WEIGHTS
 
-    def __init__(self, plan: Plan, tmp_path: Path, arguments: tuple[str, ...] = ()) -> None:
-        """`arguments`: further ones of the broker's command."""
+    def __init__(
+        self, plan: Plan, tmp_path: Path, arguments: tuple[str, ...] = (), models: str = ""
+    ) -> None:
+        """`arguments`: further ones of the broker's command; `models`: further ones as TOML."""
         self.plan = plan
         self.random = random.Random(plan.seed)
         self.folder = tmp_path / "history"
@@ -83,7 +85,7 @@ class Storm:
         config = model(replicas=plan.replicas, step_us=plan.step_us, joint=4)
         front = 'front = ["tcp://127.0.0.1:0"]\n'
         front = front.replace(":0", f":{free_port()}")
-        self.pool = Pool(tmp_path, LIMITS + front + config, arguments=arguments)
+        self.pool = Pool(tmp_path, LIMITS + front + config + models, arguments=arguments)
         self.history = History("chaos")
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()

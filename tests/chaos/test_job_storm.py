@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.job_storm import JobStorm
+from chaos.job_storm import CallStorm, JobStorm
 from chaos.storm import Outcome, Plan
+from worker.encoders.checkpoints import CASES, write
 
 
 def check(storm: JobStorm, outcome: Outcome, faults: int) -> None:
@@ -20,6 +21,14 @@ def check(storm: JobStorm, outcome: Outcome, faults: int) -> None:
 def test_a_storm_of_jobs(tmp_path: Path) -> None:
     storm = JobStorm(Plan(streams=300, faults=20, seed=1, at_once=12), tmp_path)
     check(storm, storm.run(), 20)
+
+
+def test_a_storm_over_a_batch_of_embed_lines(tmp_path: Path) -> None:
+    """Two models are loaded again and again, by two brokers and more: 10 s of a processor."""
+    encoder = write(tmp_path / "encoder", CASES["bert"])
+    plan = Plan(streams=120, faults=12, seed=3, at_once=6, replicas=1)
+    storm = CallStorm(plan, tmp_path, encoder)
+    check(storm, storm.run(), 12)
 
 
 @pytest.mark.long

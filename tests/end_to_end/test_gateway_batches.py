@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mlxpool.gateway.openai.batches import fields, upload
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, keys_file, openai_client
+from support.openai_batches import COMPLETIONS, begin, over, results, sent
 from support.openapi_answers import faults, unknown_members
 from support.pool import Pool, until
 
@@ -31,8 +31,7 @@ context = 64
 path = "builtin:counting"
 counting.step_us = 60000000
 """
-CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-OVER = ("completed", "failed", "expired", "cancelled")
+CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -57,37 +56,6 @@ def line(name: str, endpoint: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     else:
         given |= {"input": name, "max_output_tokens": 5}
     return {"custom_id": name, "method": "POST", "url": endpoint, "body": {**given, **body}}
-
-
-def sent(client: openai.OpenAI, lines: list[Any], name: str = "in.jsonl") -> str:
-    """The id of a file with these lines."""
-    texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
-    data = "\n".join(texts).encode()
-    return client.files.create(file=(name, data), purpose="batch").id
-
-
-def begin(client: openai.OpenAI, file: str, endpoint: str = COMPLETIONS, **more: Any) -> Any:
-    given: Any = {"endpoint": endpoint, "completion_window": "24h", **more}
-    return client.batches.create(input_file_id=file, **given)
-
-
-def over(client: openai.OpenAI, id: str) -> Any:
-    """The batch once it has ended."""
-
-    def ended() -> Any:
-        batch = client.batches.retrieve(id)
-        assert batch.status in (*OVER, "in_progress", "finalizing", "cancelling")
-        return batch if batch.status in OVER else None
-
-    return until(ended, "the batch has ended")
-
-
-def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
-    """The lines of a file by their custom_id."""
-    assert file is not None
-    text = client.files.content(file).text
-    assert client.files.retrieve(file).bytes == len(text.encode())
-    return {one["custom_id"]: one for one in map(json.loads, text.splitlines())}
 
 
 def told(prompt: str, count: int = 5) -> str:
@@ -247,7 +215,7 @@ def test_a_file_over_the_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_refused(client: openai.OpenAI) -> None:
     file = sent(client, [line("x")])
     for more, param in (
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/audio/speech"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}},

@@ -18,7 +18,7 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.jobs import requests as jobs
-from mlxpool.gateway.jobs.fields import JOB
+from mlxpool.gateway.jobs.fields import JOB, OF_CALLS
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import decisions, vectors
@@ -129,7 +129,8 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
         [TOOL],
         [{"type": "web"}],
     ),
-    "/v1/jobs tokens": ([0], [1, 2]),
+    "/v1/jobs tokens": ([0], [1, 2], [[1, 2]]),
+    **{f"/v1/jobs {name}": SAMPLES for name in OF_CALLS},  # which go with the kind of a call
     "/v1/jobs think": (True, False, "low"),
     "/v1/jobs tools": (
         [{}],

@@ -31,6 +31,7 @@ class Row:
     chunks: list[Chunk] = field(default_factory=list)
     priority: int = 0
     failures: list[rec.Failure] = field(default_factory=list)
+    answer: tuple[bytes, ...] = ()
 
 
 class StoreModel:
@@ -188,6 +189,7 @@ class StoreModel:
         self._note(row, o.cause, o.stacks)
         if o.attempts is not None:
             row.job = replace(row.job, attempts=o.attempts)
+        row.answer = o.answer
         return self._end(row, o.state, o.end, o.cause)
 
     def _note(self, row: Row, cause: str, stacks: str) -> None:
@@ -296,7 +298,8 @@ class StoreModel:
                 cut = _from_border(chunk, o.pos) if chunk.pos < o.pos else chunk
                 chunks.append(cut)
                 size += cut.size
-        return rec.Page(row.job, tuple(chunks))
+        whole = row.job.state in rec.ENDED and (chunks[-1].end if chunks else o.pos) >= row.job.pos
+        return rec.Page(row.job, tuple(chunks), row.answer if whole else ())
 
     def _list(self, o: op.ListJobs) -> Result:
         rows = [row.job for row in self.rows.values() if self._of(row.job, o.owner, o.tenant)]

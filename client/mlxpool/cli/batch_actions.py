@@ -15,6 +15,7 @@ from mlxpool.cli.batch_progress import follow, sent_text, summary
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import duration
 from mlxpool.cli.json_text import json_text
+from mlxpool.cli.printed_stream import answer_as_json
 from mlxpool.cli.request_flags import client_of, options_of
 from mlxpool.cli.status_line import StatusLine
 from mlxpool.cli.style import print_table
@@ -111,7 +112,10 @@ def result_as_json(result: LineResult) -> dict[str, Any]:
         row["job"] = result.job.hex()
     if result.error is not None:
         row["error"] = {"code": result.error.code, "message": result.error.message}
-    if (whole := result.result) is not None:
+    whole = result.result
+    if whole is not None and whole.answer is not None:
+        row |= {"usage": whole.usage, **answer_as_json(whole)}
+    elif whole is not None:
         row |= {"text": whole.text, "reason": whole.reason, "usage": whole.usage}
         row |= {"seed": whole.seed, "ids": whole.ids}
     return row

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.json_text import json_text
+from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.images import images_of_text
 
 if TYPE_CHECKING:
@@ -79,7 +80,18 @@ def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
         "seed": result.seed,
         "attempts": result.attempts,
         **({} if result.complete is None else {"complete": result.complete}),
+        **({} if result.answer is None else answer_as_json(result)),
     }
+
+
+def answer_as_json(result: Result) -> dict[str, Any]:
+    """The answer of a job that is a call: its fields, and its numbers as `vectors`."""
+    from mlxpool.client import Vectors
+
+    answer = result.answer
+    assert answer is not None
+    rows = {"vectors": Vectors.of(result).tolist()} if answer.kind == VECTORS else {}
+    return {**answer.fields, **rows}
 
 
 def figures(result: Result, seconds: float, streamed: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from mlxpool.client.request import Question
+from mlxpool.client.stream import Result
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol import decisions as protocol
@@ -60,6 +61,23 @@ class DecisionList(list[Decision]):
     def __init__(self, found: Iterable[Decision], usage: Mapping[str, int]) -> None:
         super().__init__(found)
         self.usage = usage
+
+    @classmethod
+    def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
+        """The answers of a job that is a `decide` with these questions, also as its line has them.
+
+        Raises ValueError for the result of another job.
+        """
+        answer = result.answer
+        if answer is None or answer.kind != protocol.DECISIONS:
+            raise ValueError("the result has no decisions: its job is no decide")
+        asked = [
+            protocol.Question.parse(f"questions[{index}]", one)
+            if isinstance(one, Mapping)
+            else _asked(f"questions[{index}]", one)
+            for index, one in enumerate(questions)
+        ]
+        return _read(asked, answer.fields["decisions"], result.usage)
 
 
 def decide(
@@ -128,9 +146,17 @@ class _Reader:
 
     def __call__(self, answer: Message) -> DecisionList:
         """Raises ValueError for an answer to other questions."""
-        rows = answer.body["decisions"]
-        found = [_decision(*one) for one in zip(self.questions, rows, strict=True)]
-        return DecisionList(found, dict(answer.body["usage"]))
+        return _read(self.questions, answer.body["decisions"], answer.body["usage"])
+
+
+def _read(
+    questions: Sequence[protocol.Question],
+    rows: Sequence[Mapping[str, Any]],
+    usage: Mapping[str, int],
+) -> DecisionList:
+    """Raises ValueError for another number of answers than of questions."""
+    found = [_decision(*one) for one in zip(questions, rows, strict=True)]
+    return DecisionList(found, dict(usage))
 
 
 def _decision(question: protocol.Question, row: Mapping[str, Any]) -> Decision:

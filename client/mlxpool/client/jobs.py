@@ -23,9 +23,12 @@ from mlxpool.common.protocol.kept.job_messages import (
     JobList,
     JobName,
     ListJobs,
+    SubmitCall,
     SubmitDraft,
     job_key,
 )
+from mlxpool.common.protocol.kept.job_work import CALLS, KIND, kind_of
+from mlxpool.common.protocol.kept.packed_requests import packed_request
 from mlxpool.common.protocol.packing import unpack
 
 KEY_BYTES = 8  # of a key that is drawn
@@ -66,6 +69,46 @@ def submit(
         given["priority"] = IDLE
     draft = generate(model, prompt, messages_of_chat, tokens, given, images)  # type: ignore[arg-type]
     settings = {name: value for name, value in draft.settings.items() if name != "batch"}
+    settings |= _settings(keep, not_before, notify, note)
+    content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=_named(key))
+    return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
+
+
+def submit_call(
+    kind: str,
+    model: str,
+    fields: Mapping[str, Any],
+    *,
+    key: str | None,
+    keep: float | None,
+    not_before: float | None,
+    notify: str | None,
+    note: bytes,
+    priority: int | str,
+    deadline_ms: int | None,
+) -> Question[Job]:
+    """Ask to take a job that is a call, such as `embed`. Raises BadRequest and TooLarge."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    request, blobs = packed_request({KIND: kind, "model": model, **given})
+    if kind_of(request) not in CALLS:
+        raise BadRequest(f"kind must be one of {', '.join(CALLS)}, got {shown(kind)}")
+    settings = _settings(keep, not_before, notify, note)
+    settings["priority"] = IDLE if priority == "idle" else priority
+    if deadline_ms is not None:
+        settings["deadline_ms"] = deadline_ms
+    content = SubmitCall(_named(key), request, blobs, settings)
+    return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
+
+
+def _named(key: str | None) -> str:
+    return secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
+
+
+def _settings(
+    keep: float | None, not_before: float | None, notify: str | None, note: bytes
+) -> dict[str, Any]:
+    """The keys of a `submit` about its job, those that are given."""
+    settings: dict[str, Any] = {}
     if keep is not None:
         settings["keep_ms"] = milliseconds("keep", keep)
     if not_before is not None:
@@ -74,9 +117,7 @@ def submit(
         settings["notify"] = {"url": notify}
     if note:
         settings["note"] = note
-    named = secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
-    content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=named)
-    return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
+    return settings
 
 
 def _job(body: Mapping[str, Any]) -> Job:

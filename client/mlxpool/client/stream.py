@@ -17,6 +17,7 @@ from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import PROMPT_KEY, Usage
 from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.kept.job_messages import JobAccepted
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed, StreamDelta
@@ -57,6 +58,7 @@ class Result:
         Mapping[str, Any], ...
     ] = ()  # its tokens, if echo or prompt_logprobs asks for them
     index: int = 0  # of the choice, where a request has several
+    answer: CallAnswer | None = None  # of a job that is a call, see `Vectors.of`
 
 
 # ---- what the broker says ------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def parse_frame(message: Message) -> Frame | None:
         of_job = "job" in message.body
         content = (JobAccepted if of_job else Accepted).parse(message.body)
     elif message.kind == Done.kind:
-        content = Done.parse(message.body)
+        content = Done.parse(message.body, message.blobs)
     elif message.kind == Failed.kind:
         content = Failed(message.body)
     else:
@@ -292,4 +294,5 @@ class StreamState:
             complete=done.complete,
             prompt=tuple(self.prompt),
             index=self.index,
+            answer=done.answer,
         )

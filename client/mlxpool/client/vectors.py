@@ -12,17 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.client.request import Question
+from mlxpool.client.stream import Result
 from mlxpool.common.checks import integer, shown
 from mlxpool.common.errors import BadRequest, Internal, TooLarge
 from mlxpool.common.protocol.encoder_calls import (
     MAX_FIRST,
     MAX_INPUTS,
     NUMBER_BYTES,
+    VECTORS,
     Task,
     Texts,
     pack_texts,
 )
-from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
+from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB
 from mlxpool.common.protocol.from_client import ModelCall
 from mlxpool.common.protocol.token_ids import pack_ids
 
@@ -66,6 +68,17 @@ class Vectors(Sequence["list[float]"]):
     columns: int
     labels: tuple[str, ...] = ()
     usage: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: Result) -> Vectors:
+        """The vectors of a job that is an `embed`, a `rerank` or a `classify`.
+
+        Raises ValueError for the result of another job.
+        """
+        answer = result.answer
+        if answer is None or answer.kind != VECTORS:
+            raise ValueError("the result has no vectors: its job is no embed, rerank or classify")
+        return _read({**answer.fields, "usage": result.usage}, answer.packed)
 
     def __len__(self) -> int:
         return self.rows
@@ -299,12 +312,12 @@ def _question(
     deadline_ms: int | None,
 ) -> Question[Vectors]:
     call = ModelCall(task, model, fields, blobs, deadline_ms=deadline_ms)
-    return Question(os.urandom(ID_BYTES), call, _read)
+    return Question(os.urandom(ID_BYTES), call, lambda answer: _read(answer.body, answer.blobs))
 
 
-def _read(answer: Message) -> Vectors:
+def _read(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Vectors:
     """Raises ValueError for an answer whose blob has another size than it says."""
-    body, data = answer.body, b"".join(answer.blobs)
+    data = b"".join(blobs)
     rows, columns = int(body["rows"]), int(body["columns"])
     if len(data) != rows * columns * NUMBER_BYTES:
         raise ValueError(f"{len(data)} bytes for {rows} rows of {columns} numbers")

@@ -1,12 +1,14 @@
 """Random histories of batches: late commits, deaths of workers and brokers, lost stores, cancels.
 
 Whatever happens: each line of an accepted batch becomes one job or one failed line, and each job
-ends once, with the ids of an undisturbed run; the counts of a batch are those of its jobs, and a
-program that follows it hears of its end.
+ends once, with the ids of an undisturbed run, or with all of the answer of one run: no two runs
+answer a call alike here. The counts of a batch are those of its jobs, and a program that follows it
+hears of its end.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import events as core
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.batch_operations import ReadBatch
 from mlxpool.broker.store.batch_records import BatchView
 from mlxpool.broker.store.records import JobState, Refused
+from mlxpool.common.protocol.encoder_calls import VECTORS
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.batch_harness import BatchStory, prompts
@@ -42,6 +47,8 @@ class World:
         self.touched: set[str] = set()  # cancelled, or tried again
         self.seen: dict[str, tuple[bytes, dict[str, Any]]] = {}  # question, last row
         self.done = Counter[str]()
+        self.runs = itertools.count(1)
+        self.answers: dict[str, set[bytes]] = {}  # of the runs of a call, by its text
 
     # ---- what happens ----------------------------------------------------------------------------
 
@@ -61,10 +68,11 @@ class World:
         self.follow()
 
     def work(self) -> None:
-        """Workers boot, compute an id, end or fail runs."""
+        """Workers boot, compute an id, end or fail runs, answer calls."""
         story = self.story
         for worker in list(story.workers.values()):
-            if story.core.state.registry.slots[worker.slot].worker is None:
+            known = story.core.state.registry.slots[worker.slot].worker
+            if known is None:
                 continue
             if not worker.epoch:
                 worker.hello().credit(4)
@@ -72,6 +80,8 @@ class World:
             worker.beat()
             for id in list(worker.runs):
                 self.compute(worker, id)
+            for id in sorted(known.calls):
+                self.answer(worker, id)
             for id, number in worker.cancelled:
                 if id in worker.runs and worker.runs[id].attempt == number:
                     worker.confirm(id)
@@ -90,6 +100,20 @@ class World:
         else:
             worker.end(id, count=2 - pos)
 
+    def answer(self, worker: FakeWorker, id: bytes) -> None:
+        """Answer a call with the number of this run, many times, or with an error."""
+        draw, state = self.random.random(), self.story.core.state
+        if draw < 0.3 or id not in state.calls:
+            return
+        if draw < 0.35:
+            code = "bad_request" if draw < 0.32 else "internal"
+            found = CallAnswer({"code": code, "message": "no", "retryable": False})
+        else:
+            data = next(self.runs).to_bytes(4, "little") * 8
+            self.answers.setdefault(state.calls[id].message.fields["inputs"][0], set()).add(data)
+            found = CallAnswer({"rows": 1, "columns": 8, "usage": {}}, (data,), VECTORS)
+        self.story.do(core.WorkerAnswer(worker.epoch, id, found))
+
     def fault(self) -> None:
         draw = self.random
         choices = [self.submit, self.submit, self.crash, self.kill_worker, self.lose_store]
@@ -100,6 +124,10 @@ class World:
         key = f"b{self.random.randrange(BATCHES)}"
         if key not in self.lines:
             lines = prompts(self.random.randint(1, 200))
+            for number, line in enumerate(lines):
+                if self.random.random() < 0.4:
+                    text = f"{key} {number}"
+                    lines[number] = {"id": line["id"], "kind": "embed", "inputs": [text]}
             for _ in range(self.random.randint(0, 3)):
                 lines.insert(self.random.randrange(len(lines)), BAD)
             self.lines[key] = lines
@@ -212,7 +240,14 @@ class World:
                 assert bad == [number for number, line in enumerate(lines) if line is BAD]
             for row in outcomes:
                 if row["state"] == JobState.DONE.value:
-                    assert row["ids"] == pack_ids([0, 1]) and row["id"] == lines[row["line"]]["id"]
+                    line = lines[row["line"]]
+                    assert row["id"] == line["id"]
+                    if "kind" in line:
+                        (data,) = row["end"]["blobs"]
+                        assert data in self.answers[line["inputs"][0]] and not row["ids"]
+                        assert row["end"]["body"]["answer"]["columns"] == 8
+                    else:
+                        assert row["ids"] == pack_ids([0, 1])
                     self.done[key] += 1
             assert self.seen[key][1]["state"] in ("done", "cancelled")
 

@@ -62,6 +62,7 @@ def operation(draw: random.Random) -> Operation:
         lambda: progress(number, pos, gen=gen, facts=draw.choice((None, b"facts"))),
         lambda: progress(number, pos, gen=gen),
         lambda: finish(number, draw.choice(sorted(ENDED)), gen=gen, cause="why"),
+        lambda: finish(number, gen=gen, answer=(b"shared", bytes([number]))),
         lambda: Defer(id, gen, draw.choice((0.0, 2.0)), draw.randrange(9), draw.random()),
         lambda: NewGeneration(id, gen),
         lambda: Cancel(name, b"end", "cause"),

@@ -10,6 +10,7 @@ import pytest
 
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.batch_lines import (
     DEFAULTS,
     MAX_LABEL,
@@ -48,9 +49,10 @@ def test_a_line_is_a_request_with_the_defaults_of_its_batch() -> None:
     assert unpack(line.packed) == {
         "model": "m", "prompt": "x", "options": {"max_tokens": 5, "seed": 2},
     }  # fmt: skip
-    generate = line.submit.generate
+    generate = line.submit.work
+    assert isinstance(generate, Generate)
     assert (generate.model, generate.options.max_tokens, generate.options.seed) == ("m", 5, 2)
-    assert parsed({"model": "other", "prompt": "x"}).submit.generate.model == "other"
+    assert parsed({"model": "other", "prompt": "x"}).submit.work.model == "other"
     assert parsed({"prompt": "x"}).label == ""
 
 
@@ -69,7 +71,8 @@ def test_what_json_has_not_is_written_otherwise() -> None:
     line = parsed({"prompt": "[img-0] shows", "images": [image]})
     assert line.blobs == (PNG,) and unpack(line.packed)["images"] == 1
     long = parsed({"prompt": "é" * TEXT_AS_BLOB})
-    assert isinstance(long.submit.generate.prompt, PackedPrompt)
+    assert isinstance(long.submit.work, Generate)
+    assert isinstance(long.submit.work.prompt, PackedPrompt)
     assert long.blobs == (("é" * TEXT_AS_BLOB).encode(),)
 
 
@@ -83,7 +86,7 @@ def test_what_json_has_not_is_written_otherwise() -> None:
         (b"3", "must be a JSON object, got 3"),
         ({}, "give one of prompt, messages, tokens"),
         ({"prompt": "x", "tokens": [1]}, "give one of prompt, messages, tokens"),
-        ({"prompt": True}, "a line has no blobs"),
+        ({"prompt": True}, "has no blobs"),
         ({"tokens": []}, "tokens must be a list of ids, got []"),
         ({"tokens": [1, -1]}, "tokens has -1, must be ids from 0 to 4294967295"),
         ({"prompt": "x", "images": "y"}, "images must be a list of files in base64"),

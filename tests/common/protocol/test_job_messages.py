@@ -8,6 +8,7 @@ import pytest
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept import job_messages as jobs
 from mlxpool.common.protocol.kept.job_messages import (
     Fetch,
@@ -28,7 +29,7 @@ def test_a_submission_has_the_request_without_the_keys_of_the_job() -> None:
     found = Submit.parse({**body, "options": {"max_tokens": 3}}, ())
     assert found.request == {"model": "m", "prompt": "hello", "options": {"max_tokens": 3}}
     assert (found.keep_ms, found.not_before, found.priority, found.tenant) == (5, 7.0, -1, "t")
-    assert found.generate.options.max_tokens == 3
+    assert isinstance(found.work, Generate) and found.work.options.max_tokens == 3
 
 
 @pytest.mark.parametrize(

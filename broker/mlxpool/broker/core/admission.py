@@ -6,6 +6,7 @@ import math
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import ToClient
+from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
@@ -20,8 +21,9 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.frames import Header
-from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.from_client import Generate, ModelCall
 from mlxpool.common.protocol.images import VISION, no_image_input
+from mlxpool.common.protocol.kept.job_work import Work
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
 
@@ -39,6 +41,7 @@ class Admission:
         ended: EndedRequests,
         delivery: Delivery,
         dispatcher: Dispatcher,
+        calls: Calls,
     ) -> None:
         self._state = state
         self._outbox = outbox
@@ -46,6 +49,7 @@ class Admission:
         self._ended = ended
         self._delivery = delivery
         self._dispatcher = dispatcher
+        self._calls = calls
 
     def on_generate(self, event: ev.ClientGenerate, now: float) -> None:
         self._state.heard(event.link, now)
@@ -102,35 +106,36 @@ class Admission:
 
     # ---- jobs --------------------------------------------------------------------------------
 
-    def check_job(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
+    def check_job(self, owner: str, work: Work, digest: bytes, now: float) -> None:
         """Raises PoolError for a request that may not become a job, however much is free."""
         state = self._state
-        model = state.registry.model(message.model)
-        state.check_admits(model, message.model)
-        state.registry.check_task(message.model, message.kind)
-        _check_images(state, model, message)
+        model = state.registry.model(work.model)
+        state.check_admits(model, work.model)
+        state.registry.check_task(work.model, work.kind)
+        if isinstance(work, Generate):
+            _check_images(state, model, work)
         _check_cancels(state, owner, now)
         self._ended.check_quarantine(digest)
 
     def on_start_job(self, event: ev.StartJob, now: float) -> None:
         """Accept the run of a job, or answer its manager with the error."""
         self._state.heard(JOBS_LINK, now)
-        generate = ev.ClientGenerate(
-            JOBS_LINK,
-            event.owner,
-            event.id,
-            event.attempt,
-            event.digest,
-            event.message,
-            event.seed,
-        )
         try:
             if event.id in self._state.requests:
                 raise DuplicateId(f"a live request has the id of the job {event.id.hex()}")
-            run = Run(event.seed, charge=event.charge, batch_bound=int(event.alone))
-            self._accept(generate, event.message, run, now)
+            if isinstance(event.message, ModelCall):
+                self._ended.check_quarantine(event.digest)
+                self._calls.start_job(event, event.message, now)
+            else:
+                self._start_stream(event, event.message, now)
         except PoolError as error:
-            self._refuse(None, generate, error, now)
+            self._state.counters.rejected[error.code] += 1
+            self._outbox.send(JOBS_LINK, Failed.of(error), event.id, event.attempt)
+
+    def _start_stream(self, event: ev.StartJob, message: Generate, now: float) -> None:
+        run = Run(event.seed, charge=event.charge, batch_bound=int(event.alone))
+        about = (event.owner, event.id, event.attempt, event.digest, message, event.seed)
+        self._accept(ev.ClientGenerate(JOBS_LINK, *about), message, run, now)
 
     # ---- first sendings ----------------------------------------------------------------------
 

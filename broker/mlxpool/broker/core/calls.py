@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import JobSetBack
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
+from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing
 from mlxpool.broker.models.model import Model
@@ -25,7 +26,7 @@ from mlxpool.common.errors import (
 )
 from mlxpool.common.protocol.frames import VERSION, Content
 from mlxpool.common.protocol.from_client import KEEP_FOREVER, Cancel, Keep, ModelCall
-from mlxpool.common.protocol.to_client import Failed, Kept, ModelList, Pong
+from mlxpool.common.protocol.to_client import Done, Failed, Kept, ModelList, Pong
 
 MAX_LOSSES = 2  # of workers that had a call of the tokenizer
 # The same of one that a model computes: whoever kills workers ends many calls with each.
@@ -106,19 +107,38 @@ class Calls:
         """Queue a call. Raises PoolError if it is bad, or cannot be answered now."""
         if isinstance(event.message, PoolError):
             raise event.message
-        registry, name = self._state.registry, event.message.model
+        model = self._checked(event.message, now)
+        if self._redirect(event, event.message):
+            return
+        self._add(
+            model, Call(event.id, model.name, event.link, event.attempt, event.message, now), now
+        )
+
+    def start_job(self, event: ev.StartJob, message: ModelCall, now: float) -> None:
+        """Queue the call of a job, whose answer goes to JOBS_LINK. Raises PoolError."""
+        if event.id in self._state.calls:
+            raise DuplicateId(f"an open call has the id of the job {event.id.hex()}")
+        model = self._checked(message, now)
+        call = Call(event.id, model.name, JOBS_LINK, event.attempt, message, now)
+        call.charge, call.alone = event.charge, event.alone
+        self._add(model, call, now)
+
+    def _checked(self, message: ModelCall, now: float) -> Model:
+        """The model that is to answer. Raises PoolError if it cannot, or cannot now."""
+        registry, name = self._state.registry, message.model
         model = registry.model(name)
         self._state.check_admits(model, name)
         registry.check_available(model, now, name)
-        registry.check_task(name, event.message.kind)
-        if self._redirect(event, event.message):
-            return
-        call = Call(event.id, model.name, event.link, event.attempt, event.message, now)
+        registry.check_task(name, message.kind)
+        return model
+
+    def _add(self, model: Model, call: Call, now: float) -> None:
+        """Queue a call. Raises QueueFull."""
         self._check_bounds(model, call)
         self._state.add_call(call)
         model.calls.add(call)
-        if event.message.deadline_ms is not None:
-            self._state.timers.set(("call", call.id), now + event.message.deadline_ms / 1000)
+        if call.message.deadline_ms is not None:
+            self._state.timers.set(("call", call.id), now + call.message.deadline_ms / 1000)
         self._pool.require(model, now)
         self.forward(model)
         self._pool.update_idle_timer(model, now)
@@ -131,7 +151,7 @@ class Calls:
         call = self._state.calls.get(event.id)
         if call is None:
             return False
-        if not call.same_as(message):
+        if call.link == JOBS_LINK or not call.same_as(message):
             raise DuplicateId(f"another call with the id {event.id.hex()} is under way")
         self._state.remove_call(call)
         call.link, call.attempt = event.link, event.attempt
@@ -195,8 +215,12 @@ class Calls:
         return call if call is not None and owner in (None, call.message.owner) else None
 
     def cancel(self, call: Call, now: float, error: PoolError | None = None) -> None:
-        """End a call with an error, or without an answer; its worker no longer works on it."""
-        self._answer(call, None if error is None else Failed.of(error))
+        """End a call with an error, or without an answer; its worker no longer works on it.
+
+        The manager of jobs is told of each end.
+        """
+        silent = Done("cancelled") if call.link == JOBS_LINK else None
+        self._answer(call, silent if error is None else Failed.of(error))
         worker = self._state.workers.get(call.epoch)
         if worker is None:
             model = self._state.registry.models[call.model]
@@ -224,6 +248,8 @@ class Calls:
         for call in reversed(lost):  # each is put before the newer ones
             call.charge += shares.get(call.id, 0.0)
             call.losses += cause not in exit_causes.COMMANDED
+            if call.link == JOBS_LINK and cause not in exit_causes.COMMANDED:
+                self._tell_jobs(call, worker, cause)
             error = _reason_to_fail(call, exit_causes.ended(worker.slot, cause), cause)
             if error is None:
                 call.epoch = 0
@@ -231,6 +257,11 @@ class Calls:
             else:
                 self._answer(call, Failed.of(error))
         worker.calls.clear()
+
+    def _tell_jobs(self, call: Call, worker: Worker, cause: str) -> None:
+        """The charge of a job has to outlive this broker, and its history has the loss."""
+        where = exit_causes.ended(worker.slot, cause)
+        self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def give_up(self, model: Model, why: Callable[[str], PoolError]) -> None:
         """Fail the calls that wait for a model. `why` makes the error for a name of it."""

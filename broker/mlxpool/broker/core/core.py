@@ -59,7 +59,9 @@ class Core:
         delivery = Delivery(state, outbox, pool, ended)
         dispatcher = Dispatcher(state, outbox, pool, delivery)
         self._calls = calls = Calls(state, outbox, pool)
-        self.admission = admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
+        self.admission = admission = Admission(
+            state, outbox, pool, ended, delivery, dispatcher, calls
+        )
         failover = Failover(state, outbox, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
         self._scaling = ReplicaScaling(state, outbox, pool, drainer)

@@ -49,15 +49,16 @@ class ClientGenerate(Event):
 class StartJob(Event):
     """The job manager has a job run; what comes of it goes to JOBS_LINK.
 
-    `message` has the ids that the store holds, the deadline and the window. `charge` is the job's
-    share in the ends of workers, see blame; `alone`: no other run may share its worker.
+    `message` has the ids that the store holds, the deadline and the window, or is a call. `charge`
+    is the job's share in the ends of workers, see blame; `alone`: nothing else may share its
+    worker.
     """
 
     id: bytes
     attempt: int
     owner: str
     digest: bytes
-    message: from_client.Generate
+    message: from_client.Generate | from_client.ModelCall
     seed: int
     charge: float = 0.0
     alone: bool = False

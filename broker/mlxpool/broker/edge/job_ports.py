@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxpool.broker.core import actions as core_actions
+from mlxpool.broker.core.calls import MAX_IN_WORKER
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.workers.worker_states import COMING
 from mlxpool.common.errors import UnknownModel
 from mlxpool.common.protocol.deltas import Deltas
-from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.from_worker import CallAnswer
+from mlxpool.common.protocol.kept.job_work import Work
 from mlxpool.common.protocol.to_client import Done, Failed
+
+# Calls of jobs for which a worker of an encoder model has places. With those that wait in the core
+# (feeding.WINDOW) it has enough while answers are written; calls of clients take turns with them.
+CALL_PLACES = MAX_IN_WORKER
 
 
 class CoreView:
@@ -33,8 +39,8 @@ class CoreView:
     def ack_grace(self) -> float:
         return self._state.config.ack_grace
 
-    def check(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
-        self._core.admission.check_job(owner, message, digest, now)
+    def check(self, owner: str, work: Work, digest: bytes, now: float) -> None:
+        self._core.admission.check_job(owner, work, digest, now)
 
     def model_of(self, name: str) -> str | None:
         try:
@@ -48,15 +54,22 @@ class CoreView:
 
     def places(self, model: str) -> int:
         known = self._state.registry.models[model]
-        return sum(len(w.leases) + w.credit() for w in known.workers if w.serves)
+        serving = [worker for worker in known.workers if worker.serves]
+        if self._state.registry.answers_calls(model):
+            return CALL_PLACES * len(serving)
+        return sum(len(worker.leases) + worker.credit() for worker in serving)
 
     def free(self, model: str) -> int:
         known = self._state.registry.models[model]
+        if self._state.registry.answers_calls(model):
+            serving = [worker for worker in known.workers if worker.serves]
+            return sum(CALL_PLACES - len(worker.calls) for worker in serving) - len(known.calls)
         return sum(worker.credit() for worker in known.workers) - len(known.queue)
 
     def idle(self, model: str) -> bool:
         known = self._state.registry.models[model]
-        return not known.queue and any(w.idle and w.credit() for w in known.workers)
+        waiting = known.queue or known.calls
+        return not waiting and any(w.idle and w.credit() for w in known.workers)
 
     def loads_freely(self, model: str) -> bool:
         registry = self._state.registry
@@ -81,6 +94,8 @@ def job_event(
     message, header = action.message, action.header
     if isinstance(message, Deltas):
         return ev.Output(message.rows)
+    if isinstance(message, CallAnswer):
+        message = Done.of_answer(message)
     if isinstance(message, Done | Failed) and header.id is not None:
         return ev.RunEnded(header.id, header.attempt, message)
     return None

@@ -46,6 +46,7 @@ class ActiveJob:
     phase: JobPhase = JobPhase.RUNNING  # what it is once its outcome is on the disk
     ran: bool = True  # the core has its run
     write_at: float = math.inf  # when its steps are written; infinity: it has none, or they are
+    answer_bound: int = 0  # bytes that its answer may have, while its run or its end has them
     yield_at: int = 0  # ids at which an idle job gives its place back; 0: nobody waits for it
 
     @classmethod

@@ -58,6 +58,7 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
         "job": job.id,
         "seq": job.seq,
         "key": job.scope.key,
+        "kind": job.kind,
         "model": job.model,
         "state": phase_of(job.state, runs=runs).value,
         "gen": job.gen,

@@ -6,28 +6,38 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.from_client import ModelCall
+from mlxpool.common.protocol.kept.job_work import Work
 from mlxpool.common.protocol.packing import pack
 
 DIGEST_BYTES = 16
 MAX_EXACT = 2**53  # from here on a float need not be a whole number that somebody wrote
 
 
-def job_digest(message: Generate) -> bytes:
+def job_digest(work: Work) -> bytes:
     """What makes two submissions the same request: 16 bytes.
 
     It is of the checked request with its defaults filled in, so that neither the order of keys nor
     1 in place of 1.0 makes another one. What does not change the answer is left out: deadlines,
     priority, and for how long the result is kept.
     """
-    prompt = message.prompt
-    meaning = {
-        "model": message.model,
-        "prompt": canonical(prompt.body()),
-        "blobs": [hashlib.sha256(blob).digest() for blob in prompt.blobs()],
-        "options": canonical(message.options.to_wire()),
+    return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
+
+
+def _meaning(work: Work) -> dict[str, Any]:
+    if isinstance(work, ModelCall):
+        return {
+            "model": work.model,
+            "call": work.kind,
+            "fields": canonical(work.fields),
+            "blobs": [hashlib.sha256(blob).digest() for blob in work.packed],
+        }
+    return {
+        "model": work.model,
+        "prompt": canonical(work.prompt.body()),
+        "blobs": [hashlib.sha256(blob).digest() for blob in work.prompt.blobs()],
+        "options": canonical(work.options.to_wire()),
     }
-    return hashlib.sha256(pack(meaning)).digest()[:DIGEST_BYTES]
 
 
 def canonical(value: Any) -> Any:

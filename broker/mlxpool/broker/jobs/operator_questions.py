@@ -183,6 +183,9 @@ def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, A
     items += [
         {"blob": {"job": job.id, "place": place, "data": data}} for place, data in exported.blobs
     ]
+    items += [
+        {"answer": {"job": job.id, "place": place, "data": data}} for place, data in exported.answer
+    ]
     for chunk in exported.chunks:
         output: dict[str, Any] = {
             "job": job.id,

@@ -58,6 +58,7 @@ from mlxpool.common.protocol.kept.job_messages import (
     ListJobs,
     Submit,
 )
+from mlxpool.common.protocol.kept.job_work import seed_of, warnings_of
 from mlxpool.common.protocol.packing import pack
 
 # What the state of a job does not allow, and what to do instead.
@@ -114,24 +115,23 @@ class Questions:
 
     def _submit(self, event: ev.Asked, message: Submit, now: float) -> None:
         """Store a job. One that the pool does not take is refused, unless it was taken before."""
-        generate, policy = message.generate, self._policy()
-        digest = job_digest(generate)
+        work, policy = message.work, self._policy()
+        digest = job_digest(work)
         try:
-            self._view.check(event.owner, generate, digest, now)
+            self._view.check(event.owner, work, digest, now)
             notify = _notify_url(message, policy)
         except PoolError as error:
             self._refuse_unless_known(event, message, digest, error)
             return
-        drawn = generate.options.seed < 0
-        deadline_ms = generate.deadline_ms
+        deadline_ms = work.deadline_ms
         operation = store.Submit(
             event.new_id,
             Scope(event.owner, message.tenant, message.key),
             digest,
-            generate.kind,
-            generate.model,
+            work.kind,
+            work.model,
             pack({**message.request, **({"note": message.note} if message.note else {})}),
-            event.seed if drawn else generate.options.seed,
+            seed_of(work, event.seed),
             message.blobs,
             message.priority,
             not_before=message.not_before,
@@ -183,7 +183,7 @@ class Questions:
             job.gen,
             job.seed,
             phase.value,
-            message.generate.warnings + self._policy().keep_warning(message.keep_ms),
+            warnings_of(message.work) + self._policy().keep_warning(message.keep_ms),
         )
         self._send(event, accepted)
 

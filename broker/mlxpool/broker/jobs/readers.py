@@ -206,7 +206,7 @@ class Readers:
         if reader.sent < job.pos:
             reader.behind = True
         elif job.state in ENDED:
-            self._end(reader, terminal_of(job.end))
+            self._end(reader, terminal_of(job.end, result.answer))
             return
         self._go_on(reader, now)
 

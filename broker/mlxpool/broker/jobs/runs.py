@@ -7,6 +7,7 @@ when it is durable; the end of a job is written after all its ids.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -45,8 +46,9 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.common.errors import Damaged, Internal, Poisoned, PoolError
 from mlxpool.common.options import MAX_DEADLINE_MS
-from mlxpool.common.protocol.from_client import Ack, Generate
+from mlxpool.common.protocol.from_client import Ack, ModelCall
 from mlxpool.common.protocol.kept.job_messages import IDLE
+from mlxpool.common.protocol.kept.job_work import Work, answer_bound, parse_work
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
@@ -54,6 +56,7 @@ from mlxpool.common.protocol.to_client import Done, Failed
 WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
 WINDOW = 4096  # ids of a run that may wait for the disk
 RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
+MAX_ANSWERS = 128 * 1024 * 1024  # bytes that all answers may have which come or are not written
 IDLE_IDS = 64  # that an idle job may still compute when others wait
 
 
@@ -77,11 +80,14 @@ class Runs:
         self._readers = readers
         self._notices = notices
         self._last_attempt = 0
+        self._held: deque[tuple[ActiveJob, FedJob]] = deque()  # wait until answers are written
+        self._answer_bytes = 0  # of answers that may come, or are not written
 
     # ---- starts --------------------------------------------------------------------------------
 
     def feed(self, now: float) -> None:
         """Read the jobs that can be run now, and have workers for those that cannot."""
+        self._start_held(now)
         for plan in self._feeder.plan(self._view, self.active.keys(), now):
             self._outbox.store(plan, self._fed(plan))
         for name in self._feeder.hungry(now):
@@ -127,24 +133,47 @@ class Runs:
             why = f"the broker ended {retries.MAX_STARTS} times after this job was started"
             self._leave(active, self._dead(active, Poisoned(why)), now)
             return
+        self._held.append((active, fed))
+        self._start_held(now)
+
+    def _start_held(self, now: float) -> None:
+        """Give the core the jobs that were fed, in their order, as far as answers have room."""
+        while self._held:
+            active, fed = self._held[0]
+            if self.active.get(active.id) is not active:  # it was ended in the store
+                self._held.popleft()
+            elif not self._begin(active, fed, now):
+                return
+            else:
+                self._held.popleft()
+
+    def _begin(self, active: ActiveJob, fed: FedJob, now: float) -> bool:
+        """Give a job to the core; False: the answers that come have to be written first."""
+        job = active.job
         try:
-            message = _message(fed, active.deadline - now)
+            work = _work(fed, active.deadline - now)
         except (PoolError, ValueError, TypeError, KeyError) as error:
             what = Internal(f"the stored request cannot be read: {error}")
             self._leave(active, self._dead(active, what), now)
-            return
+            return True
+        size = answer_bound(work)
+        if size and self._answer_bytes and self._answer_bytes + size > MAX_ANSWERS:
+            return False
+        active.answer_bound = size
+        self._answer_bytes += size
         self._outbox.perform(
             core.StartJob(
                 job.id,
                 active.attempt,
                 job.scope.owner,
                 job.digest,
-                message,
+                work,
                 job.seed,
                 job.charge,
                 alone=job.starts > retries.ALONE_STARTS,
             )
         )
+        return True
 
     # ---- output --------------------------------------------------------------------------------
 
@@ -201,7 +230,7 @@ class Runs:
     def _done(self, active: ActiveJob, done: Done) -> Finish:
         state = JobState.CANCELLED if done.reason == "cancelled" else JobState.DONE
         whole = replace(done, text=active.text_before + done.text)
-        return Finish(active.id, active.job.gen, state, packed_end(whole))
+        return Finish(active.id, active.job.gen, state, packed_end(whole), answer=whole.blobs())
 
     def _dead(self, active: ActiveJob, error: PoolError) -> Finish:
         return Finish(
@@ -224,6 +253,7 @@ class Runs:
         if isinstance(error, Poisoned):
             life = self._view.poison_life
             self._outbox.store(SetPoison(job.digest, life), lambda result, now: None)
+            self._outbox.perform(core.Quarantine(job.digest, life))
         attempts = 1 if active.taken > job.pos else job.attempts + 1
         if what is Verdict.DEAD or attempts >= retries.MAX_ATTEMPTS:
             return replace(self._dead(active, error), attempts=attempts)
@@ -263,6 +293,7 @@ class Runs:
 
     def _remove(self, active: ActiveJob) -> None:
         del self.active[active.id]
+        self._answer_bytes -= active.answer_bound
         self._feeder.left(_group(active.job))
 
     # ---- writing -------------------------------------------------------------------------------
@@ -368,18 +399,24 @@ def _group(job: JobView) -> Group:
     return (job.model, job.priority)
 
 
-def _message(fed: FedJob, left: float) -> Generate:
-    """The `generate` of a job, which goes on from its durable ids. Raises PoolError, ValueError."""
+def _work(fed: FedJob, left: float) -> Work:
+    """What a job computes with `left` seconds; a `generate` goes on from its durable ids.
+
+    Raises PoolError, ValueError.
+    """
     job = fed.job
     request = {key: value for key, value in unpack(fed.request).items() if key != "note"}
-    message = Generate.parse(request, fed.blobs)
+    work = parse_work(request, fed.blobs, job.scope.owner)
+    milliseconds = MAX_DEADLINE_MS if math.isinf(left) else math.ceil(left * 1000)
+    deadline_ms = min(MAX_DEADLINE_MS, max(1, milliseconds))
+    if isinstance(work, ModelCall):
+        return replace(work, deadline_ms=deadline_ms)
     facts = None if job.facts is None else Facts.from_worker(unpack(job.facts))
     resume = Resume(fed.ids, facts, job.seed) if fed.ids or facts is not None else None
-    milliseconds = MAX_DEADLINE_MS if math.isinf(left) else math.ceil(left * 1000)
     return replace(
-        message,
+        work,
         resume=resume,
-        deadline_ms=min(MAX_DEADLINE_MS, max(1, milliseconds)),
+        deadline_ms=deadline_ms,
         priority=max(0, job.priority),
         window=WINDOW,
         batch=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.kept.job_work import Work
 
 
 class PoolView(Protocol):
@@ -25,7 +25,7 @@ class PoolView(Protocol):
         """Seconds that a reader may be behind its window without an ack."""
         ...
 
-    def check(self, owner: str, message: Generate, digest: bytes, now: float) -> None:
+    def check(self, owner: str, work: Work, digest: bytes, now: float) -> None:
         """Raises PoolError for a request that may not become a job."""
         ...
 
@@ -38,7 +38,7 @@ class PoolView(Protocol):
         ...
 
     def places(self, model: str) -> int:
-        """How many sequences its ready workers run at once."""
+        """How many requests its ready workers run at once."""
         ...
 
     def free(self, model: str) -> int:

@@ -185,6 +185,11 @@ class Registry:
 
     # ---- availability ------------------------------------------------------------------------
 
+    def answers_calls(self, name: str) -> bool:
+        """Whether the files of a model say that it answers calls, such as `embed`, and no more."""
+        features = self.names.known[name].about.get("features")
+        return isinstance(features, list | tuple) and any(one in features for one in TASKS)
+
     def check_task(self, name: str, kind: str) -> None:
         """Raises BadRequest for a `generate` or a call that the files of a model do not answer.
 

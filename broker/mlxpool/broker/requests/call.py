@@ -14,7 +14,8 @@ class Call:
     """An open call. `epoch`: of the worker that has it, 0 while it waits in the model's record.
 
     `losses` counts workers that had it and ended; `charge` is its share in the ends of workers,
-    see blame. Its answer goes to `link` with `attempt`. Times are those of the core.
+    see blame. `alone`: its worker computes it without others. Its answer goes to `link` with
+    `attempt`. Times are those of the core.
     """
 
     id: bytes
@@ -26,6 +27,7 @@ class Call:
     epoch: int = 0
     losses: int = 0
     charge: float = 0.0
+    alone: bool = False
 
     @property
     def size(self) -> int:
@@ -38,7 +40,7 @@ class Call:
 
     def for_worker(self) -> ModelCall:
         """What the worker is told; one that may have ended a worker is computed alone."""
-        return replace(self.message, deadline_ms=None, alone=self.charge > 0)
+        return replace(self.message, deadline_ms=None, alone=self.alone or self.charge > 0)
 
 
 class CallQueue:

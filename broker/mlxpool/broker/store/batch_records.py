@@ -141,7 +141,9 @@ class Lines(Result):
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """What became of a line: a job, or a cause of failure. An ended job has its text and ids.
+    """What became of a line: a job, or a cause of failure.
+
+    An ended job has its text and ids, or the blobs of its answer.
 
     `whole` is false for a job with more output than a page may have; then it comes without.
     """
@@ -154,6 +156,7 @@ class LineOutcome:
     ids: bytes = b""
     logprobs: tuple[bytes, ...] = ()  # packed lists
     whole: bool = True
+    answer: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,9 +122,10 @@ class Progress(Operation):
 class Finish(Operation):
     """End a job that waits or runs, with its last output. Results: Changed, Fate, UnknownName.
 
-    `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes. A job with
-    `notify` gets a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker.
-    `attempts` are those that have failed in a row, with the last; None: as before.
+    `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes, `answer` the
+    blobs of one that has an answer, of at most MAX_ANSWER bytes together. A job with `notify` gets
+    a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker. `attempts` are
+    those that have failed in a row, with the last; None: as before.
     """
 
     id: bytes
@@ -136,10 +137,12 @@ class Finish(Operation):
     facts: bytes | None = None
     stacks: str = ""
     attempts: int | None = None
+    answer: tuple[bytes, ...] = ()
 
     @property
     def size(self) -> int:
-        return len(self.end) + (0 if self.chunk is None else self.chunk.size)
+        output = 0 if self.chunk is None else self.chunk.size
+        return len(self.end) + output + sum(map(len, self.answer))
 
 
 @dataclass(frozen=True, slots=True)

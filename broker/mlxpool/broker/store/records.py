@@ -11,7 +11,8 @@ from enum import StrEnum
 from mlxpool.common.protocol.token_ids import count_of
 
 MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
-MAX_END = 4 * 1024 * 1024  # bytes of the end of a job, the answer of an unary call included
+MAX_END = 4 * 1024 * 1024  # bytes of the end of a job without the blobs of its answer
+MAX_ANSWER = 4 * 1024 * 1024  # bytes of the blobs of a job's answer
 MAX_FAILURES = 16  # that are kept of a job, the newest
 MAX_STACKS = 16 * 1024  # characters of a worker's stacks that are kept with a failure
 
@@ -269,11 +270,13 @@ class Page(Result):
     """Output of a job from a step border on, in whole steps.
 
     `chunks` begin at or before the position asked for. `job.pos` says how far the output goes, and
-    `job.state` whether it can go on. No chunks: there is nothing behind the position yet.
+    `job.state` whether it can go on. No chunks: there is nothing behind the position yet. `answer`:
+    the blobs of the answer of an ended job, on the page that has its last id.
     """
 
     job: JobView
     chunks: tuple[Chunk, ...]
+    answer: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,8 +376,8 @@ class StoreFigures(Result):
 class Cursor:
     """Where an export goes on: at the job `seq` or the first behind it.
 
-    `part` 0: with the job itself; else with the blob `part` - 1 of its request, those behind it and
-    the output, of generation `gen`, from `pos` on.
+    `part` 0: with the job itself; else with the blob `part` - 1 of its request and of its answer,
+    those behind it and the output, of generation `gen`, from `pos` on.
     """
 
     seq: int = 0
@@ -387,7 +390,8 @@ class Cursor:
 class ExportedJob:
     """A job, or only further blobs and output of it if `request` is None.
 
-    `blobs` are (place, data). `damaged` says what of it the disk has changed; that is left out.
+    `blobs` of its request and of its `answer` are (place, data). `damaged` says what of it the disk
+    has changed; that is left out.
     """
 
     job: JobView
@@ -395,6 +399,7 @@ class ExportedJob:
     blobs: tuple[tuple[int, bytes], ...]
     chunks: tuple[Chunk, ...]
     damaged: tuple[str, ...] = ()
+    answer: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

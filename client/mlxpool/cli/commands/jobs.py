@@ -17,7 +17,12 @@ from mlxpool.cli import job_operations
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import count, duration, size
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.printed_stream import print_deltas, prompt_of, result_as_json
+from mlxpool.cli.printed_stream import (
+    answer_as_json,
+    print_deltas,
+    prompt_of,
+    result_as_json,
+)
 from mlxpool.cli.request_flags import (
     add_connect_timeout,
     add_options,
@@ -295,7 +300,8 @@ def fetch(options: argparse.Namespace) -> int:
     ):
         print_deltas(stream, add, as_json=options.json)
         result = stream.result
-    print(json_text(result_as_json(result)) if options.json else "", flush=True)
+    text = "" if result.answer is None else json_text(answer_as_json(result))
+    print(json_text(result_as_json(result)) if options.json else text, flush=True)
     if result.reason != "cancelled":
         return 0
     print(escape_line(f"mlxpool: the job {options.key!r} was cancelled"), file=sys.stderr)

@@ -67,6 +67,36 @@ class AsyncJobMethods:
             )
         )
 
+    async def submit_call(
+        self,
+        kind: str,
+        model: str,
+        *,
+        key: str | None = None,
+        keep: float | None = None,
+        not_before: float | None = None,
+        notify: str | None = None,
+        note: bytes = b"",
+        priority: int | str = 0,
+        deadline_ms: int | None = None,
+        **fields: Any,
+    ) -> Job:
+        """Have a call answered, whoever is there to read it; see `Client.submit_call`."""
+        return await self._caller.call(
+            jobs.submit_call(
+                kind,
+                model,
+                fields,
+                key=key,
+                keep=keep,
+                not_before=not_before,
+                notify=notify,
+                note=note,
+                priority=priority,
+                deadline_ms=deadline_ms,
+            )
+        )
+
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
     ) -> AsyncStream:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.client.stream import Result
+from mlxpool.client.vectors import Vectors
 from mlxpool.common.errors import PoolError, from_body
+from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.to_client import Done, Failed
@@ -29,6 +31,14 @@ class LineResult:
     def text(self) -> str:
         """The text of the result, "" without one."""
         return "" if self.result is None else self.result.text
+
+    @property
+    def vectors(self) -> Vectors | None:
+        """The vectors of a line that is an `embed`, a `rerank` or a `classify`; None without."""
+        answer = None if self.result is None else self.result.answer
+        if self.result is None or answer is None or answer.kind != VECTORS:
+            return None
+        return Vectors.of(self.result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ def line_result(row: Mapping[str, Any], whole: Result | PoolError | None = None)
         if end["kind"] == Failed.kind:
             error = from_body(end["body"])
         else:
-            result = _result(row, Done.parse(end["body"]))
+            result = _result(row, Done.parse(end["body"], end.get("blobs", ())))
     return LineResult(row["line"], row["id"], row["state"], row.get("job"), result, error)
 
 
@@ -69,6 +79,7 @@ def _result(row: Mapping[str, Any], done: Done) -> Result:
         attempts=done.attempts,
         logprobs=tuple(row.get("logprobs", ())),
         complete=done.complete,
+        answer=done.answer,
     )
 
 

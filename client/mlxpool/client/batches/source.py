@@ -92,7 +92,7 @@ class Source:
         except BadLine as bad:
             named = f" (id {bad.label!r})" if bad.label else ""
             raise type(bad.error)(f"line {number}{named}: {bad.error.message}") from None
-        if not parsed.submit.generate.model:
+        if not parsed.submit.work.model:
             raise BadRequest(f"line {number}: names no model")
 
     def _read(self) -> Iterator[bytes]:

@@ -82,6 +82,42 @@ class JobMethods(Closing):
             )
         )
 
+    def submit_call(
+        self,
+        kind: str,
+        model: str,
+        *,
+        key: str | None = None,
+        keep: float | None = None,
+        not_before: float | None = None,
+        notify: str | None = None,
+        note: bytes = b"",
+        priority: int | str = 0,
+        deadline_ms: int | None = None,
+        **fields: Any,
+    ) -> Job:
+        """Have a call answered, whoever is there to read it; returns when it is on the disk.
+
+        `kind` is embed, rerank, classify or decide, and `fields` are the keys of such a call
+        (docs/protocol.md): `inputs` or `tokens`, `query` and `documents`, `prompt` and `questions`
+        and so on, at most 256 texts. The answer is read by `Vectors.of` or `DecisionList.of` of
+        `fetch(job).read()`. The other arguments are those of `submit`, and it raises the same.
+        """
+        return self._caller.call(
+            jobs.submit_call(
+                kind,
+                model,
+                fields,
+                key=key,
+                keep=keep,
+                not_before=not_before,
+                notify=notify,
+                note=note,
+                priority=priority,
+                deadline_ms=deadline_ms,
+            )
+        )
+
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
     ) -> Stream:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mlxpool.common.checks import mapping, natural, optional_flag
 from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
@@ -95,7 +96,8 @@ class Done(Content):
     """The terminal of a stream that ended without an error. Times are milliseconds.
 
     `text` is what was held back; `reason` is stop, length or cancelled; `attempts` counts how
-    often the broker gave the request to a worker. `complete`: see RunEnd.
+    often the broker gave the request to a worker. `complete`: see RunEnd. `answer`: that of a job
+    which is a call, such as `embed`, without its usage and its times; its blobs are the message's.
     """
 
     kind: ClassVar[str] = "done"
@@ -105,6 +107,15 @@ class Done(Content):
     timings_ms: Mapping[str, Any] = field(default_factory=dict)
     attempts: int = 1
     complete: bool | None = None
+    answer: CallAnswer | None = None
+
+    @classmethod
+    def of_answer(cls, answer: CallAnswer) -> Done:
+        """The end of a job whose worker has answered."""
+        fields = dict(answer.fields)
+        usage, timings = mapping(fields.pop("usage", None)), mapping(fields.pop("timings_ms", None))
+        rest = CallAnswer(fields, answer.packed, answer.kind)
+        return cls("stop", "", usage, timings, answer=rest)
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -114,10 +125,17 @@ class Done(Content):
             "timings_ms": self.timings_ms,
             "attempts": self.attempts,
         }
-        return body if self.complete is None else {**body, "complete": self.complete}
+        body |= {} if self.complete is None else {"complete": self.complete}
+        if self.answer is None:
+            return body
+        return {**body, "answer": {"kind": self.answer.kind, **self.answer.fields}}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return () if self.answer is None else self.answer.packed
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Done:
+    def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Done:
+        """`blobs`: those of the answer, if there is one."""
         return cls(
             str(body.get("reason")),
             str(body.get("text", "")),
@@ -125,7 +143,15 @@ class Done(Content):
             mapping(body.get("timings_ms")),
             int(body.get("attempts", 1)),
             optional_flag(body.get("complete")),
+            _answer(body.get("answer"), blobs),
         )
+
+
+def _answer(body: object, blobs: Sequence[bytes]) -> CallAnswer | None:
+    if not isinstance(body, Mapping):
+        return None
+    fields = {key: value for key, value in body.items() if key != "kind"}
+    return CallAnswer(fields, tuple(blobs), str(body.get("kind")))
 
 
 @dataclass(frozen=True, slots=True)

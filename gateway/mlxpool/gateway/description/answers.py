@@ -67,7 +67,10 @@ _NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
 OPENAI: Mapping[str, Schema] = {
     **RESPONSES,
     "Job": record(
-        {"id": TEXT, "object": {"const": "job"}, "key": TEXT, "model": TEXT, "state": TEXT},
+        {
+            **dict.fromkeys(("id", "key", "kind", "model", "state"), TEXT),
+            "object": {"const": "job"},
+        },
         {
             **dict.fromkeys(("seq", "gen", "ids", "attempts", "end_seq", "bytes", "line"), COUNT),
             **dict.fromkeys(("deadline", "ended", "forget"), _NUMBER_OR_NULL),
@@ -94,6 +97,11 @@ OPENAI: Mapping[str, Schema] = {
             "complete": FLAG,
             "code": TEXT,
             "message": TEXT,
+            "rows": COUNT,
+            "columns": COUNT,
+            "vectors": listed(listed(NUMBER)),
+            "labels": listed(TEXT),
+            "decisions": listed(MAP),
         },
     ),
     "Deleted": record({"id": TEXT, "object": TEXT, "deleted": FLAG}),

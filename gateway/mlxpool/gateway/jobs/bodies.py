@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.client import Delta, Result
+from mlxpool.client import Delta, Result, Vectors
+from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.server_sent_events import sse
 
@@ -80,7 +81,10 @@ def restarted_event(gen: int) -> bytes:
 def done_event(result: Result, gen: int) -> bytes:
     """The job has ended without an error; it may have been cancelled."""
     body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
-    more = {} if result.complete is None else {"complete": result.complete}
+    more: dict[str, Any] = {} if result.complete is None else {"complete": result.complete}
+    if result.answer is not None:
+        more |= result.answer.fields
+        more |= {"vectors": Vectors.of(result).tolist()} if result.answer.kind == VECTORS else {}
     return sse({**body, **more}, "done", Place(gen, ended=True).id)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from mlxpool.common.options import CHECKS, MAX_DEADLINE_MS
 from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
+from mlxpool.common.protocol.decisions import MAX_QUESTIONS
+from mlxpool.common.protocol.encoder_calls import MAX_INPUTS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.images import MAX_IMAGES
 from mlxpool.common.protocol.kept.job_messages import IDLE, JOB_STATES, MAX_KEEP_MS, MAX_LISTED
+from mlxpool.common.protocol.kept.job_work import KIND, KINDS
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.gateway.description.schemas import (
     FLAG,
@@ -36,7 +39,10 @@ JOB = Body(
         "model": described("a name of /v1/models", NAME),
         "prompt": described("text; one of prompt, messages and tokens", TEXT),
         "messages": listed(MAP, 1, MAX_MESSAGES),
-        "tokens": TOKEN_IDS,
+        "tokens": described(
+            "of a call also a list of such lists",
+            one_of(TOKEN_IDS, listed(TOKEN_IDS, 1, MAX_INPUTS)),
+        ),
         "images": described("files in base64", listed(TEXT, 0, MAX_IMAGES)),
         "tools": listed(MAP, 0, MAX_TOOLS),
         "think": one_of(FLAG, choice(*LEVELS)),
@@ -48,9 +54,23 @@ JOB = Body(
         "notify": described("the URL to which its end is posted", TEXT),
         "priority": integer(IDLE, MAX_PRIORITY),
         "deadline_ms": integer(1, MAX_DEADLINE_MS),
+        KIND: described("absent: generate; of a call (docs/protocol.md) its keys", choice(*KINDS)),
+        "inputs": one_of(TEXT, listed({}, 1, MAX_INPUTS)),
+        "documents": listed(TEXT, 1, MAX_INPUTS),
+        "query": TEXT,
+        "questions": listed(MAP, 1, MAX_QUESTIONS),
+        "temperature": {"type": "number"},
+        "truncate": FLAG,
+        "dimensions": integer(1),
+        "normalise": FLAG,
+        "prompt_name": TEXT,
     },
     required=("model",),
 )
+OF_CALLS = frozenset(
+    {"inputs", "documents", "query", "questions", "temperature", "truncate", "dimensions"}
+    | {"normalise", "prompt_name"}
+)  # which a `generate` has not
 LISTED = Body(  # the query of GET /v1/jobs
     {
         "state": choice(*JOB_STATES),

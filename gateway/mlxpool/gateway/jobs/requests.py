@@ -10,37 +10,40 @@ from mlxpool.common.checks import is_number, shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_DEADLINE_MS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
-from mlxpool.common.protocol.from_client import MAX_PRIORITY
+from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.kept.job_messages import IDLE, MAX_KEEP_MS, job_key
+from mlxpool.common.protocol.kept.job_work import KIND, kind_of, parse_work
+from mlxpool.common.protocol.kept.packed_requests import packed_request
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.images import image_list
-from mlxpool.gateway.jobs.fields import IN_OPTIONS, JOB, OPTIONS
+from mlxpool.gateway.jobs.fields import IN_OPTIONS, JOB, OF_CALLS, OPTIONS
 
 PROMPTS = ("prompt", "messages", "tokens")
+OF_JOBS = ("key", "keep", "not_before", "notify", "priority", "deadline_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A checked job: the model, its key (None: one is drawn), and the arguments of `submit`."""
+    """A checked job: the model, its key (None: one is drawn), and the arguments of `submit`.
+
+    With the `kind` of a call they are those of `submit_call`.
+    """
 
     model: str
     key: str | None
     arguments: Mapping[str, Any]
+    kind: str = Generate.kind
 
 
 def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
     """A checked POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
     JOB.check(body, elsewhere=IN_OPTIONS)
-    given = [name for name in PROMPTS if body.get(name) is not None]
-    if len(given) != 1:
-        raise bad_request(f"give one of prompt, messages, tokens; got {given or 'none'}", "prompt")
+    kind: str = fields.checked(KIND, lambda _: kind_of(body), body.get(KIND))
     arguments = {
-        **_options(body),
-        **_prompt(body),
-        "session": fields.text(body, "session", "") or None,
+        **(_generate(body) if kind == Generate.kind else _call(body)),
         "keep": _seconds(body, "keep", MAX_KEEP_MS / 1000),
         "not_before": _seconds(body, "not_before", MAX_TIME),
         "notify": fields.text(body, "notify", "") or None,
@@ -48,7 +51,32 @@ def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
         "deadline_ms": fields.integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
     }
     found = {name: value for name, value in arguments.items() if value is not None}
-    return JobRequest(fields.text(body, "model"), _key(body, idempotency), found)
+    return JobRequest(fields.text(body, "model"), _key(body, idempotency), found, kind)
+
+
+def _generate(body: Mapping[str, Any]) -> dict[str, Any]:
+    of_calls = next((name for name in OF_CALLS if body.get(name) is not None), None)
+    if of_calls is not None:
+        other = f", or give {IN_OPTIONS[of_calls]!r}" if of_calls in IN_OPTIONS else ""
+        raise bad_request(
+            f"{of_calls!r} is of calls: name one in 'kind', as embed{other}", of_calls
+        )
+    given = [name for name in PROMPTS if body.get(name) is not None]
+    if len(given) != 1:
+        raise bad_request(f"give one of prompt, messages, tokens; got {given or 'none'}", "prompt")
+    session = fields.text(body, "session", "") or None
+    return {**_options(body), **_prompt(body), "session": session}
+
+
+def _call(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a call, checked as its worker would."""
+
+    def check(given: Any) -> None:
+        parse_work(*packed_request(given))
+
+    given = {name: body[name] for name in body if name not in OF_JOBS and body[name] is not None}
+    fields.checked(KIND, check, given)
+    return {name: value for name, value in given.items() if name not in (KIND, "model")}
 
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:

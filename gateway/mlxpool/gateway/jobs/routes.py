@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream
 from mlxpool.common.errors import JobRestarted, PoolError
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.job_messages import DEFAULT_LISTED, JOB_STATES, MAX_LISTED
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
@@ -37,7 +38,10 @@ class JobRoutes:
         client, request = self._pool.job_client, requests.job(body, idempotency)
         key = request.key or drawn_key()
         model = await self._pool.models.get(request.model)
-        job = await client.submit(model.name, key=key, **request.arguments)
+        if request.kind == Generate.kind:
+            job = await client.submit(model.name, key=key, **request.arguments)
+        else:
+            job = await client.submit_call(request.kind, model.name, key=key, **request.arguments)
         response.exchange.model, response.exchange.pool_id = model.name, job.id.hex()
         await response.json(job_body(await client.job(job)))
 

@@ -174,12 +174,14 @@ def _job_fields(job: JobView) -> dict[str, Any]:
 def _output(outcome: LineOutcome, job: JobView) -> dict[str, Any]:
     if job.state is JobState.GONE or not outcome.whole:
         return {"whole": outcome.whole}
-    terminal = terminal_of(job.end)
+    terminal = terminal_of(job.end, outcome.answer)
+    end: dict[str, Any] = {"kind": terminal.kind, "body": terminal.body()}
+    end |= {"blobs": list(outcome.answer)} if outcome.answer else {}
     output: dict[str, Any] = {
         "whole": True,
         "text": outcome.text,
         "ids": outcome.ids,
-        "end": {"kind": terminal.kind, "body": terminal.body()},
+        "end": end,
     }
     if outcome.logprobs:
         output["logprobs"] = [entry for part in outcome.logprobs for entry in unpack(part)]

@@ -21,8 +21,8 @@ from mlxpool.broker.store.operations import Submit
 from mlxpool.broker.store.records import Scope
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.protocol.frames import EXACT_BITS
-from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.batch_lines import BadLine, Line, parse_line
+from mlxpool.common.protocol.kept.job_work import Work, seed_of
 
 AHEAD = 1024  # jobs of a batch that wait or run, from which on no further lines become jobs
 PORTION_LINES = 128  # that one commit makes jobs of: about 10 ms of the store's thread
@@ -33,7 +33,7 @@ SLICE_BYTES = 64 * 1024  # the same; a longer line is a slice by itself
 class Check(Protocol):
     """Whether a request may become a job, see PoolView.check."""
 
-    def __call__(self, owner: str, message: Generate, digest: bytes, now: float) -> None: ...
+    def __call__(self, owner: str, work: Work, digest: bytes, now: float) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -82,19 +82,18 @@ class Portion:
             self.failed.append((number, label, failure_text(error)))
 
     def _job(self, number: int, line: Line, check: Check, now: float) -> Submit:
-        batch, generate = self.batch, line.submit.generate
+        batch, work = self.batch, line.submit.work
         scope = batch.scope
-        digest = job_digest(generate)
-        check(scope.owner, generate, digest, now)
-        drawn = generate.options.seed < 0
+        digest = job_digest(work)
+        check(scope.owner, work, digest, now)
         return Submit(
             line_id(batch.id, number),
             Scope(scope.owner, scope.tenant, line_key(batch.id, number)),
             digest,
-            generate.kind,
-            generate.model,
+            work.kind,
+            work.model,
             line.packed,
-            line_seed(batch.id, number) if drawn else generate.options.seed,
+            seed_of(work, line_seed(batch.id, number)),
             line.blobs,
             self.settings.priority,
             deadline=self.lines.deadline_left,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker.store.batch_operations import (
@@ -12,26 +11,20 @@ from mlxpool.broker.store.batch_operations import (
     ListBatches,
     ReadBatch,
     ReadLines,
-    ReadOutcomes,
     ReleaseBatch,
     RetryBatch,
     SubmitBatch,
 )
 from mlxpool.broker.store.batch_records import (
     MAX_LINE,
-    MAX_OUTPUT,
     BatchChanged,
     BatchList,
     BatchState,
     BatchSubmitted,
     BatchView,
-    LineOutcome,
-    LineOutcomes,
     Lines,
 )
-from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import (
-    ENDED,
     RETRYABLE,
     DuplicateKey,
     JobState,
@@ -400,59 +393,3 @@ def list_batches(database: Database, asked: ListBatches, now: float) -> BatchLis
     )
     batches = tuple(view(database, row) for row in found)
     return BatchList(batches, batches[-1].id if len(batches) == asked.count else b"")
-
-
-def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
-    """What became of lines, jobs and failed ones together in the order of lines."""
-    row = _row(database, asked.name)
-    if row is None:
-        return UnknownName()
-    jobs = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND line > ? ORDER BY line LIMIT ?",
-        row[0],
-        asked.after,
-        asked.count + 1,
-    )
-    failed = database.execute(
-        "SELECT line, label, cause FROM failed_line WHERE batch = ? AND line > ?"
-        " ORDER BY line LIMIT ?",
-        row[0],
-        asked.after,
-        asked.count + 1,
-    )
-    both = [LineOutcome(job.line, job.label, job.cause, job) for job in map(rows.view, jobs)]
-    both += [LineOutcome(line, label, cause, None) for line, label, cause in failed]
-    both.sort(key=lambda outcome: outcome.line)
-    page: list[LineOutcome] = []
-    size = 0
-    for outcome in both[: asked.count]:
-        if page and size >= asked.max_bytes:
-            break
-        page.append(_with_output(database, outcome))
-        size += rows.ROW_BYTES + _output_size(page[-1])
-    return LineOutcomes(tuple(page), page[-1].line if len(page) < len(both) else -1)
-
-
-def _output_size(outcome: LineOutcome) -> int:
-    """Bytes of its output, at most."""
-    end = 0 if outcome.job is None else len(outcome.job.end or b"")
-    return end + 4 * len(outcome.text) + len(outcome.ids) + sum(map(len, outcome.logprobs))
-
-
-def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
-    """With the output of an ended job, unless it has more than MAX_OUTPUT bytes."""
-    job = outcome.job
-    if job is None or job.state not in ENDED:
-        return outcome
-    left_out = replace(outcome, job=replace(job, end=None), whole=False)
-    try:
-        chunks = list(rows.chunks_of(database, job))
-    except Damaged:  # who fetches the job is told which ids
-        return left_out
-    whole = replace(
-        outcome,
-        text="".join(chunk.text for chunk in chunks),
-        ids=b"".join(chunk.ids for chunk in chunks),
-        logprobs=tuple(chunk.logprobs for chunk in chunks if chunk.logprobs),
-    )
-    return whole if _output_size(whole) <= MAX_OUTPUT else left_out

@@ -61,22 +61,37 @@ def _exported(
             damaged.append(str(error))
         room -= len(request) + len(job.end or b"")
     blobs: list[tuple[int, bytes]] = []
-    count = rows.count_blobs(database, job)
-    for place in range(max(0, at.part - 1), count):
+    places = [*range(rows.count_blobs(database, job))]
+    places += [-1 - one for one in range(rows.count_blobs(database, job, of_answer=True))]
+    for index in range(max(0, at.part - 1), len(places)):
         try:
-            data = rows.read_blob(database, job, place)
+            data = rows.read_blob(database, job, places[index])
         except Damaged as error:
             damaged.append(str(error))
             continue
         if len(data) > room and (blobs or request is not None):
-            part = ExportedJob(job, request, tuple(blobs), (), tuple(damaged))
-            return part, Cursor(job.seq, job.gen, place + 1)
-        blobs.append((place, data))
+            return _part(job, request, blobs, (), damaged), Cursor(job.seq, job.gen, index + 1)
+        blobs.append((places[index], data))
         room -= len(data)
     first = not blobs and request is None
     chunks, pos = _output(database, job, at.pos, room, damaged, first)
-    following = Cursor(job.seq + 1) if pos is None else Cursor(job.seq, job.gen, count + 1, pos)
-    return ExportedJob(job, request, tuple(blobs), chunks, tuple(damaged)), following
+    following = Cursor(job.seq + 1)
+    if pos is not None:
+        following = Cursor(job.seq, job.gen, len(places) + 1, pos)
+    return _part(job, request, blobs, chunks, damaged), following
+
+
+def _part(
+    job: JobView,
+    request: bytes | None,
+    blobs: list[tuple[int, bytes]],
+    chunks: tuple[Chunk, ...],
+    damaged: list[str],
+) -> ExportedJob:
+    """What a page has of a job; blobs at places below 0 are those of its answer."""
+    of_request = tuple(one for one in blobs if one[0] >= 0)
+    answer = tuple((-1 - place, data) for place, data in blobs if place < 0)
+    return ExportedJob(job, request, of_request, chunks, tuple(damaged), answer)
 
 
 def _output(
@@ -98,7 +113,7 @@ def _output(
 
 
 def _size(exported: ExportedJob) -> int:
-    blobs = sum(len(data) for _, data in exported.blobs)
+    blobs = sum(len(data) for _, data in (*exported.blobs, *exported.answer))
     chunks = sum(chunk.size for chunk in exported.chunks)
     head = len(exported.request or b"") + len(exported.job.end or b"")
     return rows.ROW_BYTES + head + blobs + chunks
@@ -128,6 +143,7 @@ def _damages(database: Database, job: JobView) -> list[str]:
     try:
         rows.read_request(database, job)
         rows.read_blobs(database, job)
+        rows.read_answer(database, job)
     except Damaged as error:
         found.append(str(error))
     try:

@@ -15,6 +15,7 @@ from mlxpool.broker.store.operations import (
     ReadRequest,
 )
 from mlxpool.broker.store.records import (
+    ENDED,
     Backlog,
     Chunk,
     Found,
@@ -82,7 +83,8 @@ def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
         room -= part.size
         if room <= 0 or part is not chunk:
             break
-    return Page(job, tuple(chunks))
+    whole = job.state in ENDED and (chunks[-1].end if chunks else asked.pos) >= job.pos
+    return Page(job, tuple(chunks), rows.read_answer(database, job) if whole else ())
 
 
 # ---- lists ---------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mlxpool.broker.store import checksums
@@ -327,21 +327,34 @@ def failures_of(database: Database, seq: int) -> tuple[Failure, ...]:
 # ---- blobs ---------------------------------------------------------------------------------------
 
 
-def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[bytes, bytes]]) -> None:
-    """Store (SHA-256, data) for a job; data that is stored already is only counted."""
-    for place, (sha, data) in enumerate(blobs):
+def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
+    """Store (place, data) for a job; data that is stored already is only counted."""
+    for place, data in blobs:
+        sha = hashlib.sha256(data).digest()
         if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):
             database.change("INSERT INTO blob (sha, refs, data) VALUES (?, 1, ?)", sha, data)
         database.change("INSERT INTO job_blob (job, place, sha) VALUES (?, ?, ?)", seq, place, sha)
 
 
-def count_blobs(database: Database, job: JobView) -> int:
-    """How many blobs a job has."""
-    return database.number("SELECT COUNT(*) FROM job_blob WHERE job = ?", job.seq)
+def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> None:
+    """Store the blobs of the answer of a job that ends, at the places -1, -2 and so on."""
+    if blobs:
+        add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
+        size = sum(map(len, blobs))
+        database.change("UPDATE job SET size = size + ? WHERE seq = ?", size, job.seq)
+        count_usage(database, job.scope.owner, 0, size)
+
+
+def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) -> int:
+    """How many blobs the request of a job has, or its answer."""
+    compared = "<" if of_answer else ">="
+    return database.number(
+        f"SELECT COUNT(*) FROM job_blob WHERE job = ? AND place {compared} 0", job.seq
+    )
 
 
 def read_blob(database: Database, job: JobView, place: int) -> bytes:
-    """One blob of a job. Raises Damaged."""
+    """One blob of a job: of its answer, if the place is below 0. Raises Damaged."""
     row = database.one(
         "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
         " WHERE job = ? AND place = ?",
@@ -349,15 +362,22 @@ def read_blob(database: Database, job: JobView, place: int) -> bytes:
         place,
     )
     if row is None or hashlib.sha256(row[1]).digest() != row[0]:
-        raise damage(job, f"blob {place} of its request")
+        of = f"blob {place} of its request" if place >= 0 else f"blob {-1 - place} of its answer"
+        raise damage(job, of)
     data: bytes = row[1]
     return data
 
 
 def read_blobs(database: Database, job: JobView) -> tuple[bytes, ...]:
-    """The blobs of a job in their order. Raises Damaged."""
+    """The blobs of the request of a job in their order. Raises Damaged."""
     count = count_blobs(database, job)
     return tuple(read_blob(database, job, place) for place in range(count))
+
+
+def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
+    """The blobs of the answer of a job in their order. Raises Damaged."""
+    count = count_blobs(database, job, of_answer=True)
+    return tuple(read_blob(database, job, -1 - index) for index in range(count))
 
 
 def read_request(database: Database, job: JobView) -> bytes:

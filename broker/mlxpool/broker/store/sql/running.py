@@ -17,12 +17,14 @@ from mlxpool.broker.store.operations import (
     SetBack,
 )
 from mlxpool.broker.store.records import (
+    MAX_ANSWER,
     MAX_END,
     Changed,
     Done,
     Durable,
     Fed,
     FedJob,
+    JobState,
     JobView,
     Result,
 )
@@ -191,6 +193,10 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
     """Append the last chunk and end the job, or neither."""
     if len(asked.end) > MAX_END:
         raise ValueError(f"the end of a job has {len(asked.end)} bytes, at most {MAX_END}")
+    if (size := sum(map(len, asked.answer))) > MAX_ANSWER:
+        raise ValueError(f"the answer of a job has {size} bytes, at most {MAX_ANSWER}")
+    if asked.answer and asked.state is not JobState.DONE:
+        raise ValueError(f"a job that is {asked.state.value} has no answer")
     job = rows.find(database, asked.id)
     if job is None or job.gen != asked.gen or job.state.value != rows.WAITING:
         return rows.fate(database, asked.id)
@@ -201,6 +207,7 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
     rows.add_failure(database, job, asked.cause, asked.stacks, now)
     if asked.attempts is not None:
         database.change("UPDATE job SET attempts = ? WHERE seq = ?", asked.attempts, job.seq)
+    rows.add_answer(database, job, asked.answer)
     return Changed(rows.end_job(database, job, asked.state, asked.end, asked.cause, now))
 
 

@@ -18,6 +18,7 @@ from mlxpool.broker.store.sql import (
     copying,
     files,
     notices,
+    outcomes,
     reading,
     running,
 )
@@ -190,7 +191,7 @@ class SqlStore(Closing):
             of_batches.RetryBatch: batches.retry_batch,
             of_batches.ReleaseBatch: batches.release_batch,
             of_batches.EndBatch: batches.end_batch,
-            of_batches.ReadOutcomes: batches.read_outcomes,
+            of_batches.ReadOutcomes: outcomes.read_outcomes,
         }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from mlxpool.broker.store import checksums
 from mlxpool.broker.store.operations import Submit
 from mlxpool.broker.store.records import (
@@ -113,6 +111,6 @@ def _insert(database: Database, asked: Submit, size: int, now: float) -> JobView
     )
     assert row is not None
     seq: int = row[0]
-    rows.add_blobs(database, seq, ((hashlib.sha256(blob).digest(), blob) for blob in asked.blobs))
+    rows.add_blobs(database, seq, enumerate(asked.blobs))
     rows.count_usage(database, scope.owner, 1, size)
     return rows.by_seq(database, seq)

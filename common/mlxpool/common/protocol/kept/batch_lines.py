@@ -1,38 +1,39 @@
 """The lines of a batch: JSON objects of which each is a request.
 
-A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line.
-What JSON has not is written otherwise: `tokens` is a list of ids, `images` a list of files in
-base64. Clients check lines before they send them, and the broker checks them again.
+A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line; one
+with `kind` has those of that call, such as `embed`. What JSON has not is written otherwise:
+`tokens` is a list of ids (of a call, a list of lists), `images` a list of files in base64. Clients
+check lines before they send them, and the broker checks them again.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mlxpool.common.checks import is_integer, shown
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import frames, images
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.job_messages import Submit
-from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.common.protocol.kept.job_work import kind_of
+from mlxpool.common.protocol.kept.packed_requests import packed_request
 
 MAX_LINE = 4 * 1024 * 1024  # bytes of JSON
 MAX_LABEL = 256  # characters of an `id`
-MAX_ID = 2**32 - 1  # of a token
 # Keys that a line has of its batch: there they hold for all lines.
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
 OF_SINGLE_JOBS = ("notify", "note")  # neither lines nor batches have them
-DEFAULTS = ("model", "options", "tools", "think", "session")
+DEFAULTS = ("model", "options", "tools", "think", "session")  # calls have the model alone
+OF_CLIENTS = "asked"  # a key that the pool leaves alone: what a gateway makes its answer with
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that can become a job. `label` is its `id`, `packed` the body of its `generate`."""
+    """A line that can become a job. `label` is its `id`, `packed` the body of its request."""
 
     label: str
     packed: bytes
@@ -71,6 +72,7 @@ def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
             raise TooLarge(f"the line has more than {MAX_LINE} bytes")
         given = _object(data)
         label = _label(given.pop("id", None))
+        given.pop(OF_CLIENTS, None)
         body, blobs = _request(given, defaults)
         packed = _packed(body, blobs)
         return Line(label, packed, blobs, Submit.parse({**body, "key": "line"}, blobs))
@@ -103,28 +105,16 @@ def _label(value: object) -> str:
 def _request(
     given: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Body and blobs of the `generate` of a line. Raises BadRequest."""
+    """Body and blobs of the request of a line. Raises BadRequest and TooLarge."""
     for key in OF_BATCHES:
         if given.get(key) is not None:
             raise BadRequest(f"{key} is of the batch: give it there, for all lines")
     for key in OF_SINGLE_JOBS:
         if given.get(key) is not None:
             raise BadRequest(f"{key} is of a job that is submitted alone: a line has none")
-    if given.get("prompt") is True or given.get("tokens") is True:
-        raise BadRequest("a line has no blobs: give prompt as text, tokens as a list of ids")
-    body = _with_defaults(given, defaults)
-    blobs: list[bytes] = []
-    if (packed := _packed_text(body.get("prompt"))) is not None:
-        body["prompt"] = True
-        blobs.append(packed)
-    if (tokens := body.get("tokens")) is not None:
-        body["tokens"] = True
-        blobs.append(_ids(tokens))
-    if (files := body.get(images.KEY)) is not None:
-        found = _files(files)
-        body[images.KEY] = len(found)
-        blobs += found
-    return body, tuple(blobs)
+    if kind_of(given) == Generate.kind:
+        return packed_request(_with_defaults(given, defaults))
+    return packed_request({"model": defaults["model"], **given} if "model" in defaults else given)
 
 
 def _with_defaults(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,42 +127,6 @@ def _with_defaults(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[s
         for key in {"tools", "think"} - given.keys():
             body.pop(key, None)
     return body
-
-
-def _packed_text(prompt: object) -> bytes | None:
-    """A prompt that is too long for a body; None for another one."""
-    if not isinstance(prompt, str) or 4 * len(prompt) <= frames.TEXT_AS_BLOB:
-        return None
-    encoded = _utf8(prompt)
-    return encoded if len(encoded) > frames.TEXT_AS_BLOB else None
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeError as error:
-        raise BadRequest(f"prompt is not Unicode text: {error}") from None
-
-
-def _ids(tokens: object) -> bytes:
-    if not isinstance(tokens, list) or not tokens:
-        raise BadRequest(f"tokens must be a list of ids, got {shown(tokens)}")
-    for token in tokens:
-        if not is_integer(token) or not 0 <= token <= MAX_ID:
-            raise BadRequest(f"tokens has {shown(token)}, must be ids from 0 to {MAX_ID}")
-    return pack_ids(tokens)
-
-
-def _files(files: object) -> list[bytes]:
-    if not isinstance(files, list):
-        raise BadRequest(f"{images.KEY} must be a list of files in base64, got {shown(files)}")
-    found = []
-    for index, file in enumerate(files):
-        try:
-            found.append(base64.b64decode(file, validate=True))
-        except (TypeError, ValueError, binascii.Error) as error:
-            raise BadRequest(f"{images.KEY}[{index}] is no base64: {error}") from None
-    return found
 
 
 def _packed(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> bytes:

@@ -7,7 +7,7 @@ submitted it: to others it is unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mlxpool.common.checks import flag, integer, is_number, shown, text
@@ -20,6 +20,7 @@ from mlxpool.common.protocol.from_client import (
     Generate,
     GenerateDraft,
 )
+from mlxpool.common.protocol.kept.job_work import Work, parse_work
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.protocol.to_client import Accepted
 from mlxpool.common.web_targets import Target
@@ -122,7 +123,8 @@ class Notify:
 class Submit:
     """A checked `submit`: a request that is to be done, whoever is there to read it.
 
-    `request` is the body of the `generate` that it holds and `blobs` are its blobs, as they came.
+    `request` is the body of the `generate`, or of the call, that it holds and `blobs` are its
+    blobs, as they came; `work` is the same, checked.
     `keep_ms` is how long the result is kept after the end, None: as the pool's settings say.
     `not_before` is a time in seconds since 1970, 0: at once. `priority` is IDLE to MAX_PRIORITY.
     `note` is kept with the job for the client, see ReadRequest.
@@ -130,7 +132,7 @@ class Submit:
 
     kind: ClassVar[str] = "submit"
     key: str
-    generate: Generate
+    work: Work
     request: Mapping[str, Any]
     blobs: tuple[bytes, ...] = ()
     tenant: str = ""
@@ -148,8 +150,8 @@ class Submit:
             if body.get(name) is not None:
                 raise BadRequest(f"{name} is of streams, a job has none: send it without")
         request = {name: value for name, value in body.items() if name not in JOB_KEYS}
-        generate = Generate.parse(request, blobs)
-        if generate.options.reports_prompt:
+        work = parse_work(request, blobs)
+        if isinstance(work, Generate) and work.options.reports_prompt:
             raise BadRequest("echo and prompt_logprobs are of streams: send the job without")
         not_before = body.get("not_before")
         if not_before is not None and not (is_number(not_before) and 0 <= not_before <= MAX_TIME):
@@ -158,7 +160,7 @@ class Submit:
             )
         return cls(
             key,
-            generate,
+            work,
             request,
             tuple(blobs),
             tenant_of(body),
@@ -190,6 +192,26 @@ class SubmitDraft(GenerateDraft):
 
     def body(self) -> dict[str, Any]:
         return {**GenerateDraft.body(self), "key": self.key}
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitCall(Content):
+    """A `submit` of a call, as its user wrote it: `request` is its body, with kind and model.
+
+    `settings` are those of SubmitDraft.
+    """
+
+    kind: ClassVar[str] = Submit.kind
+    key: str
+    request: Mapping[str, Any]
+    attached: tuple[bytes, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {**self.settings, **self.request, "key": self.key}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return self.attached
 
 
 @dataclass(frozen=True, slots=True)

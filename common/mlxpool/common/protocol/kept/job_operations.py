@@ -104,7 +104,7 @@ class Exported(Content):
     """Answer to `export_jobs`: items of the export in order, and where to go on.
 
     `next` is {seq, gen, part, pos} of the following question, None: these are the last. An item is
-    {"job": …}, {"blob": …}, {"output": …} or {"damaged": …}, see docs/jobs.md.
+    {"job": …}, {"blob": …}, {"answer": …}, {"output": …} or {"damaged": …}, see docs/jobs.md.
     """
 
     kind: ClassVar[str] = EXPORT

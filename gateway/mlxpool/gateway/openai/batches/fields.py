@@ -8,7 +8,10 @@ from mlxpool.gateway.generation.queries import page_fields
 from mlxpool.gateway.openai.responses_api.fields import METADATA
 
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES)
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+CLASSIFY, DECISIONS = "/v1/classify", "/v1/decisions"
+CALLS = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, DECISIONS)  # whose answers are numbers
+ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES, *CALLS)
 MAX_FILE = 200 * 1024 * 1024  # bytes of an upload
 MAX_LINES = 50_000  # of a batch
 MAX_KEEP = 30 * 24 * 3600  # seconds until a file or a result expires

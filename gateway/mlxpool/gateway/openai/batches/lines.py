@@ -10,19 +10,30 @@ from typing import Any
 
 from mlxpool.client.request import divide_options
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.kept.batch_lines import MAX_LABEL, BadLine, parse_line
+from mlxpool.common.protocol.decisions import DECIDE, Question
+from mlxpool.common.protocol.encoder_calls import MAX_INPUTS
+from mlxpool.common.protocol.kept.batch_lines import MAX_LABEL, OF_CLIENTS, BadLine, parse_line
+from mlxpool.common.protocol.kept.job_work import KIND
 from mlxpool.gateway.description.schemas import MAP, NAME
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, template_messages
 from mlxpool.gateway.generation.chat_request import calls_format, check_formats
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.openai import requests
-from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, RESPONSES
+from mlxpool.gateway.openai import decisions, requests, vectors
+from mlxpool.gateway.openai.batches.fields import (
+    CHATS,
+    CLASSIFY,
+    COMPLETIONS,
+    DECISIONS,
+    EMBEDDINGS,
+    RERANK,
+    RESPONSES,
+    SCORE,
+)
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
 
-ASKED = "asked"  # key of a line of the pool: what its answer is made with
 LINE = Body(
     {"custom_id": NAME, "method": NAME, "url": NAME, "body": MAP},
     required=("custom_id", "method", "url", "body"),
@@ -44,7 +55,7 @@ class Asked:
     """What the answer of a line is made with.
 
     `formats` are those of the model, of tools and of thoughts; `echoed` and `summary` are those of
-    a response.
+    a response, `as_base64` of embeddings, `top` and `with_documents` of a reranking.
     """
 
     model: str = ""
@@ -53,6 +64,9 @@ class Asked:
     several_calls: bool = True
     echoed: Mapping[str, Any] | None = None
     summary: bool = False
+    as_base64: bool = False
+    top: int | None = None
+    with_documents: bool = True
 
     @property
     def chat(self) -> ChatFormats:
@@ -67,7 +81,7 @@ class Asked:
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Asked:
         """Read the fields from a line of the file that the pool reads."""
-        given = dict(line.get(ASKED) or {})
+        given = dict(line.get(OF_CLIENTS) or {})
         tools, thoughts = given.pop("formats", (None, None))
         return cls(formats=(tools, thoughts), **given)
 
@@ -101,26 +115,30 @@ def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes
     body = line["body"]
     if body.get("stream"):
         raise unsupported_parameter("body.stream", "leave it out: results are in a file")
-    arguments, asked = REQUESTS[endpoint](body, model)
-    images = arguments.pop("images", ())
-    options, others = divide_options(arguments)
-    made = {
-        "id": line["custom_id"],
-        "model": model.name,
-        **others,
-        **({"images": [base64.b64encode(image).decode() for image in images]} if images else {}),
-        "options": options,
-        ASKED: asked.body(),
-    }
-    for name in ("prompt", "messages", "tokens"):
-        if name in options:
-            made[name] = options.pop(name)
+    members, asked = REQUESTS[endpoint](body, model)
+    made = {"id": line["custom_id"], "model": model.name, **members, OF_CLIENTS: asked.body()}
     data = json.dumps(made, separators=(",", ":")).encode("utf-8", "surrogatepass")
     try:
         parse_line(data, {})
     except BadLine as bad:
         raise bad_request(bad.error.message, "body") from None
     return data + b"\n"
+
+
+def _members(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a line of the pool that is a `generate` with these arguments."""
+    given = dict(arguments)
+    images = given.pop("images", ())
+    options, others = divide_options(given)
+    made = {
+        **others,
+        **({"images": [base64.b64encode(image).decode() for image in images]} if images else {}),
+        "options": options,
+    }
+    for name in ("prompt", "messages", "tokens"):
+        if name in options:
+            made[name] = options.pop(name)
+    return made
 
 
 def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
@@ -131,12 +149,12 @@ def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], As
     arguments["messages"] = template_messages(chat, arguments["messages"])
     formats = (chat.tools, chat.thinking)
     several = request.several_calls
-    return arguments, Asked(request.model, formats, request.logprobs, several)
+    return _members(arguments), Asked(request.model, formats, request.logprobs, several)
 
 
 def _completion(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
     request = requests.completion(body)
-    return _single(request), Asked(request.model, logprobs=request.logprobs)
+    return _members(_single(request)), Asked(request.model, logprobs=request.logprobs)
 
 
 def _single(request: CompletionRequest) -> dict[str, Any]:
@@ -165,13 +183,72 @@ def _response(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any]
         request.echoed,
         request.summary,
     )
-    return arguments, asked
+    return _members(arguments), asked
+
+
+def _embeddings(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+    request = vectors.embeddings(body)
+    inputs = _bounded("input", request.inputs)
+    key = "inputs" if isinstance(inputs[0], str) else "tokens"
+    members = _call("embed", request.settings, **{key: inputs})
+    return members, Asked(request.model, as_base64=request.as_base64)
+
+
+def _rerank(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+    request = vectors.rerank(body)
+    documents, settings = _bounded("documents", request.documents), dict(request.settings)
+    top = settings.pop("top")
+    members = _call("rerank", settings, query=request.query, documents=documents)
+    return members, Asked(request.model, top=top, with_documents=request.with_documents)
+
+
+def _score(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+    request = vectors.score(body)
+    if len(request.queries) > 1:
+        raise unsupported_parameter("body.text_1", "a line has one text: give a line for each")
+    documents = _bounded("text_2", request.documents)
+    members = _call("rerank", request.settings, query=request.queries[0], documents=documents)
+    return members, Asked(request.model)
+
+
+def _classify(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+    request = vectors.classify(body)
+    inputs = _bounded("input", request.inputs)
+    return _call("classify", request.settings, inputs=inputs), Asked(request.model)
+
+
+def _decisions(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+    request = decisions.decisions(body)
+    questions = [Question.parse("questions", one).body() for one in body["questions"]]
+    members = _call(DECIDE, request.settings, prompt=request.prompt, questions=questions)
+    return members, Asked(request.model)
+
+
+def _call(kind: str, settings: Mapping[str, Any], **members: Any) -> dict[str, Any]:
+    """The members of a line of the pool that is a call."""
+    given = {name: value for name, value in settings.items() if value not in (None, False)}
+    if settings.get("normalise") is False:
+        given["normalise"] = False
+    return {KIND: kind, **members, **given}
+
+
+def _bounded(name: str, inputs: list[Any]) -> list[Any]:
+    """The inputs of a line, which is one call of the pool."""
+    if len(inputs) > MAX_INPUTS:
+        message = f"{name!r} has {len(inputs)} texts, a line takes {MAX_INPUTS}: give more lines"
+        raise bad_request(message, f"body.{name}")
+    return inputs
 
 
 REQUESTS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], tuple[dict[str, Any], Asked]]] = {
     CHATS: _chat,
     COMPLETIONS: _completion,
     RESPONSES: _response,
+    EMBEDDINGS: _embeddings,
+    RERANK: _rerank,
+    SCORE: _score,
+    CLASSIFY: _classify,
+    DECISIONS: _decisions,
 }
 
 

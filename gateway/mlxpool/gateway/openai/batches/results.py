@@ -15,7 +15,8 @@ from mlxpool.gateway.formats.events import Content
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
 from mlxpool.gateway.generation.kept_answers import call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
-from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS
+from mlxpool.gateway.openai.batches.call_answers import call_body
+from mlxpool.gateway.openai.batches.fields import CALLS, CHATS, COMPLETIONS
 from mlxpool.gateway.openai.batches.lines import Asked
 from mlxpool.gateway.openai.responses import (
     TextLogprobs,
@@ -74,6 +75,8 @@ def _answer(
 ) -> dict[str, Any]:
     """The body that the endpoint would have answered."""
     asked = Asked.of(line)
+    if endpoint in CALLS:
+        return call_body(endpoint, line, asked, name, result)
     thinks = (row.get("facts") or {}).get("thinks") is True
     tools = line.get("tools") or ()
     parser = make_parser(asked.chat, tools, thinks=thinks, several_calls=asked.several_calls)

@@ -1,0 +1,286 @@
+"""Batches and jobs of embeddings, reranking, classification and decisions over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from support.gateway_thread import GatewayThread
+from support.http_owners import http_client, openai_client
+from support.openai_batches import begin, over, results, sent
+from support.openapi_answers import faults, unknown_members
+from support.pool import Pool, until
+from worker.encoders.checkpoints import CASES, MAX_TOKENS, write
+
+MODELS = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+CLASSIFY, DECISIONS = "/v1/classify", "/v1/decisions"
+TEXTS = ["the quick brown fox", "a dog", "vector search"]
+LONG = "fox " * 4 * MAX_TOKENS
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root: Path = tmp_path_factory.mktemp("models")
+    encoders = "".join(
+        f'[models.{name}]\npath = "{write(root / name, CASES[case])}"\n'
+        for name, case in MODELS.items()
+    )
+    demo = '[models.demo]\npath = "builtin:demo"\n'
+    return f"[pool]\nrestart_delay = 0.05\n{encoders}{demo}"
+
+
+@pytest.fixture(scope="module")
+def pool(config: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    folder = tmp_path_factory.mktemp("pool")
+    with Pool(folder, config, arguments=("--state-dir", str(folder / "jobs"))) as running:
+        yield running
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai_client(url) as made:
+        yield made
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with http_client(url) as made:
+        yield made
+
+
+def line(name: str, endpoint: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": endpoint, "body": body}
+
+
+def bodies(client: openai.OpenAI, endpoint: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The bodies of the answers to lines of one batch, all of which are answered."""
+    batch = over(client, begin(client, sent(client, lines), endpoint).id)
+    assert (batch.status, batch.error_file_id) == ("completed", None), batch
+    assert batch.request_counts.completed == len(lines)
+    return {
+        name: one["response"]["body"] for name, one in results(client, batch.output_file_id).items()
+    }
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Two bodies are equal but for ids, and numbers to rounding."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted.keys() - {"id"}:
+            same(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    else:
+        assert found == wanted
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "requests"),
+    [
+        (
+            EMBEDDINGS,
+            [
+                {"model": "embed", "input": TEXTS[0]},
+                {"model": "embed", "input": TEXTS, "dimensions": 8},
+                {"model": "embed", "input": [2, 5, 3], "encoding_format": "float"},
+                {"model": "embed", "input": LONG, "truncate": True, "normalize": False},
+            ],
+        ),
+        (
+            RERANK,
+            [
+                {"model": "rerank", "query": "fox", "documents": TEXTS, "top_n": 2},
+                {
+                    "model": "rerank",
+                    "query": "fox",
+                    "documents": [{"text": TEXTS[0]}],
+                    "return_documents": False,
+                },
+            ],
+        ),
+        (SCORE, [{"model": "rerank", "text_1": "fox", "text_2": TEXTS}]),
+        (CLASSIFY, [{"model": "classify", "input": TEXTS}]),
+        (
+            DECISIONS,
+            [
+                {
+                    "model": "demo",
+                    "prompt": "It rains.",
+                    "questions": [
+                        {"question": "Is it wet?"},
+                        {"question": "How wet?", "scale": [1, 5]},
+                        {"question": "Which?", "choices": ["rain", "sun"]},
+                    ],
+                    "temperature": 2.0,
+                }
+            ],
+        ),
+    ],
+)
+def test_a_line_has_the_answer_of_its_endpoint(
+    client: openai.OpenAI,
+    http: httpx.Client,
+    endpoint: str,
+    requests: list[dict[str, Any]],
+) -> None:
+    lines = [line(str(n), endpoint, **body) for n, body in enumerate(requests)]
+    found = bodies(client, endpoint, lines)
+    for number, body in enumerate(requests):
+        direct = http.post(endpoint, json=body).raise_for_status().json()
+        same(found[str(number)], direct)
+
+
+def test_vectors_in_base64_are_those_in_numbers(client: openai.OpenAI) -> None:
+    asked = {"model": "embed", "input": TEXTS, "dimensions": 16}
+    lines = [
+        line("packed", EMBEDDINGS, **asked, encoding_format="base64"),
+        line("plain", EMBEDDINGS, **asked),
+    ]
+    found = bodies(client, EMBEDDINGS, lines)
+    packed = [base64.b64decode(one["embedding"]) for one in found["packed"]["data"]]
+    numbers = [one["embedding"] for one in found["plain"]["data"]]
+    assert [len(one) for one in packed] == [4 * 16] * 3
+    np.testing.assert_allclose([np.frombuffer(one, "<f4") for one in packed], numbers, atol=1e-6)
+    usage = found["plain"]["usage"]
+    assert usage == found["packed"]["usage"]
+    assert usage["prompt_tokens"] == usage["total_tokens"] > 0
+    assert {one["object"] for one in found["plain"]["data"]} == {"embedding"}
+    assert [one["index"] for one in found["plain"]["data"]] == [0, 1, 2]
+
+
+def test_errors_of_lines_are_told_by_name(client: openai.OpenAI) -> None:
+    lines = [
+        line("fits", EMBEDDINGS, model="embed", input="a dog"),
+        line("long", EMBEDDINGS, model="embed", input=LONG),
+        line("wide", EMBEDDINGS, model="embed", input="a", dimensions=4096),
+        line("kind", EMBEDDINGS, model="rerank", input="a"),
+        line("text", EMBEDDINGS, model="demo", input="a"),
+    ]
+    batch = over(client, begin(client, sent(client, lines), EMBEDDINGS).id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 4)
+    assert [*results(client, batch.output_file_id)] == ["fits"]
+    found = results(client, batch.error_file_id)
+    assert {one["response"]["status_code"] for one in found.values()} == {400}
+    errors = {name: one["response"]["body"]["error"] for name, one in found.items()}
+    assert errors["long"]["code"] == "context_length_exceeded"
+    assert "dimensions" in errors["wide"]["message"]
+    assert "does not embed: it is a model for rerank" in errors["kind"]["message"]
+    assert "does not embed: it generates text" in errors["text"]["message"]
+
+
+def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
+    lines = [
+        line("many", EMBEDDINGS, model="embed", input=["a"] * 257),
+        line("empty", EMBEDDINGS, model="embed", input=[]),
+        line("field", EMBEDDINGS, model="embed", inputs=["a"]),
+        line("format", EMBEDDINGS, model="embed", input="a", encoding_format="hex"),
+        line("other", RERANK, model="rerank", query="q", documents=["a"]),
+        line("nobody", EMBEDDINGS, model="nobody", input="a"),
+    ]
+    made = begin(client, sent(client, lines), EMBEDDINGS)
+    assert made.status == "failed" and made.errors is not None and made.errors.data is not None
+    found = {one.line: (one.code, str(one.message)) for one in made.errors.data}
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert "has 257 texts, a line takes 256" in found[1][1]
+    assert found[5][0] == "mismatched_endpoint" and found[6][0] == "model_not_found"
+    several = [line("two", SCORE, model="rerank", text_1=["a", "b"], text_2=["a", "b"])]
+    made = begin(client, sent(client, several), SCORE)
+    assert made.errors is not None and made.errors.data is not None
+    assert "a line has one text" in str(made.errors.data[0].message)
+
+
+def test_a_batch_of_embeddings_outlives_worker_broker_and_gateway(
+    tmp_path: Path, config: str
+) -> None:
+    flags = ("--state-dir", str(tmp_path / "jobs"))
+    texts = {f"line {n}": f"the quick fox {n}" for n in range(400)}
+    lines = [line(name, EMBEDDINGS, model="embed", input=text) for name, text in texts.items()]
+    with Pool(tmp_path, config, arguments=flags) as pool:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            made = begin(client, sent(client, lines), EMBEDDINGS)
+
+            def some() -> bool:
+                counts = client.batches.retrieve(made.id).request_counts
+                assert counts is not None
+                return counts.completed > 20
+
+            until(some, "some lines are answered")
+            pool.kill_worker("embed/0")
+        pool.kill()
+        pool.start()
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            batch = over(client, made.id)
+            assert batch.status == "completed" and batch.request_counts.completed == len(lines)
+            found = results(client, batch.output_file_id)
+            assert [*found] == [*texts]
+            direct = client.embeddings.create(model="embed", input=[*texts.values()])
+            wanted = [one.embedding for one in direct.data]
+            rows = [found[name]["response"]["body"]["data"][0]["embedding"] for name in texts]
+            np.testing.assert_allclose(rows, wanted, atol=1e-5)
+
+
+# ---- the pool's own jobs ------------------------------------------------------------------------
+
+
+def events(http: httpx.Client, key: str) -> dict[str, Any]:
+    """The data of the events of a job, by their kind."""
+    text = http.get(f"/v1/jobs/{key}/events").raise_for_status().text
+    found = {}
+    for event in text.strip().split("\n\n"):
+        fields = dict(part.split(": ", 1) for part in event.splitlines() if ": " in part)
+        if "event" in fields:
+            found[fields["event"]] = json.loads(fields["data"])
+    return found
+
+
+def test_a_job_is_a_call(http: httpx.Client) -> None:
+    body = {"kind": "embed", "model": "embed", "inputs": TEXTS, "dimensions": 4, "key": "vectors"}
+    made = http.post("/v1/jobs", json=body).raise_for_status().json()
+    assert not faults(made, "Job")
+    assert not [*unknown_members(made, {"$ref": "#/components/schemas/Job"})]
+    done = events(http, "vectors")["done"]
+    assert (done["rows"], done["columns"], done["reason"]) == (3, 4, "stop")
+    assert [len(row) for row in done["vectors"]] == [4] * 3
+    assert done["usage"]["prompt_tokens"] > 0
+    questions = [{"question": "Is it wet?"}]
+    asked = {"kind": "decide", "model": "demo", "prompt": "It rains.", "questions": questions}
+    http.post("/v1/jobs", json={**asked, "key": "wet"}).raise_for_status()
+    (row,) = events(http, "wet")["done"]["decisions"]
+    assert len(row["probabilities"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"kind": "sing"}, "kind", "kind must be one of"),
+        ({"inputs": None, "prompt": "x"}, "kind", "inputs must be a list"),
+        ({"options": {"seed": 1}}, "kind", "embed has no key 'options'"),
+        ({"inputs": ["a"] * 257}, "kind", "1 to 256"),
+        ({"kind": "generate", "prompt": "x"}, "inputs", "'inputs' is of calls"),
+    ],
+)
+def test_a_call_with_a_fault_is_refused(
+    http: httpx.Client, change: dict[str, Any], param: str, said: str
+) -> None:
+    body = {"kind": "embed", "model": "embed", "inputs": ["a"], **change}
+    answer = http.post("/v1/jobs", json={k: v for k, v in body.items() if v is not None})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert said in error["message"]

@@ -1,0 +1,44 @@
+"""Files and batches of OpenAI's interface: sent, begun, waited for and read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+
+from support.pool import until
+
+COMPLETIONS = "/v1/completions"
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+def sent(client: openai.OpenAI, lines: list[Any], name: str = "in.jsonl") -> str:
+    """The id of a file with these lines."""
+    texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+    data = "\n".join(texts).encode()
+    return client.files.create(file=(name, data), purpose="batch").id
+
+
+def begin(client: openai.OpenAI, file: str, endpoint: str = COMPLETIONS, **more: Any) -> Any:
+    given: Any = {"endpoint": endpoint, "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file, **given)
+
+
+def over(client: openai.OpenAI, id: str) -> Any:
+    """The batch once it has ended."""
+
+    def ended() -> Any:
+        batch = client.batches.retrieve(id)
+        assert batch.status in (*OVER, "in_progress", "finalizing", "cancelling")
+        return batch if batch.status in OVER else None
+
+    return until(ended, "the batch has ended")
+
+
+def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
+    """The lines of a file by their custom_id."""
+    assert file is not None
+    text = client.files.content(file).text
+    assert client.files.retrieve(file).bytes == len(text.encode())
+    return {one["custom_id"]: one for one in map(json.loads, text.splitlines())}
