@@ -624,6 +624,25 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None
 
 
+def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
+    """Its result comes when the run is dropped already; the reader has all ids and waits."""
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    worker.tokens(job.id, 3)
+    story.pass_time(0.2)
+    assert reading.ids == [0, 1, 2]
+    worker.end(job.id, count=0)
+    story.drain()
+    story.store.commit()
+    story.tell_manager(ev.StoreLost())
+    story.settle()
+    story.assert_state("a", JobState.DONE)
+    story.tell_manager(ev.StoreOpened())
+    story.settle()
+    assert reading.end is not None and reading.end["reason"] == "stop"
+
+
 def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
     story = JobStory()
     worker, job = started(story, sequences=1, priority=-1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+
 import pytest
 
 from mlxpool.client import Delta
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.kept_answers import call_ids, steps_of
+from mlxpool.gateway.generation.kept_answers import call_ids, has_failed, steps_of
 from mlxpool.gateway.openai.responses_api.kept import GENERATION, KeptResponse, ResponseNote
 
 ENTRIES = ({"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -3.0})
@@ -50,3 +53,27 @@ def test_instructions_are_no_part_of_what_goes_on() -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
     kept = KeptResponse("a", {"gen": 0}, {"messages": messages}, (), NOTE)
     assert kept.messages == messages[1:]
+
+
+class DeadJob:
+    """Stands for a client: every job that it is asked for is dead."""
+
+    async def job(self, name: str) -> dict[str, Any]:
+        return {"key": name, "state": "dead"}
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [
+        ("worker_lost", True),
+        ("context_exceeded", True),
+        ("slow_consumer", False),
+        ("store_unavailable", False),
+        ("broker_lost", False),
+        ("draining", False),
+    ],
+)
+def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
+    """Its reader would be told that there is nothing more, and miss what it has not had."""
+    client = cast(Any, DeadJob())
+    assert asyncio.run(has_failed(client, "j", code)) is failed

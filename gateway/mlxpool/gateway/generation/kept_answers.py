@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta
-from mlxpool.client.jobs import JobRef
+from mlxpool.client.jobs import READING_CODES, JobRef
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.formats import ChatFormats, make_parser
@@ -28,8 +28,13 @@ def drawn_key() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
-async def has_failed(client: AsyncClient, job: JobRef) -> bool:
-    """Whether a job has ended with an error; False if the pool does not say."""
+async def has_failed(client: AsyncClient, job: JobRef, code: str) -> bool:
+    """Whether the error with this code, with which a reading of a job ended, is that of the job.
+
+    False if the pool does not say: then another reading goes on where this one ended.
+    """
+    if code in READING_CODES:
+        return False
     try:
         return (await client.job(job))["state"] in FAILED
     except PoolError:

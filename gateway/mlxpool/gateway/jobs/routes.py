@@ -153,7 +153,7 @@ class JobReader:
     async def _failed(self, error: PoolError) -> None:
         """End with the error of the job, or with that of this reading: then the job goes on."""
         fault = errors.from_pool_error(error)
-        ended = await has_failed(self._client, self._job)
+        ended = await has_failed(self._client, self._job, error.code)
         if not ended and not self._response.started:
             raise error
         self._response.identified(fault)

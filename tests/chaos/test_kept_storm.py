@@ -1,0 +1,27 @@
+"""Storms over what the pool keeps: jobs, responses in the background and batches, over HTTP too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos.kept_storm import KeptStorm, Plan
+
+
+def check(storm: KeptStorm) -> None:
+    figures = storm.run()
+    print(figures)
+    assert not storm.truth.wrong, (storm.truth.wrong[:10], figures)
+    assert figures["counts"]["accepted job"] and figures["counts"]["ids"], figures
+
+
+def test_a_storm_of_what_is_kept(tmp_path: Path) -> None:
+    check(KeptStorm(Plan(), tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_larger_storm_of_what_is_kept(tmp_path: Path, seed: int) -> None:
+    check(KeptStorm(Plan(actions=3000, faults=150, seed=seed, threads=2), tmp_path))
