@@ -27,8 +27,8 @@ WEIGHTS: Mapping[str, int] = {
     "gateway": 10, "gateway freeze": 4, "all at once": 6, "client": 6, "terminate broker": 4,
     "full disk": 6, "failed sync": 3, "stalled disk": 3, "small store": 2, "clock": 3,
 }  # fmt: skip
-SMALL = "16MB"  # of a store for a while; the bound is otherwise LARGE
-LARGE = "256MB"
+SMALL = "16MiB"  # of a store for a while; the bound is otherwise LARGE
+LARGE = "256MiB"
 CLIENT_JOBS = 20  # that a client submits, which is killed meanwhile
 DAY = 86400
 

@@ -28,6 +28,7 @@ from support.pool import PATIENCE
 SHORT_DEADLINE = 60  # milliseconds: such a job ends expired, or done
 LINES = 12  # of a batch
 COMPLETIONS = "/v1/completions"
+TOO_OFTEN = 20  # times a key, which is more than the context of the model `small`
 
 
 class HttpOwner:
@@ -71,6 +72,7 @@ class HttpOwner:
         """Send a request until it is answered."""
         end = time.monotonic() + LONG
         while time.monotonic() < end:
+            self.truth.check()
             with suppress(httpx.TransportError):
                 response = self.http.request(method, path, **more)
                 if response.status_code not in LATER:
@@ -108,7 +110,8 @@ class HttpOwner:
         elif chance < 0.2:
             model, fates = "small", frozenset({"dead"})
         options = {"max_tokens": count, "seed": SEED}
-        body = {"model": model, "prompt": key, "key": key, "options": options, **more}
+        prompt = key if model == "m" else key * TOO_OFTEN
+        body = {"model": model, "prompt": prompt, "key": key, "options": options, **more}
         if self.random.random() < 0.3:
             del body["key"]
             sent: dict[str, Any] = {"json": body, "headers": {"idempotency-key": key}}
@@ -275,7 +278,7 @@ class HttpOwner:
             "POST", "/v1/files", data={"purpose": "batch"}, files={"file": (name, data)}
         )
         body = {
-            "input_file_id": made["id"], "endpoint": COMPLETIONS, "completion_window": "999d",
+            "input_file_id": made["id"], "endpoint": COMPLETIONS, "completion_window": "7d",
             "metadata": {"name": name},
         }  # fmt: skip
         ids = set()
@@ -333,6 +336,6 @@ class HttpOwner:
 def _line(name: str, number: int) -> dict[str, Any]:
     """A line of a batch; the last one is too long for its model."""
     key = f"{name}/{number}"
-    model = "small" if number == LINES - 1 else "m"
-    body = {"model": model, "prompt": key, "max_tokens": count_of(key), "seed": SEED}
+    model, prompt = ("small", key * TOO_OFTEN) if number == LINES - 1 else ("m", key)
+    body = {"model": model, "prompt": prompt, "max_tokens": count_of(key), "seed": SEED}
     return {"custom_id": key, "method": "POST", "url": COMPLETIONS, "body": body}

@@ -50,6 +50,7 @@ class NativeOwner:
         """The answer to a question, asked until the pool takes it. Raises PoolError for good."""
         end = time.monotonic() + LONG
         while True:
+            self.truth.check()
             try:
                 return ask()
             except PoolError as error:

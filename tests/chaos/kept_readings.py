@@ -48,6 +48,7 @@ class HttpReading:
         end = time.monotonic() + LONG
         while not self.over:
             assert time.monotonic() < end, f"{self.known.key}: cannot be read to its end"
+            self.truth.check()
             with suppress(httpx.TransportError), self._begin() as response:
                 if response.status_code == 200:
                     for ident, event in events(response):
@@ -105,7 +106,9 @@ class JobReading(HttpReading):
                 self.had = min(self.had, event["pos"])  # `from` is rounded down to a step
             self.had = self.truth.ids(self.known, event["pos"], event["ids"], self.had)
             self._last = ident
-        elif kind not in ("delta", "interrupted"):
+        elif kind == "interrupted":
+            self.over = event["code"] == "bad_request" and self._start > 0 and not self._last
+        elif kind != "delta":
             self.over = True
             self._end(event)
         return bool(kind != "interrupted")
@@ -180,6 +183,7 @@ class NativeReading:
         """Read up to `stop` deltas."""
         end = time.monotonic() + LONG
         while time.monotonic() < end:
+            self._truth.check()
             try:
                 return self._read(stop)
             except (Gone, UnknownJob) as error:

@@ -25,7 +25,7 @@ from chaos.kept_faults import LARGE, OTHER_CLOCK, Faults, until_none_left
 from chaos.kept_http import HttpOwner
 from chaos.kept_native import NativeOwner
 from chaos.kept_readings import LONG, PAUSE
-from chaos.kept_truth import ENDED, Known, Truth
+from chaos.kept_truth import ENDED, Known, StormOver, Truth
 from chaos.storm import free_port
 from support.disk_shim import ShimmedDisk
 from support.gateway_process import GatewayProcess
@@ -111,8 +111,8 @@ class KeptStorm:
                 ]
                 try:
                     self._storm(owners, followers)
-                    self._check(owners)
-                    self._check_processes()
+                    self._guarded(lambda: self._check(owners))
+                    self._guarded(self._check_processes)
                 finally:
                     for owner in (*owners, *followers):
                         owner.close()
@@ -149,6 +149,8 @@ class KeptStorm:
         """What ends a thread is wrong, and the storm ends."""
         try:
             work()
+        except StormOver:
+            self.faults.stop()
         except BaseException:
             self.truth.error(traceback.format_exc())
 
@@ -158,9 +160,7 @@ class KeptStorm:
 
     def _act(self, owner: HttpOwner | NativeOwner) -> None:
         while next(self._numbers) < self.plan.actions or self._striking.is_set():
-            if self.truth.wrong:
-                self.faults.stop()
-                return
+            self.truth.check()
             owner.act()
 
     def _follow(self, owner: HttpOwner) -> None:
@@ -181,8 +181,6 @@ class KeptStorm:
     def _check(self, owners: list[HttpOwner | NativeOwner]) -> None:
         """Everything has ended, once, and is what it has to be."""
         for owner in owners:
-            if self.truth.wrong:
-                return
             for batch in list(owner.batches):
                 owner.check_batch(batch)
         for owner in owners:

@@ -22,6 +22,10 @@ WHOLE = ("length", "stop")  # reasons of an answer that has all its ids
 MAX_COUNT = 160
 
 
+class StormOver(Exception):
+    """Something is wrong, so that nobody goes on."""
+
+
 @cache
 def count_of(key: str) -> int:
     """How many ids the job with this key has."""
@@ -76,6 +80,11 @@ class Truth:
     def error(self, text: str) -> None:
         with self._lock:
             self.wrong.append(text)
+
+    def check(self) -> None:
+        """Raises StormOver if something is wrong: nobody goes on then."""
+        if self.wrong:
+            raise StormOver
 
     def count(self, what: str, number: int = 1) -> None:
         with self._lock:

@@ -56,10 +56,10 @@ def test_instructions_are_no_part_of_what_goes_on() -> None:
 
 
 class DeadJob:
-    """Stands for a client: every job that it is asked for is dead."""
+    """Stands for a client: every job that it is asked for is dead, with 5 ids."""
 
     async def job(self, name: str) -> dict[str, Any]:
-        return {"key": name, "state": "dead"}
+        return {"key": name, "state": "dead", "ids": 5}
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,9 @@ def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bo
     """Its reader would be told that there is nothing more, and miss what it has not had."""
     client = cast(Any, DeadJob())
     assert asyncio.run(has_failed(client, "j", code)) is failed
+
+
+def test_a_reading_from_behind_the_end_of_a_dead_job_is_refused() -> None:
+    client = cast(Any, DeadJob())
+    found = [asyncio.run(has_failed(client, "j", "bad_request", start)) for start in (0, 5, 6)]
+    assert found == [True, True, False]

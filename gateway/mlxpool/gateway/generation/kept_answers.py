@@ -28,17 +28,19 @@ def drawn_key() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
-async def has_failed(client: AsyncClient, job: JobRef, code: str) -> bool:
-    """Whether the error with this code, with which a reading of a job ended, is that of the job.
+async def has_failed(client: AsyncClient, job: JobRef, code: str, start: int = 0) -> bool:
+    """Whether an error with which a reading of a job ended is that of the job itself.
 
-    False if the pool does not say: then another reading goes on where this one ended.
+    `code` is the error's, `start` the id from which the reading began. False if the pool does not
+    say: then another reading goes on where this one ended.
     """
     if code in READING_CODES:
         return False
     try:
-        return (await client.job(job))["state"] in FAILED
+        row = await client.job(job)
     except PoolError:
         return False
+    return row["state"] in FAILED and start <= row["ids"]  # else the reading was refused
 
 
 class KeptAnswer:
