@@ -21,12 +21,16 @@ from mlxpool.common.errors import PoolError
 from support.disk_shim import NO_BOUND, ShimmedDisk
 from support.gateway_process import GatewayProcess
 from support.pool import PATIENCE, Pool
+from support.postgres_server import PostgresServer
 
 WEIGHTS: Mapping[str, int] = {
     "kill": 20, "short freeze": 6, "long freeze": 2, "broker": 12, "broker freeze": 4,
     "gateway": 10, "gateway freeze": 4, "all at once": 6, "client": 6, "terminate broker": 4,
     "full disk": 6, "failed sync": 3, "stalled disk": 3, "small store": 2, "clock": 3,
+    "database": 8, "session": 6,
 }  # fmt: skip
+OF_DISK = ("full disk", "failed sync", "stalled disk")
+OF_POSTGRES = ("database", "session")
 SMALL = "16MiB"  # of a store for a while; the bound is otherwise LARGE
 LARGE = "256MiB"
 CLIENT_JOBS = 20  # that a client submits, which is killed meanwhile
@@ -55,7 +59,7 @@ class Faults:
         self,
         pool: Pool,
         gateways: list[GatewayProcess],
-        disk: ShimmedDisk | None,
+        disk: ShimmedDisk | PostgresServer,
         clock: Path,
         truth: Truth,
         seed: object,
@@ -82,11 +86,11 @@ class Faults:
             "stalled disk": self._stall_disk,
             "small store": self._small_store,
             "clock": self._set_clock,
+            "database": self._kill_database,
+            "session": self._end_sessions,
         }
-        of_disk = ("full disk", "failed sync", "stalled disk")
-        self._weights = {
-            name: weight for name, weight in WEIGHTS.items() if disk or name not in of_disk
-        }
+        others = OF_POSTGRES if isinstance(disk, ShimmedDisk) else OF_DISK
+        self._weights = {name: weight for name, weight in WEIGHTS.items() if name not in others}
 
     def strike(self, count: int, pause: float) -> None:
         """Strike so many times, `pause` seconds apart in the mean."""
@@ -201,7 +205,7 @@ class Faults:
     # ---- the disk --------------------------------------------------------------------------------
 
     def _fill_disk(self) -> None:
-        assert self._disk is not None
+        assert isinstance(self._disk, ShimmedDisk)
         self._disk.leave(self._random.choice((0, 50_000, 500_000)))
         time.sleep(self._between(0.2, 2.0))
         if self._random.random() < 0.3:  # a broker that ends, and begins, on a full disk
@@ -211,14 +215,27 @@ class Faults:
         self._disk.leave(NO_BOUND)
 
     def _fail_sync(self) -> None:
-        assert self._disk is not None
+        assert isinstance(self._disk, ShimmedDisk)
         self._disk.fail_syncs(self._random.choice((1, 1, 3)))
 
     def _stall_disk(self) -> None:
-        assert self._disk is not None
+        assert isinstance(self._disk, ShimmedDisk)
         self._disk.stall(True)
         time.sleep(self._between(0.2, 1.5))
         self._disk.stall(False)
+
+    # ---- PostgreSQL ------------------------------------------------------------------------------
+
+    def _kill_database(self) -> None:
+        assert isinstance(self._disk, PostgresServer)
+        self._disk.kill()
+        time.sleep(self._between(0.0, 2.0))
+        self._disk.start()
+
+    def _end_sessions(self) -> None:
+        """The server ends the session of the broker, and so its lock."""
+        assert isinstance(self._disk, PostgresServer)
+        self._disk.end_sessions()
 
 
 def left_behind(run_dir: Path) -> list[str]:

@@ -31,6 +31,7 @@ from support.disk_shim import ShimmedDisk
 from support.gateway_process import GatewayProcess
 from support.http_owners import ALICE, BOB, keys_file
 from support.pool import Pool, with_path
+from support.postgres_server import PostgresServer
 from support.store_audit import audit_folder, audit_postgres
 
 MAX_FILES = 160  # that a broker at rest has open
@@ -43,8 +44,7 @@ FILES = ("lock", "reserve")  # in the folder of a store, beside the database
 class Plan:
     """The size of the storm. `pause`: the mean time between two faults in seconds.
 
-    `actions` is a minimum: threads go on until all faults have happened. `url`: a schema in
-    PostgreSQL in place of a folder, on whose disk nothing is done then.
+    `actions` is a minimum: threads go on until all faults have happened.
     """
 
     actions: int = 200
@@ -52,20 +52,21 @@ class Plan:
     seed: int = 1
     threads: int = 1  # of each owner
     pause: float = 0.3
-    url: str = ""
 
 
 class KeptStorm:
     """A storm; `run` may be called once, and returns its figures."""
 
-    def __init__(self, plan: Plan, tmp_path: Path) -> None:
+    def __init__(self, plan: Plan, tmp_path: Path, server: PostgresServer | None = None) -> None:
+        """`server` has the store in place of a folder; it is killed, too."""
         self.plan = plan
         self.truth = Truth()
         self._folder = tmp_path
         self._clock = tmp_path / "clock"
         (tmp_path / "sitecustomize.py").write_text(OTHER_CLOCK)
-        self._disk = None if plan.url else ShimmedDisk(tmp_path / "disk")
-        self._state = plan.url or str(tmp_path / "disk" / "jobs")
+        self._server = server
+        self._disk = ShimmedDisk(tmp_path / "disk")
+        self._state = server.new_url() if server else str(tmp_path / "disk" / "jobs")
         bound = f'state_bytes = "{LARGE}"\n'
         small = model("small", extra="context = 16")
         environment = {"PYTHONPATH": with_path(tmp_path), "CLOCK_OFFSET": str(self._clock)}
@@ -73,7 +74,7 @@ class KeptStorm:
             tmp_path,
             LIMITS + bound + model(replicas=2, step_us=1500, joint=4) + small,
             arguments=("--state-dir", self._state),
-            environment={**environment, **(self._disk.environment if self._disk else {})},
+            environment={**environment, **({} if server else self._disk.environment)},
         )
         self._numbers = itertools.count()
         self._striking = threading.Event()
@@ -84,8 +85,7 @@ class KeptStorm:
         try:
             self._run()
         finally:
-            if self._disk is not None:
-                self._disk.close()
+            self._disk.close()
         self._check_what_is_left()
         return {
             "seconds": round(time.monotonic() - began, 1),
@@ -102,8 +102,9 @@ class KeptStorm:
                 GatewayProcess(run_dir, free_port(), log) as open_to_all,
             ):
                 gateways = [keyed, open_to_all]
+                disk = self._server or self._disk
                 self.faults = Faults(
-                    self._pool, gateways, self._disk, self._clock, self.truth, self.plan.seed
+                    self._pool, gateways, disk, self._clock, self.truth, self.plan.seed
                 )
                 owners = self._owners(keyed.url, open_to_all.url)
                 followers = [
@@ -257,8 +258,8 @@ class KeptStorm:
             if "Traceback" in text:
                 at = text.index("Traceback")
                 self.truth.error(f"{name}: {text[max(0, at - 500) : at + 3000]}")
-        if self.plan.url:
-            self.truth.wrong += audit_postgres(self.plan.url)
+        if self._server is not None:
+            self.truth.wrong += audit_postgres(self._state)
             return
         state = Path(self._state)
         for path in state.iterdir():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos.kept_storm import KeptStorm, Plan
+from support.postgres_server import PostgresServer
 
 
 def check(storm: KeptStorm) -> None:
@@ -25,3 +26,11 @@ def test_a_storm_of_what_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_larger_storm_of_what_is_kept(tmp_path: Path, seed: int) -> None:
     check(KeptStorm(Plan(actions=3000, faults=150, seed=seed, threads=2), tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_larger_storm_with_postgres(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg", reason="missing package: psycopg")
+    with PostgresServer() as server:
+        check(KeptStorm(Plan(actions=2000, faults=100, seed=4), tmp_path, server))

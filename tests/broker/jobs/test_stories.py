@@ -8,6 +8,7 @@ from typing import Any
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
+from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import OWNER, FakeWorker
@@ -666,6 +667,46 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
     worker.credit()
     story.pass_time(0.3)
     assert worker.runs[job.id].pos == 71
+
+
+def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
+    """What was under way when it left comes in one event with that of others."""
+    story = JobStory()
+    worker, idle = started(story, sequences=2, priority=-1)
+    story.submit("b", prompt="b")
+    story.settle()
+    other = story.job("b")
+    story.generate(prompt="now")
+    story.generate(prompt="and now")
+    worker.tokens(idle.id, 1)
+    story.drain()
+    worker.tokens(idle.id, 64)
+    worker.say(worker.row(idle.id, 1), worker.row(other.id, 1))
+    worker.say(worker.row(idle.id, 1), worker.row(other.id, 1))
+    story.settle()
+    assert story.assert_state("a", JobState.WAITING).pos == 65
+    worker.end(other.id)
+    story.settle()
+    assert story.assert_state("b", JobState.DONE).pos == 2
+
+
+def test_output_that_does_not_follow_is_not_stored() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    worker.tokens(job.id, 2)
+    story.drain()
+    attempt = story.manager.runs.active[job.id].attempt
+    story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
+    story.settle()
+    assert story.assert_state("a", JobState.WAITING).pos == 2
+    worker.confirm(job.id)
+    worker.credit()
+    story.pass_time(0.3)
+    assert worker.runs[job.id].pos == 2
+    worker.end(job.id, count=2)
+    story.settle()
+    assert reading.ids == [0, 1, 2, 3] and reading.end is not None
 
 
 def test_owners_have_turns_and_the_window_bounds_what_runs() -> None:

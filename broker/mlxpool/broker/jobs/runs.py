@@ -6,6 +6,7 @@ when it is durable; the end of a job is written after all its ids.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,8 @@ from mlxpool.common.protocol.kept.job_messages import IDLE
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
+
+log = logging.getLogger("mlxpool.broker")
 
 WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
 WINDOW = 4096  # ids of a run that may wait for the disk
@@ -151,12 +154,18 @@ class Runs:
     def on_output(self, event: ev.Output, now: float) -> None:
         for row in event.rows:
             active = self.active.get(row.id)
-            if active is not None and active.attempt == row.attempt:
-                active.take(row)
-                if active.steps and active.writing is None:  # else when that is written
-                    active.write_at = min(active.write_at, now + WRITE_DELAY)
-                if active.job.priority == IDLE:
-                    self._give_way(active, now)
+            # Output of one that has left may be on its way: it goes on from the ids it left with.
+            if active is None or active.attempt != row.attempt or not active.ran:
+                continue
+            if not active.fits(row):
+                log.error("output of a job does not follow", extra={"id": row.id.hex()})
+                self._give_back(active, now)
+                continue
+            active.take(row)
+            if active.steps and active.writing is None:  # else when that is written
+                active.write_at = min(active.write_at, now + WRITE_DELAY)
+            if active.job.priority == IDLE:
+                self._give_way(active, now)
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
         """Defer an idle job that has computed IDLE_IDS since others began to wait."""
@@ -165,8 +174,12 @@ class Runs:
         elif not active.yield_at:
             active.yield_at = active.taken + IDLE_IDS
         elif active.taken >= active.yield_at:
-            self._cancel_run(active)
-            self._leave(active, self._put_back(active, 0.0), now)
+            self._give_back(active, now)
+
+    def _give_back(self, active: ActiveJob, now: float) -> None:
+        """End its run; it goes on in another one from the ids that it has."""
+        self._cancel_run(active)
+        self._leave(active, self._put_back(active, 0.0), now)
 
     def on_ended(self, event: ev.RunEnded, now: float) -> None:
         active = self.active.get(event.id)
