@@ -700,10 +700,7 @@ def test_output_that_does_not_follow_is_not_stored() -> None:
     story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
     story.settle()
     assert story.assert_state("a", JobState.WAITING).pos == 2
-    worker.confirm(job.id)
-    worker.credit()
-    story.pass_time(0.3)
-    assert worker.runs[job.id].pos == 2
+    assert worker.runs[job.id].pos == 2  # it runs again, behind what was stored
     worker.end(job.id, count=2)
     story.settle()
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None
