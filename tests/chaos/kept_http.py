@@ -91,11 +91,9 @@ class HttpOwner:
         self.number += 1
         return f"{self.name}-{self.number}"
 
-    def _one(self, kind: str = "", *, live: bool = True) -> Known | None:
-        """A job of this thread at random, more often a late one."""
-        found = [
-            one for one in self.mine if kind in ("", one.kind) and not (live and one.released)
-        ][-60:]
+    def _one(self, last: int = 60, *, live: bool = True) -> Known | None:
+        """One of the last jobs of this thread at random; `live`: that are not released."""
+        found = [one for one in self.mine if not (live and one.released)][-last:]
         return self.random.choice(found) if found else None
 
     # ---- submissions -----------------------------------------------------------------------------
@@ -192,7 +190,7 @@ class HttpOwner:
     # ---- changes ---------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        known = self._one()
+        known = self._one(3)
         if known is None:
             return
         known.fates |= {"cancelled"}

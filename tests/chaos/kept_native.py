@@ -59,8 +59,8 @@ class NativeOwner:
                 self.truth.count(f"answered {error.code}")
             time.sleep(PAUSE)
 
-    def _one(self) -> Known | None:
-        found = [one for one in self.mine if not one.released][-60:]
+    def _one(self, last: int = 60) -> Known | None:
+        found = [one for one in self.mine if not one.released][-last:]
         return self.random.choice(found) if found else None
 
     def submit(self) -> None:
@@ -92,7 +92,7 @@ class NativeOwner:
             self.truth.row(known, self.fine(lambda: self.client.job(known.key)))
 
     def cancel(self) -> None:
-        known = self._one()
+        known = self._one(3)
         if known is None:
             return
         known.fates |= {"cancelled"}

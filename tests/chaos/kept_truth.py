@@ -19,7 +19,7 @@ from support.counting_checker import expected_ids, text_of
 SEED = 7
 ENDED = ("done", "cancelled", "dead", "expired")
 WHOLE = ("length", "stop")  # reasons of an answer that has all its ids
-MAX_COUNT = 160
+MAX_COUNT = 160  # ids of most jobs
 
 
 class StormOver(Exception):
@@ -29,7 +29,8 @@ class StormOver(Exception):
 @cache
 def count_of(key: str) -> int:
     """How many ids the job with this key has."""
-    return 1 + zlib.crc32(key.encode()) % MAX_COUNT
+    drawn = zlib.crc32(key.encode())
+    return 1 + drawn % (MAX_COUNT if drawn % 8 else 5 * MAX_COUNT)  # some take long
 
 
 @cache
