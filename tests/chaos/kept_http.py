@@ -56,7 +56,7 @@ class HttpOwner:
             self.release: 6,
             self.batch: 2,
             self.cancel_batch: 1,
-            self.list: 2,
+            self.list_jobs: 2,
         }
 
     def act(self) -> None:
@@ -240,7 +240,7 @@ class HttpOwner:
 
     # ---- what others have ------------------------------------------------------------------------
 
-    def list(self) -> None:
+    def list_jobs(self) -> None:
         """All that is listed is this owner's; what others have is not there."""
         for row in self.fine("GET", "/v1/jobs", params={"limit": 50})["data"]:
             if not row["key"].startswith((self.owner, "resp_")):

@@ -21,6 +21,7 @@ LONG = 10 * PATIENCE  # seconds for which a request is repeated
 ALL = 1_000_000  # events: a reading goes on to the end
 GONE = (404, 410)
 TOO_LONG = "context_length_exceeded"  # code of the only error with which a job may be dead
+FIRST_TEXT = 5  # the number of the first event with text
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -42,29 +43,43 @@ class HttpReading:
     def __init__(self, http: httpx.Client, truth: Truth, known: Known) -> None:
         self.http, self.truth, self.known = http, truth, known
         self.over = False
+        self._left = ALL  # events
 
     def run(self, stop: int = ALL) -> None:
         """Read up to `stop` events."""
+        self._left = stop
         end = time.monotonic() + LONG
         while not self.over:
             assert time.monotonic() < end, f"{self.known.key}: cannot be read to its end"
             self.truth.check()
             with suppress(httpx.TransportError), self._begin() as response:
                 if response.status_code == 200:
-                    for ident, event in events(response):
-                        stop -= 1
-                        if not self._take(ident, event):
-                            break
-                        if self.over or stop <= 0:
-                            return
+                    if self._copy(response) or self._left <= 0:
+                        return
                 elif response.status_code not in LATER:
                     self.over = True
                     self._refused(response)
             if not self.over:
                 time.sleep(PAUSE)
 
+    def _copy(self, response: httpx.Response) -> bool:
+        """Take the events of one connection; whether the reading is over."""
+        for ident, event in events(response):
+            self._left -= 1
+            if not self._take(ident, event):
+                return False
+            if self.over or self._left <= 0:
+                return True
+        if not self._is_behind_end():
+            self.truth.error(f"{self.known.key}: a reading ended without an event that says so")
+        return True
+
     def _begin(self) -> Any:
         raise NotImplementedError
+
+    def _is_behind_end(self) -> bool:
+        """Whether a connection may end without an event that ends the reading."""
+        return False
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
         """Take an event; False: this connection has no more, and the job goes on."""
@@ -129,7 +144,7 @@ class ResponseReading(HttpReading):
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known, after: int = -1) -> None:
         super().__init__(http, truth, known)
-        self._after, self._from_begin = after, after <= 2  # the first text is event 5
+        self._start, self._after = after, after
         self._text = ""
 
     def _begin(self) -> Any:
@@ -137,6 +152,9 @@ class ResponseReading(HttpReading):
         if self._after >= 0:
             query["starting_after"] = self._after
         return self.http.stream("GET", f"/v1/responses/{self.known.id}", params=query)
+
+    def _is_behind_end(self) -> bool:
+        return self._after == self._start > FIRST_TEXT - 2  # it ended without a text
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
         self._after = self.truth.event(self.known, event, self._after)
@@ -146,7 +164,7 @@ class ResponseReading(HttpReading):
         elif kind in ENDS:
             self.over = True
             whole = end_of_response(self.truth, self.known, event["response"])
-            if self._from_begin and whole != self._text:
+            if self._start < FIRST_TEXT and whole != self._text:
                 shown = f"{self._text[-40:]!r}, the end has {whole[-40:]!r}"
                 self.truth.error(f"{self.known.key}: its events made {shown}")
         return bool(kind != "error")

@@ -19,6 +19,9 @@ from mlxpool.gateway.generation.choice_streams import NO_TIMEOUT, ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import CALL_ID_LENGTH
 
 KEY_BYTES = 16
+# A page of the store has thousands of steps. Between so many of them other requests are served,
+# and the end of this one's connection is seen.
+STEPS_AT_ONCE = 32
 FAILED = ("dead", "expired")  # states of jobs that ended with an error
 _DIGITS = string.digits + string.ascii_letters
 
@@ -83,9 +86,11 @@ class KeptAnswer:
                 events = self._get_parser().finish()
                 yield ChoiceUpdate(0, tuple(events), (), self._stream.result)
                 return
-            for delta in deltas:
-                for text, ids, logprobs in steps_of(delta):
-                    yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
+            steps = [step for delta in deltas for step in steps_of(delta)]
+            for number, (text, ids, logprobs) in enumerate(steps, 1):
+                yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
+                if number % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     def _push(self, text: str, ids: int) -> Sequence[Event]:
         events = self._get_parser().push(text) if text else ()
