@@ -26,7 +26,6 @@ from support.counting_checker import text_of
 from support.pool import PATIENCE
 
 SHORT_DEADLINE = 60  # milliseconds: such a job ends expired, or done
-LINES = 12  # of a batch
 COMPLETIONS = "/v1/completions"
 TOO_OFTEN = 20  # times a key, which is more than the context of the model `small`
 
@@ -35,10 +34,11 @@ class HttpOwner:
     """One thread of an owner; `act` does one thing at random. `name` begins all its keys."""
 
     def __init__(
-        self, owner: str, name: str, url: str, bearer: str, truth: Truth, seed: object
+        self, owner: str, name: str, url: str, bearer: str, truth: Truth, seed: int, lines: int
     ) -> None:
+        """`lines`: how many a batch has."""
         self.owner, self.name = owner, name
-        self.truth = truth
+        self.truth, self.lines = truth, lines
         self.random = random.Random(f"{seed} {name}")
         self.http = httpx.Client(
             base_url=url, headers={"authorization": f"Bearer {bearer}"}, timeout=PATIENCE
@@ -46,6 +46,7 @@ class HttpOwner:
         self.mine: list[Known] = []  # jobs of this thread, which it alone looks up
         self.batches: dict[str, bool] = {}  # id -> whether it was cancelled
         self.number = 0
+        self._first = [self.respond, self.submit, self.batch]
         self._actions: dict[Callable[[], None], int] = {
             self.submit: 30,
             self.respond: 15,
@@ -55,11 +56,14 @@ class HttpOwner:
             self.retry: 6,
             self.release: 6,
             self.batch: 2,
-            self.cancel_batch: 1,
+            self.cancel_batch: 2,
             self.list_jobs: 2,
         }
 
     def act(self) -> None:
+        """One of each kind of submission first."""
+        if self._first:
+            return self._first.pop()()
         actions, weights = [*self._actions], [*self._actions.values()]
         self.random.choices(actions, weights)[0]()
 
@@ -271,7 +275,9 @@ class HttpOwner:
     def batch(self) -> None:
         """A file and a batch of its lines, of which one cannot succeed."""
         name = self._key()
-        data = "\n".join(json.dumps(_line(name, number)) for number in range(LINES)).encode()
+        data = "\n".join(
+            json.dumps(self._line(name, number)) for number in range(self.lines)
+        ).encode()
         made = self.fine(
             "POST", "/v1/files", data={"purpose": "batch"}, files={"file": (name, data)}
         )
@@ -290,7 +296,7 @@ class HttpOwner:
 
     def cancel_batch(self) -> None:
         if self.batches:
-            id = self.random.choice([*self.batches])
+            id = [*self.batches][-1]
             status = self.fine("POST", f"/v1/batches/{id}/cancel")["status"]
             self.batches[id] |= status in ("cancelling", "cancelled")
             self.truth.count("batches cancelled", int(self.batches[id]))
@@ -306,7 +312,7 @@ class HttpOwner:
         counts, name = batch["request_counts"], batch["metadata"]["name"]
         good, bad = (self._results(batch[f"{kind}_file_id"]) for kind in ("output", "error"))
         labels = [line["custom_id"] for line in (*good, *bad)]
-        wanted = [f"{name}/{number}" for number in range(LINES)]
+        wanted = [f"{name}/{number}" for number in range(self.lines)]
         told = (counts["completed"], counts["failed"])
         if told != (len(good), len(bad)) or len(set(labels)) != len(labels):
             self.truth.error(f"{name}: counts {counts}, has {len(good)} and {len(bad)} lines")
@@ -330,10 +336,10 @@ class HttpOwner:
         text = self.call("GET", f"/v1/files/{file}/content").text
         return [json.loads(line) for line in text.splitlines()]
 
-
-def _line(name: str, number: int) -> dict[str, Any]:
-    """A line of a batch; the last one is too long for its model."""
-    key = f"{name}/{number}"
-    model, prompt = ("small", key * TOO_OFTEN) if number == LINES - 1 else ("m", key)
-    body = {"model": model, "prompt": prompt, "max_tokens": count_of(key), "seed": SEED}
-    return {"custom_id": key, "method": "POST", "url": COMPLETIONS, "body": body}
+    def _line(self, name: str, number: int) -> dict[str, Any]:
+        """A line of a batch; the last one is too long for its model."""
+        key = f"{name}/{number}"
+        bad = number == self.lines - 1
+        model, prompt = ("small", key * TOO_OFTEN) if bad else ("m", key)
+        body = {"model": model, "prompt": prompt, "max_tokens": count_of(key), "seed": SEED}
+        return {"custom_id": key, "method": "POST", "url": COMPLETIONS, "body": body}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chaos.kept_http import LINES
 from chaos.kept_readings import ALL, LONG, PAUSE, NativeReading
 from chaos.kept_truth import SEED, Known, Truth, count_of, ids_of
 from mlxpool.client import Client
@@ -21,14 +20,18 @@ Answer = TypeVar("Answer")
 class NativeOwner:
     """One thread of an owner; `act` does one thing at random. `name` begins all its keys."""
 
-    def __init__(self, owner: str, name: str, run_dir: Path, truth: Truth, seed: object) -> None:
+    def __init__(
+        self, owner: str, name: str, run_dir: Path, truth: Truth, seed: int, lines: int
+    ) -> None:
+        """`lines`: how many a batch has."""
         self.owner, self.name = owner, name
-        self.truth = truth
+        self.truth, self.lines = truth, lines
         self.random = random.Random(f"{seed} {name}")
         self.client = Client(run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE)
         self.mine: list[Known] = []
         self.batches: list[str] = []
         self.number = 0
+        self._first = [self.submit, self.batch]
         self._actions: dict[Callable[[], None], int] = {
             self.submit: 30,
             self.read: 30,
@@ -40,6 +43,9 @@ class NativeOwner:
         }
 
     def act(self) -> None:
+        """One of each kind of submission first."""
+        if self._first:
+            return self._first.pop()()
         actions, weights = [*self._actions], [*self._actions.values()]
         self.random.choices(actions, weights)[0]()
 
@@ -132,7 +138,7 @@ class NativeOwner:
                 "id": (key := f"{name}/{number}"), "prompt": key,
                 "options": {"max_tokens": count_of(key), "seed": SEED},
             }
-            for number in range(LINES)
+            for number in range(self.lines)
         ]  # fmt: skip
         self.fine(lambda: self.client.submit_batch(lines, "m", key=name))
         self.batches.append(name)
@@ -143,7 +149,7 @@ class NativeOwner:
         batch = self.fine(lambda: self.client.batch(name))
         row = self.fine(batch.wait)
         found = self.fine(lambda: list(batch.results()))
-        if row["done"] != LINES or [one.line for one in found] != list(range(LINES)):
+        if row["done"] != self.lines or [one.line for one in found] != list(range(self.lines)):
             self.truth.error(f"{name}: {row}, has {len(found)} results")
         for one in found:
             key = f"{name}/{one.line}"

@@ -52,6 +52,7 @@ class Plan:
     seed: int = 1
     threads: int = 1  # of each owner
     pause: float = 0.3
+    lines: int = 12  # of a batch
 
 
 class KeptStorm:
@@ -107,9 +108,7 @@ class KeptStorm:
                     self._pool, gateways, disk, self._clock, self.truth, self.plan.seed
                 )
                 owners = self._owners(keyed.url, open_to_all.url)
-                followers = [
-                    HttpOwner("alice", "follower", keyed.url, ALICE, self.truth, self.plan.seed)
-                ]
+                followers = [HttpOwner("alice", "follower", keyed.url, ALICE, self.truth, 0, 0)]
                 try:
                     self._storm(owners, followers)
                     self._guarded(lambda: self._check(owners))
@@ -120,13 +119,14 @@ class KeptStorm:
 
     def _owners(self, keyed: str, open_to_all: str) -> list[HttpOwner | NativeOwner]:
         """Those of alice and bob, and those of the user of this machine, over both interfaces."""
-        truth, seed, found = self.truth, self.plan.seed, list[HttpOwner | NativeOwner]()
+        lines, found = self.plan.lines, list[HttpOwner | NativeOwner]()
+        truth, seed = self.truth, self.plan.seed
         for number in range(self.plan.threads):
             found += [
-                HttpOwner("alice", f"alice-{number}", keyed, ALICE, truth, seed),
-                HttpOwner("bob", f"bob-{number}", keyed, BOB, truth, seed),
-                HttpOwner("local", f"local-http{number}", open_to_all, "none", truth, seed),
-                NativeOwner("local", f"local-{number}", self._pool.run_dir, truth, seed),
+                HttpOwner("alice", f"alice-{number}", keyed, ALICE, truth, seed, lines),
+                HttpOwner("bob", f"bob-{number}", keyed, BOB, truth, seed, lines),
+                HttpOwner("local", f"local-http{number}", open_to_all, "none", truth, seed, lines),
+                NativeOwner("local", f"local-{number}", self._pool.run_dir, truth, seed, lines),
             ]
         return found
 

@@ -18,14 +18,14 @@ def check(storm: KeptStorm) -> None:
 
 
 def test_a_storm_of_what_is_kept(tmp_path: Path) -> None:
-    check(KeptStorm(Plan(), tmp_path))
+    check(KeptStorm(Plan(actions=120, faults=6, pause=0.2), tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_larger_storm_of_what_is_kept(tmp_path: Path, seed: int) -> None:
-    check(KeptStorm(Plan(actions=3000, faults=150, seed=seed, threads=2), tmp_path))
+    check(KeptStorm(Plan(actions=3000, faults=150, seed=seed, threads=2, lines=300), tmp_path))
 
 
 @pytest.mark.long
@@ -33,4 +33,4 @@ def test_a_larger_storm_of_what_is_kept(tmp_path: Path, seed: int) -> None:
 def test_a_larger_storm_with_postgres(tmp_path: Path) -> None:
     pytest.importorskip("psycopg", reason="missing package: psycopg")
     with PostgresServer() as server:
-        check(KeptStorm(Plan(actions=2000, faults=100, seed=4), tmp_path, server))
+        check(KeptStorm(Plan(actions=2000, faults=100, seed=4, lines=300), tmp_path, server))
