@@ -136,6 +136,12 @@ class Faults:
     def _kill_broker(self) -> None:
         self._pool.kill()
         time.sleep(self._random.choice((0.0, self._between(0.0, 1.5))))
+        self._start_broker()
+
+    def _start_broker(self) -> None:
+        """Start it on a disk that works: else it says why it cannot, and ends."""
+        if isinstance(self._disk, ShimmedDisk):
+            self._disk.fail_syncs(0)
         self._pool.start()
 
     def _freeze_broker(self) -> None:
@@ -143,7 +149,7 @@ class Faults:
 
     def _terminate_broker(self) -> None:
         self._pool.stop()
-        self._pool.start()
+        self._start_broker()
 
     def _kill_all(self) -> None:
         """SIGKILL to the broker, its workers and the gateways, as when the power fails."""
@@ -208,10 +214,10 @@ class Faults:
         assert isinstance(self._disk, ShimmedDisk)
         self._disk.leave(self._random.choice((0, 50_000, 500_000)))
         time.sleep(self._between(0.2, 2.0))
-        if self._random.random() < 0.3:  # a broker that ends, and begins, on a full disk
+        if self._random.random() < 0.3:  # a broker that ends on a full disk
             self._pool.kill()
             self._disk.leave(NO_BOUND)
-            self._pool.start()
+            self._start_broker()
         self._disk.leave(NO_BOUND)
 
     def _fail_sync(self) -> None:
