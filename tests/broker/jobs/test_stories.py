@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.store.records import JobState, JobView
@@ -697,7 +699,9 @@ def test_output_that_does_not_follow_is_not_stored() -> None:
     worker.tokens(job.id, 2)
     story.drain()
     attempt = story.manager.runs.active[job.id].attempt
-    story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
+    with pytest.raises(ValueError, match="at 3, which has 2 ids"):
+        story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
+    story._act(story.manager.decided())  # as the broker does
     story.settle()
     assert story.assert_state("a", JobState.WAITING).pos == 2
     assert worker.runs[job.id].pos == 2  # it runs again, behind what was stored

@@ -6,7 +6,6 @@ when it is durable; the end of a job is written after all its ids.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,8 +50,6 @@ from mlxpool.common.protocol.kept.job_messages import IDLE
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
-
-log = logging.getLogger("mlxpool.broker")
 
 WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
 WINDOW = 4096  # ids of a run that may wait for the disk
@@ -152,13 +149,15 @@ class Runs:
     # ---- output --------------------------------------------------------------------------------
 
     def on_output(self, event: ev.Output, now: float) -> None:
+        """Take the output of runs. Raises ValueError for some that does not follow, at the end."""
+        unfit: list[str] = []
         for row in event.rows:
             active = self.active.get(row.id)
             # Output of one that has left may be on its way: it goes on from the ids it left with.
             if active is None or active.attempt != row.attempt or not active.ran:
                 continue
             if not active.fits(row):
-                log.error("output of a job does not follow", extra={"id": row.id.hex()})
+                unfit.append(f"{row.id.hex()} at {row.pos}, which has {active.taken} ids")
                 self._give_back(active, now)
                 continue
             active.take(row)
@@ -166,6 +165,8 @@ class Runs:
                 active.write_at = min(active.write_at, now + WRITE_DELAY)
             if active.job.priority == IDLE:
                 self._give_way(active, now)
+        if unfit:
+            raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
         """Defer an idle job that has computed IDLE_IDS since others began to wait."""
