@@ -1,4 +1,8 @@
-"""Storms over what the pool keeps: jobs, responses in the background and batches, over HTTP too."""
+"""Storms over what the pool keeps: jobs, responses in the background and batches, over HTTP too.
+
+The short one takes about 12 seconds of a processor, most of it for the starts of the brokers,
+workers and gateways that it kills.
+"""
 
 from __future__ import annotations
 
