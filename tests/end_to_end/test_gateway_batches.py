@@ -217,6 +217,8 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
     for more, param in (
         ({"endpoint": "/v1/audio/speech"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "8d"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}},
          "output_expires_after.seconds"),

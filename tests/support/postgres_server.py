@@ -111,6 +111,16 @@ class PostgresServer(Closing):
         self.process.send_signal(signal.SIGQUIT)  # `immediate` shutdown, children too
         self.process.wait(PATIENCE)
 
+    def end_sessions(self) -> None:
+        """End every session of a broker, as an administrator does."""
+        import psycopg
+
+        with psycopg.connect(self.url("public"), autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE application_name = 'mlxpool'"
+            )
+
     def url(self, schema: str) -> str:
         """The URL of this server's database, with the tables of one schema."""
         options = f"-csearch_path%3D{schema}"

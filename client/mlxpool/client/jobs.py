@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxpool.client.images import Image
 from mlxpool.client.request import Question, cancel, generate
+from mlxpool.common import errors
 from mlxpool.common.checks import is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import GenerateOptions
@@ -32,6 +33,18 @@ from mlxpool.common.protocol.kept.packed_requests import packed_request
 from mlxpool.common.protocol.packing import unpack
 
 KEY_BYTES = 8  # of a key that is drawn
+# Codes of errors that end a reading alone, and with which no job ends: another reading goes on.
+READING_CODES = frozenset(
+    kind.code
+    for kind in (
+        errors.BrokerLost,
+        errors.Draining,
+        errors.OverQuota,
+        errors.QueueFull,
+        errors.SlowConsumer,
+        errors.StoreUnavailable,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
+from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import OWNER, FakeWorker
@@ -634,6 +637,25 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None
 
 
+def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
+    """Its result comes when the run is dropped already; the reader has all ids and waits."""
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    worker.tokens(job.id, 3)
+    story.pass_time(0.2)
+    assert reading.ids == [0, 1, 2]
+    worker.end(job.id, count=0)
+    story.drain()
+    story.store.commit()
+    story.tell_manager(ev.StoreLost())
+    story.settle()
+    story.assert_state("a", JobState.DONE)
+    story.tell_manager(ev.StoreOpened())
+    story.settle()
+    assert reading.end is not None and reading.end["reason"] == "stop"
+
+
 def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
     story = JobStory()
     worker, job = started(story, sequences=1, priority=-1)
@@ -657,6 +679,45 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
     worker.credit()
     story.pass_time(0.3)
     assert worker.runs[job.id].pos == 71
+
+
+def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
+    """What was under way when it left comes in one event with that of others."""
+    story = JobStory()
+    worker, idle = started(story, sequences=2, priority=-1)
+    story.submit("b", prompt="b")
+    story.settle()
+    other = story.job("b")
+    story.generate(prompt="now")
+    story.generate(prompt="and now")
+    worker.tokens(idle.id, 1)
+    story.drain()
+    worker.tokens(idle.id, 64)
+    worker.say(worker.row(idle.id, 1), worker.row(other.id, 1))
+    worker.say(worker.row(idle.id, 1), worker.row(other.id, 1))
+    story.settle()
+    assert story.assert_state("a", JobState.WAITING).pos == 65
+    worker.end(other.id)
+    story.settle()
+    assert story.assert_state("b", JobState.DONE).pos == 2
+
+
+def test_output_that_does_not_follow_is_not_stored() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    worker.tokens(job.id, 2)
+    story.drain()
+    attempt = story.manager.runs.active[job.id].attempt
+    with pytest.raises(ValueError, match="at 3, which has 2 ids"):
+        story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
+    story._act(story.manager.decided())  # as the broker does
+    story.settle()
+    assert story.assert_state("a", JobState.WAITING).pos == 2
+    assert worker.runs[job.id].pos == 2  # it runs again, behind what was stored
+    worker.end(job.id, count=2)
+    story.settle()
+    assert reading.ids == [0, 1, 2, 3] and reading.end is not None
 
 
 def test_owners_have_turns_and_the_window_bounds_what_runs() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+
 import pytest
 
 from mlxpool.client import Delta
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.kept_answers import call_ids, steps_of
+from mlxpool.gateway.formats import NO_CHAT
+from mlxpool.gateway.generation.kept_answers import KeptAnswer, call_ids, has_failed, steps_of
 from mlxpool.gateway.openai.responses_api.kept import GENERATION, KeptResponse, ResponseNote
 
 ENTRIES = ({"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -3.0})
@@ -50,3 +54,68 @@ def test_instructions_are_no_part_of_what_goes_on() -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
     kept = KeptResponse("a", {"gen": 0}, {"messages": messages}, (), NOTE)
     assert kept.messages == messages[1:]
+
+
+class DeadJob:
+    """Stands for a client: every job that it is asked for is dead, with 5 ids."""
+
+    async def job(self, name: str) -> dict[str, Any]:
+        return {"key": name, "state": "dead", "ids": 5}
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [
+        ("worker_lost", True),
+        ("context_exceeded", True),
+        ("slow_consumer", False),
+        ("store_unavailable", False),
+        ("broker_lost", False),
+        ("draining", False),
+    ],
+)
+def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
+    """Its reader would be told that there is nothing more, and miss what it has not had."""
+    client = cast(Any, DeadJob())
+    assert asyncio.run(has_failed(client, "j", code)) is failed
+
+
+def test_a_reading_from_behind_the_end_of_a_dead_job_is_refused() -> None:
+    client = cast(Any, DeadJob())
+    found = [asyncio.run(has_failed(client, "j", "bad_request", start)) for start in (0, 5, 6)]
+    assert found == [True, True, False]
+
+
+class PageStream:
+    """Stands for a stream whose first page has 1,000 steps, all of them there at once."""
+
+    facts: dict[str, Any] = {}  # noqa: RUF012  # of a test
+    result = None
+
+    def __init__(self) -> None:
+        steps = tuple((count, count) for count in range(1, 1001))
+        self._pages = [[Delta("x" * 1000, tuple(range(1000)), steps=steps)], []]
+
+    async def ready(self) -> list[Delta]:
+        return self._pages.pop(0)
+
+
+def test_other_requests_are_served_between_the_steps_of_a_page() -> None:
+    async def read() -> tuple[int, int]:
+        turns = updates = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        answer = KeptAnswer(cast(Any, PageStream()), NO_CHAT, (), several_calls=True)
+        async for _ in answer.updates():
+            updates += 1
+        task.cancel()
+        return updates, turns
+
+    updates, turns = asyncio.run(read())
+    assert updates == 1001 and turns >= 20

@@ -66,6 +66,10 @@ class ActiveJob:
             raise ValueError(f"job {self.id.hex()} is {self.phase.value}: no {event!r} there")
         self.phase = following
 
+    def fits(self, row: Delta) -> bool:
+        """Whether output begins where what was taken ends, so that no id is lost or doubled."""
+        return not row.ids or row.pos == self.taken
+
     def take(self, row: Delta) -> None:
         """Take output of its run."""
         if row.facts and self.job.facts is None and self.facts is None:

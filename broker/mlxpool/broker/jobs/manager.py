@@ -210,7 +210,7 @@ class JobManager:
         self._count(now)
         self.notices.opened(now)
         self.notices.read_due(now)
-        self.readers.read_again(now)
+        self.readers.read_all(now)
 
     def _poisons_read(self, result: Result, now: float) -> None:
         if isinstance(result, Poisons):

@@ -131,6 +131,16 @@ class Readers:
         for reader in list(self.all.values()):
             self._go_on(reader, now)
 
+    def read_all(self, now: float) -> None:
+        """Read on for everybody: the store was opened.
+
+        It may have output and ends of which nobody was told, for a commit whose result came when
+        the store was lost, or never, is in it.
+        """
+        for reader in list(self.all.values()):
+            reader.behind = True
+            self._go_on(reader, now)
+
     def end_all(self, error: PoolError) -> None:
         """The broker ends."""
         for reader in list(self.all.values()):

@@ -178,14 +178,24 @@ class Runs:
     # ---- output --------------------------------------------------------------------------------
 
     def on_output(self, event: ev.Output, now: float) -> None:
+        """Take the output of runs. Raises ValueError for some that does not follow, at the end."""
+        unfit: list[str] = []
         for row in event.rows:
             active = self.active.get(row.id)
-            if active is not None and active.attempt == row.attempt:
-                active.take(row)
-                if active.steps and active.writing is None:  # else when that is written
-                    active.write_at = min(active.write_at, now + WRITE_DELAY)
-                if active.job.priority == IDLE:
-                    self._give_way(active, now)
+            # Output of one that has left may be on its way: it goes on from the ids it left with.
+            if active is None or active.attempt != row.attempt or not active.ran:
+                continue
+            if not active.fits(row):
+                unfit.append(f"{row.id.hex()} at {row.pos}, which has {active.taken} ids")
+                self._give_back(active, now)
+                continue
+            active.take(row)
+            if active.steps and active.writing is None:  # else when that is written
+                active.write_at = min(active.write_at, now + WRITE_DELAY)
+            if active.job.priority == IDLE:
+                self._give_way(active, now)
+        if unfit:
+            raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
         """Defer an idle job that has computed IDLE_IDS since others began to wait."""
@@ -194,8 +204,12 @@ class Runs:
         elif not active.yield_at:
             active.yield_at = active.taken + IDLE_IDS
         elif active.taken >= active.yield_at:
-            self._cancel_run(active)
-            self._leave(active, self._put_back(active, 0.0), now)
+            self._give_back(active, now)
+
+    def _give_back(self, active: ActiveJob, now: float) -> None:
+        """End its run; it goes on in another one from the ids that it has."""
+        self._cancel_run(active)
+        self._leave(active, self._put_back(active, 0.0), now)
 
     def on_ended(self, event: ev.RunEnded, now: float) -> None:
         active = self.active.get(event.id)

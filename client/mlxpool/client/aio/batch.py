@@ -52,12 +52,14 @@ class AsyncBatch:
             after = page.next
 
     async def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
-        """Fetch the job of a line by itself."""
+        """Fetch the job of a line by itself. Raises PoolError if it cannot be read now."""
         try:
             reading = jobs.fetch(row["job"], 0, None)
             async with AsyncStream(self._caller.connection, reading) as stream:
                 return await stream.read()
         except PoolError as error:
+            if error.code in jobs.READING_CODES:
+                raise  # it is not the job's
             return error
 
     async def refresh(self) -> dict[str, Any]:

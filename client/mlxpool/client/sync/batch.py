@@ -64,11 +64,13 @@ class Batch:
             after = page.next
 
     def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
-        """Fetch the job of a line by itself."""
+        """Fetch the job of a line by itself. Raises PoolError if it cannot be read now."""
         try:
             with Stream(self._caller.connection, jobs.fetch(row["job"], 0, None)) as stream:
                 return stream.read()
         except PoolError as error:
+            if error.code in jobs.READING_CODES:
+                raise  # it is not the job's
             return error
 
     def refresh(self) -> dict[str, Any]:

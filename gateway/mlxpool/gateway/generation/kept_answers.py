@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta
-from mlxpool.client.jobs import JobRef
+from mlxpool.client.jobs import READING_CODES, JobRef
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.formats import ChatFormats, make_parser
@@ -19,6 +19,9 @@ from mlxpool.gateway.generation.choice_streams import NO_TIMEOUT, ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import CALL_ID_LENGTH
 
 KEY_BYTES = 16
+# A page of the store has thousands of steps. Between so many of them other requests are served,
+# and the end of this one's connection is seen.
+STEPS_AT_ONCE = 32
 FAILED = ("dead", "expired")  # states of jobs that ended with an error
 _DIGITS = string.digits + string.ascii_letters
 
@@ -28,12 +31,19 @@ def drawn_key() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
-async def has_failed(client: AsyncClient, job: JobRef) -> bool:
-    """Whether a job has ended with an error; False if the pool does not say."""
+async def has_failed(client: AsyncClient, job: JobRef, code: str, start: int = 0) -> bool:
+    """Whether an error with which a reading of a job ended is that of the job itself.
+
+    `code` is the error's, `start` the id from which the reading began. False if the pool does not
+    say: then another reading goes on where this one ended.
+    """
+    if code in READING_CODES:
+        return False
     try:
-        return (await client.job(job))["state"] in FAILED
+        row = await client.job(job)
     except PoolError:
         return False
+    return row["state"] in FAILED and start <= row["ids"]  # else the reading was refused
 
 
 class KeptAnswer:
@@ -76,9 +86,11 @@ class KeptAnswer:
                 events = self._get_parser().finish()
                 yield ChoiceUpdate(0, tuple(events), (), self._stream.result)
                 return
-            for delta in deltas:
-                for text, ids, logprobs in steps_of(delta):
-                    yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
+            steps = [step for delta in deltas for step in steps_of(delta)]
+            for number, (text, ids, logprobs) in enumerate(steps, 1):
+                yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
+                if number % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     def _push(self, text: str, ids: int) -> Sequence[Event]:
         events = self._get_parser().push(text) if text else ()

@@ -128,11 +128,11 @@ class JobReader:
             except JobRestarted as error:
                 gen = (error.details or {}).get("gen")
                 if gen is None or gen == self._gen:
-                    return await self._failed(error)
+                    return await self._failed(error, place)
                 await self._restarted(int(gen))
                 place = Place()
             except PoolError as error:
-                return await self._failed(error)
+                return await self._failed(error, place)
             finally:
                 stream.close()
 
@@ -154,10 +154,10 @@ class JobReader:
         self._gen = gen
         await self._write(bodies.restarted_event(gen))
 
-    async def _failed(self, error: PoolError) -> None:
+    async def _failed(self, error: PoolError, place: Place) -> None:
         """End with the error of the job, or with that of this reading: then the job goes on."""
         fault = errors.from_pool_error(error)
-        ended = await has_failed(self._client, self._job)
+        ended = await has_failed(self._client, self._job, error.code, place.pos)
         if not ended and not self._response.started:
             raise error
         self._response.identified(fault)

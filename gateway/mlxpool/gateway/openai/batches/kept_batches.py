@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxpool.client import AsyncClient, Result
 from mlxpool.client.batches.outcome import Page, is_too_long
+from mlxpool.client.jobs import READING_CODES
 from mlxpool.common.errors import Gone, PoolError, UnknownJob
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept.batch_messages import (
@@ -94,7 +95,10 @@ class KeptBatches:
     async def _whole(
         self, outcome: dict[str, Any]
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
-        """What is too long for a page is fetched by itself, with the facts of its answer."""
+        """What is too long for a page is fetched by itself, with the facts of its answer.
+
+        Raises PoolError if it cannot be read now.
+        """
         if not is_too_long(outcome):
             return outcome, None
         try:
@@ -102,4 +106,6 @@ class KeptBatches:
                 result = await stream.read()
                 return {**outcome, "facts": stream.facts}, result
         except PoolError as error:
+            if error.code in READING_CODES:
+                raise  # it is not the line's
             return outcome, error

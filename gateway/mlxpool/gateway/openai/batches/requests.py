@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.models import ModelInfo
@@ -44,6 +45,10 @@ def new_batch(body: Mapping[str, Any]) -> NewBatch:
         message = f"'completion_window' is {window!r:.60}, must be hours or days, as 24h or 7d"
         raise bad_request(message, "completion_window")
     seconds = int(window[:-1]) * HOURS[window[-1]] * 3600
+    if seconds > MAX_DEADLINE_MS // 1000:
+        hours = MAX_DEADLINE_MS // 3_600_000
+        message = f"'completion_window' is {window!r}, at most {hours}h are supported"
+        raise bad_request(message, "completion_window")
     keep = expiry(body, "output_expires_after")
     file = fields.text(body, "input_file_id")
     return NewBatch(file, endpoint, window, seconds, metadata_of(body), keep)

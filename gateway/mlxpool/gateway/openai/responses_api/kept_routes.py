@@ -210,7 +210,7 @@ class KeptResponseRoutes:
         error: HttpError,
     ) -> None:
         """End with the error of the job, or with that of this reading: then the job goes on."""
-        ended = await has_failed(self._pool.job_client, response_id(kept.id))
+        ended = await has_failed(self._pool.job_client, response_id(kept.id), error.code)
         if not response.started:
             if not ended:
                 raise error

@@ -1,0 +1,24 @@
+"""A client that is killed: submits jobs under keys that follow each other, and reads the last.
+
+Prints each key once its job is accepted. Arguments: run directory, prefix of the keys, how many.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from chaos.kept_truth import SEED, count_of
+from mlxpool.client import Client
+
+
+def main() -> None:
+    with Client(sys.argv[1], connect_timeout=60, broker_grace=60) as client:
+        for number in range(int(sys.argv[3])):
+            key = f"{sys.argv[2]}-{number}"
+            client.submit("m", key, key=key, max_tokens=count_of(key), seed=SEED)
+            print(key, flush=True)
+        client.fetch(key).read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What owners were told of their jobs, and whether it fits together. Pure but for a lock.
+
+The answer of a job follows from its key: the prompt is the key, the seed is SEED, and the number of
+ids is `count_of(key)`. So whatever anybody reads, from whatever id on, can be compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from support.counting_checker import expected_ids, text_of
+
+SEED = 7
+ENDED = ("done", "cancelled", "dead", "expired")
+WHOLE = ("length", "stop")  # reasons of an answer that has all its ids
+MAX_COUNT = 160  # ids of most jobs
+
+
+class StormOver(Exception):
+    """Something is wrong, so that nobody goes on."""
+
+
+@cache
+def count_of(key: str) -> int:
+    """How many ids the job with this key has."""
+    drawn = zlib.crc32(key.encode())
+    return 1 + drawn % (MAX_COUNT if drawn % 8 else 5 * MAX_COUNT)  # some take long
+
+
+@cache
+def ids_of(prompt: str, count: int) -> tuple[int, ...]:
+    """The ids of an undisturbed run."""
+    return tuple(expected_ids(prompt, SEED, count))
+
+
+def prompt_of(key: str, kind: str) -> str:
+    """What the model reads: a response is a chat of one message."""
+    return f"user: {key}\n" if kind == "response" else key
+
+
+@dataclass(eq=False)
+class Known:
+    """A job that was accepted, and what was told of it since."""
+
+    owner: str
+    key: str
+    id: str  # of the interface that made it: hexadecimal digits, or `resp_…`
+    kind: str = "job"  # or "response"
+    fates: frozenset[str] = frozenset({"done"})  # the ends that it may have
+    state: str = ""  # the end that was told
+    cancelled: bool = False  # somebody was told that it is cancelled
+    released: bool = False  # somebody was told that its result is deleted
+    retried: int = 0  # how often it was tried again
+    had: int = 0  # ids that it had at least
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return ids_of(prompt_of(self.key, self.kind), count_of(self.key))
+
+    @property
+    def text(self) -> str:
+        return text_of(self.ids)
+
+
+@dataclass(eq=False)
+class Truth:
+    """Shared by all owners of a storm; `wrong` has a sentence for all that does not fit."""
+
+    jobs: dict[tuple[str, str], Known] = field(default_factory=dict)  # by owner and key
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    events: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def error(self, text: str) -> None:
+        with self._lock:
+            self.wrong.append(text)
+
+    def check(self) -> None:
+        """Raises StormOver if something is wrong: nobody goes on then."""
+        if self.wrong:
+            raise StormOver
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self.counts[what] += number
+
+    def accepted(self, known: Known) -> Known:
+        """A job was accepted; once more under its key it has to be the same job."""
+        with self._lock:
+            first = self.jobs.setdefault((known.owner, known.key), known)
+            self.counts[f"accepted {known.kind}"] += first is known
+        if first.id != known.id:
+            self.error(f"{known.key}: accepted as {first.id}, and again as {known.id}")
+        return first
+
+    def of(self, owner: str) -> list[Known]:
+        with self._lock:
+            return [known for known in self.jobs.values() if known.owner == owner]
+
+    # ---- what is told of a job -------------------------------------------------------------------
+
+    def row(self, known: Known, row: dict[str, Any]) -> None:
+        """A job was looked up. Called by one thread at a time for each job, or after its end."""
+        state, ids = str(row["state"]), int(row["ids"])
+        self.count("rows")
+        if row["key"] != known.key or row.get("gen"):
+            self.error(f"{known.key}: looked up, and found {row}")
+        if ids > len(known.ids):
+            self.error(f"{known.key}: has {ids} ids of {len(known.ids)}")
+        self.told(known, state)
+
+    def told(self, known: Known, state: str) -> None:
+        """The state of a job was told."""
+        if known.released and state != "gone":
+            self.error(f"{known.key}: was released, is {state}")
+        if known.cancelled and state not in ("cancelled", "gone"):
+            self.error(f"{known.key}: was cancelled, is {state}")
+        if state in ENDED and state not in known.fates:
+            self.error(f"{known.key}: is {state}, may be {sorted(known.fates)}")
+        if state == "cancelled":
+            known.cancelled = True
+        if state == "gone":
+            known.released = True
+        elif state in ENDED:
+            known.state = state
+
+    # ---- what is read ----------------------------------------------------------------------------
+
+    def ids(self, known: Known, pos: int, ids: Sequence[int], had: int) -> int:
+        """Ids came at a position, to a reader that had `had`; returns how many it has now."""
+        self.count("ids", len(ids))
+        if pos != had:
+            self.error(f"{known.key}: ids from {pos} on came to a reader that has {had}")
+        if tuple(ids) != known.ids[pos : pos + len(ids)]:
+            self.error(f"{known.key}: wrong ids from {pos} on: {list(ids)[:8]}")
+        return pos + len(ids)
+
+    def read(self, known: Known, had: int, reason: str) -> None:
+        """A reader came to the end: it had ids up to `had`."""
+        self.count(f"read to {reason}")
+        if reason in WHOLE and had != len(known.ids):
+            self.error(f"{known.key}: {reason} after {had} of {len(known.ids)} ids")
+        if reason == "cancelled":
+            self.told(known, "cancelled")
+        elif reason in WHOLE:
+            self.told(known, "done")
+
+    def event(self, known: Known, event: dict[str, Any], after: int) -> int:
+        """An event of a response came behind the number `after`; returns its own."""
+        number, kind = int(event["sequence_number"]), str(event["type"])
+        if kind == "error":
+            return after  # it does not count
+        if number != after + 1:
+            self.error(f"{known.key}: event {number} behind {after}")
+        content = (kind, str(event.get("delta", "")))
+        with self._lock:
+            first = self.events.setdefault((known.id, number), content)
+        if first != content:
+            self.error(f"{known.key}: event {number} was {first}, is {content}")
+        return number

@@ -1,0 +1,66 @@
+"""A gateway in a process of its own, on a port that stays the same when it is started again."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from mlxpool.common.closing import Closing
+from support.pool import PATIENCE, until
+
+
+class GatewayProcess(Closing):
+    """`mlxpool gateway` for the broker of a run directory, which can be killed and started."""
+
+    def __init__(self, run_dir: Path, port: int, log: Path, *flags: str) -> None:
+        self.port = port
+        self.log_path = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self._command = [
+            *(sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "gateway"),
+            *("--port", str(port), "--no-access-log", *flags),
+        ]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, unless it runs, and wait until it takes connections."""
+        if self.process is None:
+            with self.log_path.open("ab") as log:
+                self.process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+        until(self._listens, f"the gateway listens:\n{self.log_path.read_text()[-2000:]}")
+
+    def _listens(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, self.log_path.read_text()
+        try:
+            socket.create_connection(("127.0.0.1", self.port), PATIENCE).close()
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(PATIENCE)
+            self.process = None
+
+    def close(self) -> None:
+        """SIGTERM; fails if it does not end."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"the gateway did not end:\n{self.log_path.read_text()}") from None

@@ -1,0 +1,96 @@
+"""Whether the counts in a store of jobs are those of its rows, and no row is left over."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[str], list[Any]]  # the rows of a statement
+
+USAGE = """SELECT usage.owner, usage.jobs, usage.bytes,
+    (SELECT COUNT(*) FROM job WHERE job.owner = usage.owner AND state <> 'gone') AS jobs_found,
+    COALESCE((SELECT SUM(size) FROM job WHERE job.owner = usage.owner), 0)
+    + COALESCE((SELECT SUM(size) FROM file WHERE file.owner = usage.owner), 0) AS bytes_found
+    FROM usage"""
+COUNTS = """SELECT key, state, jobs, done + cancelled + dead + expired AS ended,
+    (SELECT COUNT(*) FROM job WHERE job.batch = batch.id) AS jobs_found,
+    (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state <> 'waiting') AS ended_found,
+    failed, (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id) AS failed_found
+    FROM batch WHERE state <> 'gone'"""
+OUTPUT = """SELECT id, pos, size, state,
+    COALESCE((SELECT SUM(LENGTH(ids)) FROM chunk WHERE job = seq AND chunk.gen = job.gen), 0) / 4
+    FROM job"""
+# Each finds rows that nothing leads to any more.
+ORPHANS = {
+    "chunks without a job": "SELECT job FROM chunk WHERE job NOT IN (SELECT seq FROM job)",
+    "chunks of an earlier generation": (
+        "SELECT job FROM chunk JOIN job ON job.seq = chunk.job WHERE chunk.gen <> job.gen"
+    ),
+    "blobs without a job": "SELECT refs FROM blob WHERE refs <> "
+    "(SELECT COUNT(*) FROM job_blob WHERE job_blob.sha = blob.sha)",
+    "blobs of no job": "SELECT job FROM job_blob WHERE job NOT IN (SELECT seq FROM job)",
+    "failures without a job": "SELECT job FROM failure WHERE job NOT IN (SELECT seq FROM job)",
+    "parts without a file": "SELECT file FROM file_part WHERE file NOT IN (SELECT id FROM file)",
+    "notices without a job": "SELECT job FROM outbox WHERE job NOT IN (SELECT seq FROM job)",
+    "ends that two jobs have": (
+        "SELECT end_seq FROM job WHERE end_seq IS NOT NULL GROUP BY end_seq HAVING COUNT(*) > 1"
+    ),
+    "ended jobs without a number": (
+        "SELECT id FROM job WHERE (state = 'waiting') <> (end_seq IS NULL)"
+    ),
+    "lines that two jobs have": (
+        "SELECT batch FROM job WHERE batch IS NOT NULL GROUP BY batch, line HAVING COUNT(*) > 1"
+    ),
+    "lines that are a job and failed": (
+        "SELECT job.line FROM job JOIN failed_line"
+        " ON failed_line.batch = job.batch AND failed_line.line = job.line"
+    ),
+}
+
+
+def audit(run: Run) -> list[str]:
+    """What is wrong, one sentence each; `run` performs a statement on the store."""
+    found = [f"usage of {owner}: {told} of {real}" for owner, told, real in _usage(run)]
+    for key, state, jobs, ended, jobs_found, ended_found, failed, failed_found in run(COUNTS):
+        told, real = (jobs, ended, failed), (jobs_found, ended_found, failed_found)
+        if told != real:
+            found.append(f"batch {key} ({state}) counts jobs, ended, failed {told}, has {real}")
+    for id, pos, size, state, ids in run(OUTPUT):
+        wanted = 0 if state == "gone" else pos
+        if ids != wanted or size < 0:
+            found.append(f"job {bytes(id).hex()} ({state}) of {pos} ids has {ids}, {size} bytes")
+    for what, sql in ORPHANS.items():
+        rows = run(sql)
+        if rows:
+            found.append(f"{what}: {len(rows)}")
+    return found
+
+
+def _usage(run: Run) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
+    rows = [
+        (owner, (jobs, size), (int(jobs_found), int(bytes_found)))
+        for owner, jobs, size, jobs_found, bytes_found in run(USAGE)
+    ]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def audit_folder(state_dir: Path) -> list[str]:
+    """`audit` of a folder that no broker has open, and what SQLite finds wrong with its file."""
+    (path,) = state_dir.glob("jobs-*.db")
+    connection = sqlite3.connect(path)
+    try:
+        found = audit(lambda sql: connection.execute(sql).fetchall())
+        whole = connection.execute("PRAGMA integrity_check").fetchall()
+    finally:
+        connection.close()
+    return found if whole == [("ok",)] else [*found, f"integrity_check: {whole}"]
+
+
+def audit_postgres(url: str) -> list[str]:
+    """`audit` of a schema in PostgreSQL."""
+    import psycopg
+
+    with psycopg.connect(url) as connection:
+        return audit(lambda sql: connection.execute(sql.encode()).fetchall())
