@@ -89,6 +89,7 @@ def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json:
 
 
 NOTICES = (
+    Column("OF", 5),
     Column("KEY", 0, "text"),
     Column("OWNER", 3, "text"),
     Column("URL", 2, "text"),
@@ -115,8 +116,9 @@ def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
         NOTICES,
         [
             (
+                "batch" if "batch" in row else "job",
                 row["key"],
-                row["owner"],
+                row["owner"] + (f"/{row['tenant']}" if row["tenant"] else ""),
                 row["url"],
                 str(row["tries"]),
                 "given up" if row["given_up"] else duration(max(0.0, row["due"] - now)),
@@ -159,7 +161,7 @@ def look(target: Target, id: bytes, *, as_json: bool) -> int:
         "submitted": _moment(job["submitted"]),
         "ended": _moment(job["ended"]),
         "kept until": _moment(job["forget"]),
-        "told to": job["notify"],
+        "told to": f"{job['notify']} ({job['notice'] or 'at its end'})" if job["notify"] else "",
         "cause": job["cause"],
         "damaged": job.get("damaged", ""),
     }

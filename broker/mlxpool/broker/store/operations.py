@@ -342,11 +342,17 @@ class ReadPoisons(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ReadNotices(Operation):
-    """Notices that are due and not given up; those of `held` are under way. Result: Notices."""
+    """Notices that are due and not given up; those of `held` are under way. Result: Notices.
+
+    At most `count` come, and of one origin `per_origin`, or as many as `rooms` has for it. Origins
+    take turns, the one whose notice is due for longest first.
+    """
 
     writes: ClassVar[bool] = False
     count: int = 64
     held: frozenset[int] = frozenset()
+    per_origin: int = 64
+    rooms: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,11 +378,17 @@ class NoticeSent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class NoticeFailed(Operation):
-    """A notice is tried again in `delay` seconds; None: it is given up. Result: Done."""
+    """A notice is tried again in `delay` seconds; None: it is given up. Result: Done.
+
+    `unreachable`: an origin that cannot be reached at all. With it those of its notices are given
+    up that were to be tried for `give_up_after` seconds, some at a time: they need no try each.
+    """
 
     end_seq: int
     delay: float | None
     cause: str = ""
+    unreachable: str = ""
+    give_up_after: float = 0.0
 
 
 # ---- operators -----------------------------------------------------------------------------------

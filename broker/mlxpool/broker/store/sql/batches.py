@@ -30,6 +30,7 @@ from mlxpool.broker.store.batch_records import (
     Lines,
 )
 from mlxpool.broker.store.errors import Damaged
+from mlxpool.broker.store.notice_bodies import batch_notice
 from mlxpool.broker.store.records import (
     ENDED,
     RETRYABLE,
@@ -44,15 +45,15 @@ from mlxpool.broker.store.records import (
     Submitted,
     UnknownName,
 )
-from mlxpool.broker.store.sql import files, rows
+from mlxpool.broker.store.sql import files, outbox, rows
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.submitting import check_names, submit
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
-VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
+VIEW = f"""batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
     batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
     batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
-    batch.expired, batch.failed"""
+    batch.expired, batch.failed, batch.end_seq, {outbox.state_of("batch")}"""
 COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
 LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
@@ -80,6 +81,8 @@ def view(database: Database, row: Row) -> BatchView:
         keep=row[13],
         notify=row[14],
         forget=row[15],
+        end_seq=row[22] or 0,
+        notice=row[23] or "",
     )
 
 
@@ -205,7 +208,7 @@ def _jobs(
 
 
 def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
-    """Note the end of a batch whose jobs have all ended."""
+    """Note the end of a batch whose jobs have all ended, and have it told if it asks so."""
     batch = find(database, asked.batch)
     if batch is None:
         return UnknownName()
@@ -213,13 +216,18 @@ def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
     if not over or batch.ended is not None:
         return batch
     state = BatchState.ENDED if batch.state is BatchState.FED else batch.state
+    end_seq = outbox.next_end(database)
     database.change(
-        "UPDATE batch SET state = ?, ended = ?, forget = ? WHERE id = ?",
+        "UPDATE batch SET state = ?, ended = ?, forget = ?, end_seq = ? WHERE id = ?",
         state.value,
         now,
         None if batch.keep is None else now + batch.keep,
+        end_seq,
         batch.id,
     )
+    if batch.notify:
+        body = batch_notice(_again(database, batch.id), asked.output_file, asked.error_file)
+        outbox.add(database, end_seq, outbox.BATCH, batch.id, batch.notify, body, now)
     return _again(database, batch.id)
 
 
@@ -237,12 +245,12 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     The results of a batch go some at a time, the batch when they are gone.
     """
     found = database.execute(
-        "SELECT id, state FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
+        "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
     )
     left = count
-    for id, state in found:
+    for id, state, end_seq in found:
         if state == BatchState.GONE.value:
-            database.change("DELETE FROM batch WHERE id = ?", id)
+            _delete(database, id, end_seq, now)
             continue
         jobs = database.execute(
             f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND state <> 'gone' LIMIT ?", id, left
@@ -270,6 +278,15 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     for row in old:
         files.drop(database, files.view(row))
     return len(found) == count or left <= 0 or len(old) == 4
+
+
+def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:
+    """Delete a batch that is gone with its key, once its end was told."""
+    if outbox.is_waiting(database, end_seq):
+        database.change("UPDATE batch SET forget = ? WHERE id = ?", now + outbox.HOLD, id)
+        return
+    outbox.drop(database, end_seq)
+    database.change("DELETE FROM batch WHERE id = ?", id)
 
 
 # ---- lines ---------------------------------------------------------------------------------------

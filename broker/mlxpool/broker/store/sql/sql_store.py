@@ -59,6 +59,7 @@ class SqlStore(Closing):
                 self.database.change(
                     f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
                 )
+            self.database.change("UPDATE outbox SET since = since + ? WHERE given_up IS NULL", away)
             self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
         self._boot, self.wall_seen = boot, now
 

@@ -28,6 +28,7 @@ BATCH = Body(
         ),
         "metadata": METADATA,
         "output_expires_after": EXPIRY.schema(),
+        "notify": described("the URL to which the end of the batch is posted", TEXT),
     },
     required=("input_file_id", "endpoint", "completion_window"),
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxpool.common.protocol.kept.job_messages import Notify
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.models import ModelInfo
@@ -29,6 +30,7 @@ class NewBatch:
     seconds: int
     metadata: Mapping[str, str]
     keep: float | None
+    notify: Notify | None
 
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
@@ -46,7 +48,9 @@ def new_batch(body: Mapping[str, Any]) -> NewBatch:
     seconds = int(window[:-1]) * HOURS[window[-1]] * 3600
     keep = expiry(body, "output_expires_after")
     file = fields.text(body, "input_file_id")
-    return NewBatch(file, endpoint, window, seconds, metadata_of(body), keep)
+    url = fields.text(body, "notify", "")
+    notify = fields.checked("notify", Notify.parse, {"url": url}) if url else None
+    return NewBatch(file, endpoint, window, seconds, metadata_of(body), keep, notify)
 
 
 @dataclass(eq=False, slots=True)
