@@ -341,7 +341,7 @@ class StoreModel:
     # ---- notices ---------------------------------------------------------------------------------
 
     def _read_notices(self, o: op.ReadNotices) -> Result:
-        now, rooms = self.now, dict(o.rooms)
+        now, loads = self.now, {load.origin: load for load in o.loads}
         open_ones = [one for one in self.outbox.values() if one.given_up is None]
         due = [one for one in open_ones if one.due <= now and one.end_seq not in o.held]
         later = min((one.due for one in open_ones if one.due > now), default=None)
@@ -349,15 +349,16 @@ class StoreModel:
         queues: dict[str, list[rec.Notice]] = {}
         for one in due:
             queue = queues.setdefault(one.origin, [])
-            if len(queue) < rooms.get(one.origin, o.per_origin):
+            load = loads.get(one.origin)
+            if len(queue) < (o.per_origin if load is None else load.room):
                 queue.append(one)
-        turns = [
-            one
-            for turn in itertools.zip_longest(*queues.values())
-            for one in turn
-            if one is not None
-        ]
-        return rec.Notices(tuple(turns[: o.count]), later, now)
+        order = sorted(
+            queues,
+            key=lambda origin: loads[origin].under_way if origin in loads else 0,
+        )
+        turns = itertools.zip_longest(*(queues[origin] for origin in order))
+        found = [one for turn in turns for one in turn if one is not None]
+        return rec.Notices(tuple(found[: o.count]), later, now)
 
     def _notice_sent(self, o: op.NoticeSent) -> Result:
         self.outbox.pop(o.end_seq, None)

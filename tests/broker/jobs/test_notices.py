@@ -265,6 +265,19 @@ def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
     assert [post.url for post in story.posts[PER_ORIGIN + 1 :]] == [slow]
 
 
+def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() -> None:
+    """Eight hosts that take a connection and say nothing take all places, again and again."""
+    story, urls = many_hosts(MAX_UNDER_WAY // PER_ORIGIN + 1)
+    *silent, quick = urls
+    for number, url in enumerate(silent):
+        end_jobs(story, 3 * PER_ORIGIN, url, f"silent{number}-")
+    assert len(story.posts) == MAX_UNDER_WAY
+    end_jobs(story, 1, quick, "quick")
+    assert len(story.posts) == MAX_UNDER_WAY  # there is no place
+    posted(story, story.posts[0], delivered=False, why="no answer in 15 s")
+    assert [post.url for post in story.posts[MAX_UNDER_WAY:]] == [quick]
+
+
 def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -> None:
     """Its other notices cost no try meanwhile, and follow at once when it is back."""
     story, (dead, well) = many_hosts(2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -115,6 +117,32 @@ def test_the_end_waits_for_no_resolver() -> None:
     assert hanging.daemon
     over.set()
     hanging.join(PATIENCE)
+
+
+HANGS = """
+import threading
+from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
+from mlxpool.broker.notices.names import Names
+from mlxpool.broker.notices.posting import Poster
+from mlxpool.common.web_targets import Allowed
+
+asked = threading.Event()
+def resolve(host, port):
+    asked.set()
+    threading.Event().wait()
+
+rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
+with Courier(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as courier:
+    courier.post(Posting(1, "id", "http://hooks.example/", b""))
+    asked.wait()
+"""
+
+
+def test_a_process_ends_while_a_resolver_hangs() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_secret_signs_and_can_be_changed(parts: Parts, tmp_path: Path) -> None:

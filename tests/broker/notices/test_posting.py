@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import h11
 import pytest
 
 from mlxpool.broker.notices.names import Names, resolve
-from mlxpool.broker.notices.posting import Outcome, Poster
+from mlxpool.broker.notices.posting import Outcome, Poster, outcome_of
 from mlxpool.common.web_targets import Allowed, IpAddress
 from support.pool import PATIENCE
 from support.web_receiver import OK, answering, receiver
@@ -74,6 +75,26 @@ def test_a_notice_is_delivered() -> None:
 def test_answers(answer: bytes, outcome: Outcome) -> None:
     with receiver(answering(answer)) as (port, _):
         assert post(port) == outcome
+
+
+@pytest.mark.parametrize(
+    ("field", "seconds"),
+    [
+        (b"0", 0.0),
+        (b"120", 120.0),
+        (b"9" * 40, 3600.0),
+        (b"Mon, 05 Jan 2026 10:21:30 GMT", 60.0),
+        (b"Mon, 05 Jan 2026 09:00:00 GMT", 0.0),  # it is over
+        (b"Mon, 05 Jan 2036 09:00:00 GMT", 3600.0),
+        (b"Mon, 99 Jan 2026 09:00:00 GMT", 0.0),
+        (b"-5", 0.0),
+        (b"1e9", 0.0),
+        (b"\xb2", 0.0),
+    ],
+)
+def test_the_wait_that_a_receiver_asks_for(field: bytes, seconds: float) -> None:
+    response = h11.Response(status_code=429, headers=[(b"Retry-After", field)])
+    assert outcome_of(response, 1767608430.0).retry_after == seconds  # 2026-01-05T10:20:30Z
 
 
 def test_a_receiver_that_is_gone_wants_no_more() -> None:

@@ -6,10 +6,14 @@ import json
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from mlxpool.broker.store.clock import StoreClock
 from mlxpool.broker.store.operations import (
     ListNotices,
     NoticeFailed,
     NoticeSent,
+    OriginLoad,
     ReadJob,
     ReadNotices,
     Release,
@@ -100,9 +104,11 @@ def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
     assert notices_of(store, count=8) == every
     assert notices_of(store, count=4) == dict.fromkeys(every, 1)
     assert notices_of(store, count=64, per_origin=3) == {**every, "http://dead:80": 3}
-    rooms = (("http://dead:80", 0), ("http://h302:80", 0))
-    assert set(notices_of(store, rooms=rooms)) == {"http://h301:80", "http://h303:80"}
+    full = (OriginLoad("http://dead:80", 8, 0), OriginLoad("http://h302:80", 8, 0))
+    assert set(notices_of(store, loads=full)) == {"http://h301:80", "http://h303:80"}
     assert notices_of(store, count=1) == {"http://dead:80": 1}  # it is due for longest
+    busy = (OriginLoad("http://dead:80", 7, 1),)
+    assert notices_of(store, count=1, loads=busy) == {"http://h301:80": 1}
     held = frozenset(range(1, 3))
     numbers = [one.end_seq for one in store.one(ReadNotices(held=held, per_origin=2)).notices]
     assert numbers[0] == 3 and set(numbers) == {3, 4, 301, 302, 303}
@@ -120,10 +126,21 @@ def test_a_host_that_cannot_be_reached_gives_up_what_is_too_old(store: OpenedSto
     assert all(one.cause in ("no connection", "") for one in store.one(ListNotices()).notices)
 
 
-def test_the_time_without_a_broker_is_not_counted_for_a_notice(store: OpenedStore) -> None:
+@pytest.mark.parametrize("jump", [100_000.0, 365 * 24 * 3600.0, -100_000.0])
+def test_a_clock_that_jumps_between_two_brokers_neither_ends_nor_delays_a_notice(
+    store: OpenedStore, jump: float
+) -> None:
+    """The time without a broker is not counted, and the store's own never goes back."""
     store.submitted(1, notify="http://there/x")
-    store.do(finish(1))
-    store.now += 100_000.0
+    store.do(finish(1), NoticeFailed(1, 30.0, "refused"))
+    store.now += 10.0
+    store.submitted(2)  # the newest time that the store has seen
+    wall, monotonic = store.now + jump, 0.0
+    clock = StoreClock(store.now, lambda: wall, lambda: monotonic)
+    store.close()
+    store.now = clock.now()
     store.open()
+    monotonic += 30.0
+    store.now = clock.now()
     (notice,) = store.one(ReadNotices()).notices
-    assert store.now - notice.since <= 1.0
+    assert 30.0 <= store.now - notice.since <= 41.0

@@ -21,7 +21,13 @@ from functools import partial
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox, Post
 from mlxpool.broker.store.notice_bodies import notice_id
-from mlxpool.broker.store.operations import NoticeFailed, NoticeSent, Operation, ReadNotices
+from mlxpool.broker.store.operations import (
+    NoticeFailed,
+    NoticeSent,
+    Operation,
+    OriginLoad,
+    ReadNotices,
+)
 from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
 MAX_UNDER_WAY = 64
@@ -89,17 +95,17 @@ class NoticeQueue:
             return
         self._reading, self._came, self._due = True, False, math.inf
         room, held = MAX_UNDER_WAY - len(self._under_way), frozenset(self._under_way)
-        self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._rooms(now)), self._read)
+        self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
 
-    def _rooms(self, now: float) -> tuple[tuple[str, int], ...]:
-        """How many more notices each origin may be sent that has some, or is paused."""
+    def _loads(self, now: float) -> tuple[OriginLoad, ...]:
+        """Of each origin that has notices under way, or is paused, how many more it may be sent."""
         busy = Counter(one.notice.origin for one in self._under_way.values())
-        rooms = []
+        loads = []
         for origin in sorted(busy.keys() | self._paused.keys()):
             pause = self._paused.get(origin)
             most = PER_ORIGIN if pause is None else int(pause.until <= now)
-            rooms.append((origin, max(0, most - busy[origin])))
-        return tuple(rooms)
+            loads.append(OriginLoad(origin, busy[origin], max(0, most - busy[origin])))
+        return tuple(loads)
 
     def _read(self, result: Result, now: float) -> None:
         self._reading = False

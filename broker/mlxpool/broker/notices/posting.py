@@ -13,6 +13,8 @@ import asyncio
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from time import time
 
 import h11
 
@@ -159,7 +161,7 @@ class Connection:
         while True:
             found = http.next_event()
             if isinstance(found, h11.Response):
-                return outcome_of(found)
+                return outcome_of(found, time())
             if found is h11.NEED_DATA:
                 http.receive_data(await self._reader.read(READ_SIZE))
             elif not isinstance(found, h11.InformationalResponse):
@@ -176,8 +178,8 @@ def host_field(origin: Origin) -> str:
     return host if origin.port == PORTS[origin.scheme] else f"{host}:{origin.port}"
 
 
-def outcome_of(response: h11.Response) -> Outcome:
-    """What a response means for the notice that it answers."""
+def outcome_of(response: h11.Response, now: float) -> Outcome:
+    """What a response means for the notice that it answers. `now`: seconds since 1970."""
     status = response.status_code
     if 200 <= status < 300:
         return Outcome(True)
@@ -186,10 +188,15 @@ def outcome_of(response: h11.Response) -> Outcome:
     if status == 410:
         return Outcome(False, "HTTP 410: the receiver wants no notices any more", final=True)
     waits = [value for name, value in response.headers if name == b"retry-after"]
-    return Outcome(False, f"HTTP {status}", retry_after=_seconds(waits[0]) if waits else 0.0)
+    return Outcome(False, f"HTTP {status}", retry_after=_seconds(waits[0], now) if waits else 0.0)
 
 
-def _seconds(field: bytes) -> float:
-    """A Retry-After in seconds; 0 for its other form, a date."""
-    seconds = float(field) if field.isdigit() and len(field) < 10 else 0.0
-    return min(MAX_RETRY_AFTER, seconds)
+def _seconds(field: bytes, now: float) -> float:
+    """The seconds of a Retry-After, which is a number or a date; 0 for one that is neither."""
+    if field.isdigit():
+        return min(MAX_RETRY_AFTER, float(field[:10]))
+    try:
+        seconds = parsedate_to_datetime(field.decode("ascii")).timestamp() - now
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(MAX_RETRY_AFTER, max(0.0, seconds))

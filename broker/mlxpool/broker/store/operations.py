@@ -341,18 +341,28 @@ class ReadPoisons(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class OriginLoad:
+    """How many notices to an origin are under way, and for how many more it has room."""
+
+    origin: str
+    under_way: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadNotices(Operation):
     """Notices that are due and not given up; those of `held` are under way. Result: Notices.
 
-    At most `count` come, and of one origin `per_origin`, or as many as `rooms` has for it. Origins
-    take turns, the one whose notice is due for longest first.
+    At most `count` come, and of one origin `per_origin`, or as many as it has room for in `loads`.
+    Origins take turns: first those with the fewest under way, of these the one whose notice is due
+    for longest. So none has to wait for the older notices of others.
     """
 
     writes: ClassVar[bool] = False
     count: int = 64
     held: frozenset[int] = frozenset()
     per_origin: int = 64
-    rooms: tuple[tuple[str, int], ...] = ()
+    loads: tuple[OriginLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

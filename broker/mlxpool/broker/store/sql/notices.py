@@ -9,6 +9,7 @@ from mlxpool.broker.store.operations import (
     ListNotices,
     NoticeFailed,
     NoticeSent,
+    OriginLoad,
     ReadNotices,
     ReadPoisons,
     SetPoison,
@@ -34,13 +35,14 @@ def _notice(row: Row) -> Notice:
 
 def read_notices(database: Database, asked: ReadNotices, now: float) -> Notices:
     """Notices that are due, of each origin as many as it has room for, taken in turns."""
-    rooms = dict(asked.rooms)
-    queues: list[list[Row]] = []
+    loads = {load.origin: load for load in asked.loads}
+    waiting: list[tuple[int, float, list[Row]]] = []  # under way, due since, the notices
     later: list[float] = []
     for origin in _origins(database):
-        room = min(asked.count, rooms.get(origin, asked.per_origin))
-        if room > 0:
-            queues.append(_due(database, origin, room, asked.held, now))
+        load = loads.get(origin) or OriginLoad(origin, 0, asked.per_origin)
+        room = min(asked.count, load.room)
+        if room > 0 and (due := _due(database, origin, room, asked.held, now)):
+            waiting.append((load.under_way, due[0][1], due))
         row = database.one(
             "SELECT due FROM outbox WHERE origin = ? AND due > ? AND given_up IS NULL"
             " ORDER BY due LIMIT 1",
@@ -48,8 +50,8 @@ def read_notices(database: Database, asked: ReadNotices, now: float) -> Notices:
             now,
         )
         later += [] if row is None else [row[0]]
-    queues.sort(key=lambda queue: float(queue[0][1]) if queue else now)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    waiting.sort(key=lambda each: each[:2])
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*(each[2] for each in waiting)))
     numbers = itertools.islice((row[0] for row in turns if row is not None), asked.count)
     found = [
         _notice(row)
