@@ -138,6 +138,9 @@ def test_a_batch_that_is_tried_again_is_told_of_again(story: BatchStory) -> None
     story.work_off(worker)
     second = story.posts[-1]
     assert told(second)["data"]["done"] == 2 and second.id != first.id and len(story.posts) == 2
+    posted(story, second)
+    story.pass_time(2 * FIRST_DELAY)
+    assert len(story.posts) == 2 and story.store.ask_outbox() == 0
 
 
 @pytest.mark.parametrize("at", ["ended jobs", "end", "post", "answer"])

@@ -274,6 +274,7 @@ def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() 
     assert len(story.posts) == MAX_UNDER_WAY
     end_jobs(story, 1, quick, "quick")
     assert len(story.posts) == MAX_UNDER_WAY  # there is no place
+    assert story.manager.next_wake() > story.now  # the broker waits for one
     posted(story, story.posts[0], delivered=False, why="no answer in 15 s")
     assert [post.url for post in story.posts[MAX_UNDER_WAY:]] == [quick]
 

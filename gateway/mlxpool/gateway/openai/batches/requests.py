@@ -48,9 +48,15 @@ def new_batch(body: Mapping[str, Any]) -> NewBatch:
     seconds = int(window[:-1]) * HOURS[window[-1]] * 3600
     keep = expiry(body, "output_expires_after")
     file = fields.text(body, "input_file_id")
-    url = fields.text(body, "notify", "")
-    notify = fields.checked("notify", Notify.parse, {"url": url}) if url else None
-    return NewBatch(file, endpoint, window, seconds, metadata_of(body), keep, notify)
+    metadata = metadata_of(body)
+    return NewBatch(file, endpoint, window, seconds, metadata, keep, _notify(body))
+
+
+def _notify(body: Mapping[str, Any]) -> Notify | None:
+    if body.get("notify") is None:
+        return None
+    notify: Notify = fields.checked("notify", Notify.parse, {"url": fields.text(body, "notify")})
+    return notify
 
 
 @dataclass(eq=False, slots=True)
