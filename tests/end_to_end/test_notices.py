@@ -29,7 +29,7 @@ from support.web_receiver import OK, receiver
 CONFIG = """\
 [pool]
 restart_delay = 0.05
-job_notify_hosts = ["{url}"]
+job_notify_hosts = ["{url}", "{other}"]
 job_notify_secret = "{secret}"
 job_notify_url = "{url}/pool"
 [models.m]
@@ -88,8 +88,8 @@ def hooks_of(folder: Path) -> Iterator[Hooks]:
         yield box[0]
 
 
-def make_pool(folder: Path, hooks: Hooks) -> Pool:
-    config = CONFIG.format(url=hooks.url, secret=hooks.secret)
+def make_pool(folder: Path, hooks: Hooks, other: str = "https://hooks.example.org") -> Pool:
+    config = CONFIG.format(url=hooks.url, other=other, secret=hooks.secret)
     return Pool(folder, config, arguments=("--state-dir", str(folder / "jobs")))
 
 
@@ -234,3 +234,32 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
     verify = openai.OpenAI(api_key="none").webhooks.verify_signature
     for (headers, body), key in ((tries[0], b"a"), (tries[count], b"b"), (tries[-1], b"c")):
         verify(body.decode(), headers, secret=secret_text(key))
+
+
+def test_a_host_that_never_answers_holds_up_neither_another_one_nor_the_end(
+    tmp_path: Path,
+) -> None:
+    """Its connections are taken and nothing is read: tries are under way all the time."""
+    count = 20
+    with hooks_of(tmp_path) as hooks, socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        pool = make_pool(tmp_path, hooks, url)
+        try:
+            pool.start()
+            with pool.client() as client:
+                for number in range(count):
+                    client.submit("m", "x", key=f"silent{number}", max_tokens=1, notify=url)
+            until(lambda: len(pool.ask("notices")["notices"]) == count, "all wait")
+            for turn in range(2):
+                with pool.client() as client:
+                    client.submit("m", "x", max_tokens=1, notify=f"{hooks.url}/live{turn}")
+                assert hooks.one(f"/live{turn}")["type"] == "job.ended"
+                if not turn:
+                    pool.kill()  # with tries under way
+                    pool.start()
+            left = {notice["key"] for notice in pool.ask("notices")["notices"]}
+            assert {f"silent{number}" for number in range(count)} <= left
+            assert pool.stop() == 0
+            assert "the thread of notices has not ended in time" not in pool.log()
+        finally:
+            pool.close()
