@@ -20,10 +20,6 @@ class JobPolicy:
     notify_for: float = 86400.0  # seconds after the end, until a notice is given up
     notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen
 
-    def kept(self, keep_ms: int | None) -> float:
-        """Seconds for which something is kept of which a client says so, or nothing."""
-        return min(self.keep if keep_ms is None else keep_ms / 1000, self.keep_max)
-
     def told(self, notify: Notify | None) -> str:
         """The URL that is told of an end, "": none is. Raises BadRequest for one not allowed."""
         if notify is None:
@@ -31,3 +27,7 @@ class JobPolicy:
         if refused := self.notify_allowed.refusal(notify.target):
             raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends")
         return notify.url
+
+    def kept(self, keep_ms: int | None) -> float:
+        """Seconds for which something is kept of which a client says so, or nothing."""
+        return min(self.keep if keep_ms is None else keep_ms / 1000, self.keep_max)
