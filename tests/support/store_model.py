@@ -15,6 +15,7 @@ from mlxpool.broker.store import operations as op
 from mlxpool.broker.store import records as rec
 from mlxpool.broker.store.batch_operations import ListBatches
 from mlxpool.broker.store.batch_records import BatchList
+from mlxpool.broker.store.notice_bodies import job_notice, origin_of
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Chunk, JobState, JobView, Result, Scope
 
@@ -175,8 +176,11 @@ class StoreModel:
             forget=None if row.job.keep is None else now + row.job.keep,
         )
         if row.job.notify:
-            number = row.job.end_seq
-            self.outbox[number] = rec.Notice(row.job, number, 0, now)
+            job, number = row.job, row.job.end_seq
+            self.outbox[number] = rec.Notice(
+                number, "job", job.id, job.scope, job.notify, origin_of(job.notify), now, 0, now,
+                "", None, job_notice(job),
+            )  # fmt: skip
         return rec.Changed(row.job)
 
     def _finish(self, o: op.Finish) -> Result:
@@ -342,12 +346,24 @@ class StoreModel:
     # ---- notices ---------------------------------------------------------------------------------
 
     def _read_notices(self, o: op.ReadNotices) -> Result:
-        now = self.now
+        now, loads = self.now, {load.origin: load for load in o.loads}
         open_ones = [one for one in self.outbox.values() if one.given_up is None]
         due = [one for one in open_ones if one.due <= now and one.end_seq not in o.held]
         later = min((one.due for one in open_ones if one.due > now), default=None)
         due.sort(key=lambda one: (one.due, one.end_seq))
-        return rec.Notices(tuple(due[: o.count]), later, now)
+        queues: dict[str, list[rec.Notice]] = {}
+        for one in due:
+            queue = queues.setdefault(one.origin, [])
+            load = loads.get(one.origin)
+            if len(queue) < (o.per_origin if load is None else load.room):
+                queue.append(one)
+        order = sorted(
+            queues,
+            key=lambda origin: loads[origin].under_way if origin in loads else 0,
+        )
+        turns = itertools.zip_longest(*(queues[origin] for origin in order))
+        found = [one for turn in turns for one in turn if one is not None]
+        return rec.Notices(tuple(found[: o.count]), later, now)
 
     def _notice_sent(self, o: op.NoticeSent) -> Result:
         self.outbox.pop(o.end_seq, None)
@@ -361,6 +377,10 @@ class StoreModel:
             self.outbox[o.end_seq] = replace(
                 one, tries=one.tries + 1, due=due, cause=o.cause, given_up=given_up
             )
+        for number, one in list(self.outbox.items()):
+            late = now - one.since > o.give_up_after and one.given_up is None
+            if one.origin == o.unreachable and late:
+                self.outbox[number] = replace(one, cause=o.cause, given_up=now)
         return rec.Done()
 
     # ---- what is there ---------------------------------------------------------------------------

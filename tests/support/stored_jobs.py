@@ -92,6 +92,10 @@ class StoredJobs:
         assert found is not None
         return found.scope.key
 
+    def ask_outbox(self) -> int:
+        """How many notices were not delivered."""
+        return self._store.database.number("SELECT COUNT(*) FROM outbox")
+
     def ask_cancel_some(self, key: str, owner: str = "uid:1") -> None:
         """Cancel a batch beside the broker, and only a few of its jobs."""
         self.ask(CancelBatch(Scope(owner, "", key), count=10))

@@ -53,6 +53,7 @@ def submit(options: argparse.Namespace) -> int:
                 key=options.job_key,
                 keep=options.keep,
                 deadline=None if deadline_ms is None else deadline_ms / 1000,
+                notify=options.notify,
                 check=not options.allow_bad_lines,
                 on_sent=lambda sent: line.show(sent_text(sent, whole)),
                 **given,
@@ -130,6 +131,7 @@ BATCHES = (
     Column("DONE", 1),
     Column("FAILED", 1),
     Column("AGE", 2),
+    Column("NOTICE", 6),
     Column("TROUBLE", 5, "text"),
 )
 
@@ -162,6 +164,7 @@ def _cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
         str(row["done"]),
         str(count_bad(row)),
         duration(max(0.0, now - row["created"])),
+        row["notice"].replace("_", " ") or "-",
         row["trouble"] or "-",
     )
 
@@ -172,7 +175,16 @@ def change(options: argparse.Namespace, key: str, what: str) -> int:
         batch = client.batch(key)
         row = {"cancel": batch.cancel, "retry": batch.retry, "release": batch.release}[what]()
     print(json_text(as_json(row)) if options.json else escape_line(summary(row)))
+    if what == "release":
+        tell_of_notice(row)
     return 0
+
+
+def tell_of_notice(row: Mapping[str, Any]) -> None:
+    """Say that the end of a released job or batch is still to be told, if it is."""
+    if row["notice"] == "waiting":
+        told = f"mlxpool: {row['key']}: the notice of its end was not delivered yet; it still will"
+        print(escape_line(f"{told} be, and says how it ended"), file=sys.stderr)
 
 
 def as_json(row: Mapping[str, Any]) -> dict[str, Any]:

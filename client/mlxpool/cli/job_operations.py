@@ -154,6 +154,7 @@ def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json:
 
 
 NOTICES = (
+    Column("OF", 5),
     Column("KEY", 0, "text"),
     Column("OWNER", 3, "text"),
     Column("URL", 2, "text"),
@@ -180,8 +181,9 @@ def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
         NOTICES,
         [
             (
+                "batch" if "batch" in row else "job",
                 row["key"],
-                row["owner"],
+                row["owner"] + (f"/{row['tenant']}" if row["tenant"] else ""),
                 row["url"],
                 str(row["tries"]),
                 "given up" if row["given_up"] else duration(max(0.0, row["due"] - now)),
@@ -227,7 +229,7 @@ def print_job(job: Mapping[str, Any]) -> None:
         attempts += (
             f", started {job['starts']} times since its last token, charge {job['charge']:g}"
         )
-    waits, gone = job["state"] == "waiting", job["state"] == "gone"
+    waits, gone, told = job["state"] == "waiting", job["state"] == "gone", job.get("notify")
     lines = {
         "job": job["job"].hex(),
         "key": job["key"],
@@ -241,7 +243,7 @@ def print_job(job: Mapping[str, Any]) -> None:
         "deadline": _moment(job["deadline"]),
         "ended": _moment(job["ended"]),
         "key free at" if gone else "kept until": _moment(job["forget"]),
-        "told to": job.get("notify", ""),
+        "told to": f"{told} ({job.get('notice') or 'at its end'})" if told else "",
         "cause": job["cause"],
         "damaged": job.get("damaged", ""),
     }

@@ -200,3 +200,15 @@ def test_settings_that_lose_the_brokers_key_change_nothing(
     assert reload.settings.config is before and not reload.events and not reload.target.used
     assert "have no secret_key any more" in str(reload.outcome())
     assert "not reloaded: nothing has changed" in caplog.text
+
+
+def test_a_secret_of_notices_that_cannot_be_read_changes_nothing(
+    reload_of: Callable[..., Reload], tmp_path: Path
+) -> None:
+    before = PoolConfig(state_dir=str(tmp_path))
+    new = replace(before, job_notify_secret=tmp_path / "none", queue_limit=7)
+    reload = reload_of(before, new)
+    assert reload.settings.config is before and not reload.target.used
+    assert "job_notify_secret: cannot read" in str(reload.outcome())
+    off = reload_of(replace(before, state_dir=""), replace(new, state_dir=""))
+    assert off.settings.config.queue_limit == 7  # without jobs there are no notices

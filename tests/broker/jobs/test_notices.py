@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Post
-from mlxpool.broker.jobs.notices import FIRST_DELAY, MAX_DELAY, MAX_UNDER_WAY, retry_delay
+from mlxpool.broker.jobs.notices import (
+    FIRST_DELAY,
+    MAX_DELAY,
+    MAX_PAUSE,
+    MAX_UNDER_WAY,
+    PER_ORIGIN,
+    origin_pause,
+    retry_delay,
+)
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.kept.job_messages import Notify, Submit
 from mlxpool.common.web_targets import Allowed
 from support.job_harness import JobStory
+from support.stored_jobs import StoredJobs
 
 URL = "https://hooks.example.org/ends?who=me"
 NOTIFY = {"url": URL}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoredJobs]:
+    store = StoredJobs(tmp_path)
+    yield store
+    store.close()
 
 
 def telling_story(store: Any = None) -> JobStory:
@@ -199,19 +217,135 @@ def test_a_job_that_ends_twice_is_told_twice_and_in_order() -> None:
     assert not story.store.outbox
 
 
-def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
+def many_hosts(count: int) -> tuple[JobStory, list[str]]:
+    """A story in which many hosts may be told, and a URL of each."""
     story = telling_story()
-    count = 2 * MAX_UNDER_WAY + 9
+    hosts = [f"https://h{number}.example" for number in range(count)]
+    story.policy = replace(story.policy, notify_allowed=Allowed.of(hosts, []))
+    return story, [f"{host}/x" for host in hosts]
+
+
+def end_jobs(story: JobStory, count: int, url: str = URL, name: str = "k") -> None:
+    """Jobs that have ended, and are to be told to a URL."""
     for number in range(count):
-        story.submit(f"k{number}", notify=NOTIFY)
-        story.about("cancel", f"k{number}")
+        story.submit(f"{name}{number}", notify={"url": url})
+        story.about("cancel", f"{name}{number}")
     story.settle()
+
+
+def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
+    story, urls = many_hosts(MAX_UNDER_WAY)
+    each = 3
+    for number, url in enumerate(urls):
+        end_jobs(story, each, url, f"k{number}-")
     assert len(story.posts) == MAX_UNDER_WAY
+    count = MAX_UNDER_WAY * each
     for index in range(count):
+        assert story.manager.next_wake() > story.now  # the broker waits, and does not look again
         posted(story, story.posts[index])
         assert len(story.posts) <= MAX_UNDER_WAY + index + 1
     assert len({post.id for post in story.posts}) == len(story.posts) == count
     assert not story.store.outbox
+
+
+def under_way(story: JobStory, done: set[int]) -> list[Post]:
+    return [post for post in story.posts if post.end_seq not in done]
+
+
+def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
+    """10,000 of its notices wait, a few are under way; a job of another host is told at once."""
+    story, (slow, quick) = many_hosts(2)
+    end_jobs(story, 40, slow, "slow")
+    assert [post.url for post in story.posts] == [slow] * PER_ORIGIN
+    end_jobs(story, 1, quick, "quick")
+    assert story.posts[-1].url == quick and len(story.posts) == PER_ORIGIN + 1
+    posted(story, story.posts[-1])
+    assert len(story.posts) == PER_ORIGIN + 1
+    posted(story, story.posts[0])
+    assert [post.url for post in story.posts[PER_ORIGIN + 1 :]] == [slow]
+
+
+def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() -> None:
+    """Eight hosts that take a connection and say nothing take all places, again and again."""
+    story, urls = many_hosts(MAX_UNDER_WAY // PER_ORIGIN + 1)
+    *silent, quick = urls
+    for number, url in enumerate(silent):
+        end_jobs(story, 3 * PER_ORIGIN, url, f"silent{number}-")
+    assert len(story.posts) == MAX_UNDER_WAY
+    end_jobs(story, 1, quick, "quick")
+    assert len(story.posts) == MAX_UNDER_WAY  # there is no place
+    assert story.manager.next_wake() > story.now  # the broker waits for one
+    posted(story, story.posts[0], delivered=False, why="no answer in 15 s")
+    assert [post.url for post in story.posts[MAX_UNDER_WAY:]] == [quick]
+
+
+def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -> None:
+    """Its other notices cost no try meanwhile, and follow at once when it is back."""
+    story, (dead, well) = many_hosts(2)
+    end_jobs(story, 40, dead, "dead")
+    for post in list(story.posts):
+        posted(story, post, delivered=False, why="no connection", unreachable=True)
+    tried = {post.end_seq for post in story.posts}
+    assert len(tried) == len(story.posts) == PER_ORIGIN
+    end_jobs(story, 20, well, "well")
+    for index in range(PER_ORIGIN, PER_ORIGIN + 20):
+        assert story.posts[index].url == well
+        posted(story, story.posts[index])
+    count = len(story.posts)
+    story.pass_time(2 * MAX_PAUSE)
+    assert len(story.posts) == count + 1 and story.posts[-1].url == dead
+    posted(story, story.posts[-1], delivered=False, why="no connection", unreachable=True)
+    story.pass_time(MAX_PAUSE / 2)
+    assert len(story.posts) == count + 1  # the pause has grown
+    story.pass_time(MAX_PAUSE)
+    assert len(story.posts) == count + 2
+    posted(story, story.posts[-1])  # it is back
+    assert len(under_way(story, tried)) >= PER_ORIGIN
+    tries = [one.tries for one in story.store.outbox.values()]
+    assert sum(tries) == PER_ORIGIN + 1
+    assert [origin_pause(number) for number in (0, 1, 2, 50)] == [1.0, 2.0, 4.0, MAX_PAUSE]
+
+
+def test_a_dead_host_gives_all_its_old_notices_up_with_one_try() -> None:
+    story, (dead,) = many_hosts(1)
+    story.policy = replace(story.policy, notify_for=300.0)
+    end_jobs(story, 40, dead, "dead")
+    done = 0
+    for _ in range(40):
+        for post in story.posts[done:]:
+            done += 1
+            posted(story, post, delivered=False, why="no connection", unreachable=True)
+        story.pass_time(15.0)
+    given_up = [one for one in story.store.outbox.values() if one.given_up is not None]
+    assert len(given_up) == 40 and {one.cause for one in given_up} == {"no connection"}
+    assert done < 40  # fewer tries than notices
+
+
+def test_an_answer_with_an_error_pauses_no_other_notice_of_the_host() -> None:
+    """One path of a host that is asked too often must not silence the others."""
+    story = telling_story()
+    end_jobs(story, PER_ORIGIN + 3)
+    for number in range(PER_ORIGIN + 3):
+        posted(story, story.posts[number], delivered=False, why="HTTP 429", retry_after=500.0)
+    assert len(story.posts) == PER_ORIGIN + 3
+    story.pass_time(450.0)
+    assert len(story.posts) == PER_ORIGIN + 3
+    story.pass_time(60.0)
+    assert len(story.posts) == 2 * PER_ORIGIN + 3
+
+
+def test_a_released_job_is_told_of_as_it_ended(store: StoredJobs) -> None:
+    story = telling_story(store)
+    post = ended_job(story)
+    posted(story, post, delivered=False, why="HTTP 500")
+    released = story.about("release", "a")
+    story.settle()
+    row = story.answer(released)
+    assert (row["state"], row["notice"]) == ("gone", "waiting")
+    story.pass_time(FIRST_DELAY * 1.3)
+    again = story.posts[-1]
+    assert (again.id, again.body) == (post.id, post.body) and len(story.posts) == 2
+    assert json.loads(again.body)["data"]["state"] == "done"
 
 
 def test_a_store_that_refuses_delays_notices_and_loses_none() -> None:

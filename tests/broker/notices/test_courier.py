@@ -1,7 +1,11 @@
-"""The threads that post notices: they read the settings for each try, and never end by an error."""
+"""The thread that posts notices: it reads the settings for each try, and never ends by an error."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,9 +15,10 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
-from mlxpool.broker.notices.posting import Outcome
+from mlxpool.broker.notices.names import Names
+from mlxpool.broker.notices.posting import Outcome, Poster
 from mlxpool.broker.notices.signing import headers
-from mlxpool.common.web_targets import Allowed
+from mlxpool.common.web_targets import Allowed, IpAddress
 from support.pool import PATIENCE, until
 
 
@@ -24,10 +29,16 @@ class Office:
     posts: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     fails: bool = False
+    cancelled: int = 0
 
-    def post(self, url: str, body: bytes, headers: Any, allowed: Allowed) -> Outcome:
+    async def post(self, url: str, body: bytes, headers: Any, allowed: Allowed) -> Outcome:
         self.posts.append((url, body, dict(headers)))
-        assert self.held.wait(PATIENCE)
+        try:
+            while not self.held.is_set():
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         if self.fails:
             raise RuntimeError("a bug")
         return Outcome(True)
@@ -56,7 +67,7 @@ def parts() -> Iterator[Parts]:
     office, woken = Office(), threading.Semaphore(0)
     made: Any = office
     box: list[Parts] = []
-    courier = Courier(lambda: box[0].rules, woken.release, made, threads=2)
+    courier = Courier(lambda: box[0].rules, woken.release, lambda: made)
     box.append(Parts(office, PostingRules(Allowed(), None), courier, woken))
     yield box[0]
     office.held.set()
@@ -68,14 +79,70 @@ def posting(number: int) -> Posting:
 
 
 def test_notices_are_posted_beside_each_other_and_wake_the_loop(parts: Parts) -> None:
-    for number in range(3):
+    for number in range(64):
         parts.courier.post(posting(number))
-    until(lambda: len(parts.office.posts) == 2, "both threads have one")
+    until(lambda: len(parts.office.posts) == 64, "all are under way")
     assert parts.courier.take() == []
     parts.office.held.set()
-    outcomes = parts.outcomes(3)
-    assert sorted(end_seq for end_seq, _ in outcomes) == [0, 1, 2]
-    assert all(parts.woken.acquire(timeout=PATIENCE) for _ in range(3))
+    outcomes = parts.outcomes(64)
+    assert sorted(end_seq for end_seq, _ in outcomes) == list(range(64))
+    assert all(parts.woken.acquire(timeout=PATIENCE) for _ in range(64))
+
+
+def test_the_end_waits_for_no_try(parts: Parts) -> None:
+    """Neither for one that is under way nor for one that was not begun; neither has an outcome."""
+    parts.courier.post(posting(1))
+    until(lambda: len(parts.office.posts) == 1, "one is under way")
+    parts.courier.close()
+    assert parts.office.cancelled == 1 and parts.courier.take() == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "notices"]
+    parts.courier.close()
+
+
+def test_the_end_waits_for_no_resolver() -> None:
+    """A look-up that hangs has a thread of its own, which the process does not wait for."""
+    over, asked = threading.Event(), threading.Event()
+
+    def resolve(host: str, port: int) -> list[IpAddress]:
+        asked.set()
+        assert over.wait(PATIENCE)
+        return []
+
+    rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
+    with Courier(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as courier:
+        courier.post(Posting(1, "id", "http://hooks.example/", b""))
+        assert asked.wait(PATIENCE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "notices"]
+    (hanging,) = [each for each in threading.enumerate() if each.name.startswith("notices-name")]
+    assert hanging.daemon
+    over.set()
+    hanging.join(PATIENCE)
+
+
+HANGS = """
+import threading
+from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
+from mlxpool.broker.notices.names import Names
+from mlxpool.broker.notices.posting import Poster
+from mlxpool.common.web_targets import Allowed
+
+asked = threading.Event()
+def resolve(host, port):
+    asked.set()
+    threading.Event().wait()
+
+rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
+with Courier(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as courier:
+    courier.post(Posting(1, "id", "http://hooks.example/", b""))
+    asked.wait()
+"""
+
+
+def test_a_process_ends_while_a_resolver_hangs() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_secret_signs_and_can_be_changed(parts: Parts, tmp_path: Path) -> None:
@@ -107,6 +174,21 @@ def test_a_bug_is_a_failed_try_and_ends_no_thread(parts: Parts) -> None:
     for number in range(4):
         parts.courier.post(posting(number))
     assert all("a bug" in outcome.why for _, outcome in parts.outcomes(4))
+
+
+def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Path) -> None:
+    """The file is read for each try: what a receiver refused may be signed anew."""
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    parts.rules = replace(parts.rules, secret=file)
+    parts.office.held.set()
+    keys = [bytes([number]) * 24 for number in range(2)]
+    for key in keys:
+        file.write_text("whsec_" + base64.b64encode(key).decode())
+        parts.courier.post(posting(1))
+        parts.outcomes(1)
+    for key, (_, body, sent) in zip(keys, parts.office.posts, strict=True):
+        assert sent == headers([key], "id-1", int(sent["webhook-timestamp"]), body)
 
 
 def test_nothing_is_started_without_a_notice() -> None:

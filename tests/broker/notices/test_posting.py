@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import h11
 import pytest
 
-from mlxpool.broker.notices.posting import Outcome, Poster, resolve
+from mlxpool.broker.notices.names import Names, resolve
+from mlxpool.broker.notices.posting import Outcome, Poster, outcome_of
 from mlxpool.common.web_targets import Allowed, IpAddress
 from support.pool import PATIENCE
 from support.web_receiver import OK, answering, receiver
@@ -25,10 +29,24 @@ def allowed(port: int, networks: Sequence[str] = (), name: str = "127.0.0.1") ->
     return Allowed.of([f"http://{name}:{port}"], networks)
 
 
+HEADERS = {"webhook-id": "id-1", "webhook-signature": "v1,x"}
+
+
+def post_to(
+    url: str,
+    rules: Allowed,
+    resolve: Callable[[str, int], Sequence[IpAddress]] = resolve,
+    timeout: float = PATIENCE,
+    headers: Mapping[str, str] = HEADERS,
+) -> Outcome:
+    async def run() -> Outcome:
+        return await Poster(timeout, Names(resolve)).post(url, b'{"a": 1}', headers, rules)
+
+    return asyncio.run(run())
+
+
 def post(port: int, timeout: float = PATIENCE, path: str = "/ends") -> Outcome:
-    headers = {"webhook-id": "id-1", "webhook-signature": "v1,x"}
-    url = f"http://127.0.0.1:{port}{path}"
-    return Poster(timeout).post(url, b'{"a": 1}', headers, allowed(port))
+    return post_to(f"http://127.0.0.1:{port}{path}", allowed(port), timeout=timeout)
 
 
 def test_a_notice_is_delivered() -> None:
@@ -59,6 +77,26 @@ def test_answers(answer: bytes, outcome: Outcome) -> None:
         assert post(port) == outcome
 
 
+@pytest.mark.parametrize(
+    ("field", "seconds"),
+    [
+        (b"0", 0.0),
+        (b"120", 120.0),
+        (b"9" * 40, 3600.0),
+        (b"Mon, 05 Jan 2026 10:21:30 GMT", 60.0),
+        (b"Mon, 05 Jan 2026 09:00:00 GMT", 0.0),  # it is over
+        (b"Mon, 05 Jan 2036 09:00:00 GMT", 3600.0),
+        (b"Mon, 99 Jan 2026 09:00:00 GMT", 0.0),
+        (b"-5", 0.0),
+        (b"1e9", 0.0),
+        (b"\xb2", 0.0),
+    ],
+)
+def test_the_wait_that_a_receiver_asks_for(field: bytes, seconds: float) -> None:
+    response = h11.Response(status_code=429, headers=[(b"Retry-After", field)])
+    assert outcome_of(response, 1767608430.0).retry_after == seconds  # 2026-01-05T10:20:30Z
+
+
 def test_a_receiver_that_is_gone_wants_no_more() -> None:
     with receiver(answering(b"HTTP/1.1 410 Gone\r\n\r\n")) as (port, _):
         assert post(port).final
@@ -78,7 +116,7 @@ def test_a_redirect_is_not_followed() -> None:
     [
         b"nonsense\r\n\r\n",
         b"",
-        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 500,
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 8000,
         b"HTTP/1.1 " + b"2" * 70_000,
     ],
 )
@@ -112,9 +150,9 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
             connection.sendall(b"H")
 
     with receiver(serve) as (port, _):
-        outcome = post(port, timeout=0.5)
+        outcome = post(port, timeout=0.8)
         done.set()
-    assert outcome == Outcome(False, "no answer in 0.5 s")
+    assert outcome == Outcome(False, "no answer in 0.8 s")
 
 
 def test_a_server_that_does_not_answer_is_left() -> None:
@@ -124,7 +162,7 @@ def test_a_server_that_does_not_answer_is_left() -> None:
         done.wait()
 
     with receiver(serve) as (port, _):
-        assert post(port, timeout=0.3) == Outcome(False, "no answer in 0.3 s")
+        assert post(port, timeout=0.8) == Outcome(False, "no answer in 0.8 s")
         done.set()
 
 
@@ -138,51 +176,91 @@ def named(answers: list[list[IpAddress]]) -> Callable[[str, int], list[IpAddress
 
 def test_a_name_at_an_address_of_this_machine_is_not_reached() -> None:
     with receiver(answering(OK)) as (port, requests):
-        poster = Poster(resolve=named([[LOOPBACK]]))
-        outcome = poster.post(
-            f"http://hooks.example:{port}/", b"", {}, allowed(port, name="hooks.example")
-        )
+        url, rules = f"http://hooks.example:{port}/", allowed(port, name="hooks.example")
+        outcome = post_to(url, rules, named([[LOOPBACK]]))
     assert not requests and "127.0.0.1, which is not public" in outcome.why
 
 
-def test_a_name_with_one_address_that_is_not_public_is_not_reached() -> None:
+@pytest.mark.parametrize(
+    "other",
+    ["127.0.0.1", "::1", "::ffff:127.0.0.1", "169.254.169.254", "64:ff9b::7f00:1", "fe80::1"],
+)
+def test_a_name_with_one_address_that_is_not_public_is_not_reached(other: str) -> None:
     public = ipaddress.ip_address("93.184.216.34")
-    poster = Poster(resolve=named([[public, LOOPBACK]]))
-    outcome = poster.post("http://hooks.example:1/", b"", {}, allowed(1, name="hooks.example"))
-    assert "127.0.0.1, which is not public" in outcome.why
+    resolve = named([[public, ipaddress.ip_address(other)]])
+    outcome = post_to("http://hooks.example:1/", allowed(1, name="hooks.example"), resolve)
+    assert "which is not public" in outcome.why and outcome.unreachable
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     """A name that means another host at the second look (DNS rebinding) is looked at once."""
     answers = [[LOOPBACK], [ipaddress.ip_address("127.0.0.9")]]
     with receiver(answering(OK)) as (port, requests):
-        poster = Poster(resolve=named(answers))
         rules = allowed(port, ["127.0.0.1"], name="hooks.example")
-        assert poster.post(f"http://hooks.example:{port}/", b"", {}, rules) == Outcome(True)
+        url = f"http://hooks.example:{port}/"
+        assert post_to(url, rules, named(answers)) == Outcome(True)
     assert len(answers) == 1 and f"Host: hooks.example:{port}".encode() in requests[0]
+
+
+def test_an_address_that_takes_no_connection_is_followed_by_the_next() -> None:
+    dead = ipaddress.ip_address("127.0.0.9")
+    with receiver(answering(OK)) as (port, requests):
+        rules = allowed(port, ["127.0.0.0/8"], name="hooks.example")
+        url = f"http://hooks.example:{port}/"
+        assert post_to(url, rules, named([[dead, LOOPBACK]])) == Outcome(True)
+    assert len(requests) == 1
 
 
 def test_hosts_that_are_not_allowed_any_more_are_not_reached() -> None:
     with receiver(answering(OK)) as (port, requests):
-        outcome = Poster().post(f"http://127.0.0.1:{port}/", b"", {}, Allowed())
+        outcome = post_to(f"http://127.0.0.1:{port}/", Allowed())
     assert not requests and "is not one of job_notify_hosts" in outcome.why and not outcome.final
 
 
-def test_a_url_that_cannot_be_used_is_given_up() -> None:
-    assert Poster().post("http://0x7f.1/", b"", {}, Allowed()).final
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0x7f.1", "0177.0.0.1", "2130706433", "127.1", "127.0.0.1.", "hooks.example.", "[::1",
+        "user@hooks.example", "user:word@hooks.example", "hooks.example:0", "hooks.example:99999",
+        "b\u00fccher.example", "hooks\u3002example", "\uff11\uff12\uff17.0.0.1",
+        "hooks.example#@127.0.0.1", "hooks.example\\@127.0.0.1", "hooks.example%2f",
+        "hooks.example\r\nHost: x", "127.0.0.1\t",
+    ],
+)  # fmt: skip
+def test_a_url_that_programs_read_differently_is_given_up(host: str) -> None:
+    rules = Allowed.of(["http://hooks.example", "http://127.0.0.1"], ["0.0.0.0/0"])
+    outcome = post_to(f"http://{host}/", rules, named([]))
+    assert outcome.final and "the URL cannot be used" in outcome.why
 
 
-def test_a_refused_connection_and_an_unknown_name_are_failures() -> None:
+@pytest.mark.parametrize(
+    ("url", "allowed_origin"),
+    [
+        ("http://[::ffff:127.0.0.1]:1/", "http://127.0.0.1:1"),  # another way to the same host
+        ("http://127.0.0.1:2/", "http://127.0.0.1:1"),
+        ("https://127.0.0.1:1/", "http://127.0.0.1:1"),
+        ("http://hooks.example.evil.example:1/", "http://hooks.example:1"),
+        ("http://xn--bcher-kva.example/", "http://bucher.example"),
+    ],
+)
+def test_another_origin_than_that_of_the_settings_is_not_asked_for(
+    url: str, allowed_origin: str
+) -> None:
+    outcome = post_to(url, Allowed.of([allowed_origin], ["0.0.0.0/0", "::/0"]), named([]))
+    assert "is not one of job_notify_hosts" in outcome.why
+
+
+def test_a_refused_connection_and_an_unknown_name_are_failures_of_their_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    assert "ConnectionRefusedError" in post(port).why
+    refused = post(port)
+    assert "ConnectionRefusedError" in refused.why and refused.unreachable
 
     def unknown(host: str, port: int) -> list[IpAddress]:
         raise socket.gaierror(-2, "Name or service not known")
 
-    rules = allowed(80, name="none.example")
-    outcome = Poster(resolve=unknown).post("http://none.example/", b"", {}, rules)
-    assert "Name or service not known" in outcome.why
+    outcome = post_to("http://none.example/", allowed(80, name="none.example"), unknown)
+    assert "Name or service not known" in outcome.why and outcome.unreachable
 
 
 def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +275,125 @@ def test_names_are_resolved() -> None:
     assert LOOPBACK in resolve("localhost", 80) or ipaddress.ip_address("::1") in resolve(
         "localhost", 80
     )
+    with pytest.raises(OSError, match="cannot be looked up"):
+        resolve("a" * 64 + ".example", 80)  # no label of DNS
+
+
+# ---- within its time -----------------------------------------------------------------------------
+
+
+@contextmanager
+def hanging_resolver() -> Iterator[tuple[Callable[[str, int], Sequence[IpAddress]], list[str]]]:
+    """A resolver that answers for `well.example` alone, and the names that it was asked for."""
+    over, asked = threading.Event(), list[str]()
+
+    def resolve(host: str, port: int) -> list[IpAddress]:
+        asked.append(host)
+        if host != "well.example":
+            assert over.wait(PATIENCE)
+        return [LOOPBACK]
+
+    yield resolve, asked
+    over.set()
+
+
+def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
+    """Tries of the name that hangs end in their time and join one look-up; others go on."""
+
+    async def run(port: int) -> list[Outcome]:
+        rules = Allowed.of(
+            [f"http://{name}.example:{port}" for name in ("hangs", "well")], ["127.0.0.1"]
+        )
+        with hanging_resolver() as (resolve, asked):
+            poster, late = Poster(PATIENCE, Names(resolve)), Poster(0.2, Names(resolve))
+            hanging = [
+                asyncio.ensure_future(late.post(f"http://hangs.example:{port}/", b"", {}, rules))
+                for _ in range(20)
+            ]
+            well = await poster.post(f"http://well.example:{port}/", b"", {}, rules)
+            found = [well, *await asyncio.gather(*hanging)]
+            found.append(await late.post(f"http://hangs.example:{port}/", b"", {}, rules))
+            assert asked.count("hangs.example") == 1
+        return found
+
+    with receiver(answering(OK)) as (port, requests):
+        well, *hung = asyncio.run(run(port))
+    why = f"no connection to http://hangs.example:{port} in 0.2 s"
+    assert well == Outcome(True) and hung == [Outcome(False, why, unreachable=True)] * 21
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_a_tls_handshake_that_does_not_end_is_left(trickles: bool) -> None:
+    """The server takes the connection and says nothing, or a byte of a record now and then."""
+    over = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB begins
+        while not over.wait(0.02):
+            if trickles:
+                connection.sendall(b"\x02")
+
+    with accepting(serve) as port:
+        rules = Allowed.of([f"https://127.0.0.1:{port}"], [])
+        outcome = post_to(f"https://127.0.0.1:{port}/", rules, timeout=0.4)
+        over.set()
+    assert outcome.unreachable and not outcome.delivered and "no connection to" in outcome.why
+
+
+@contextmanager
+def accepting(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that is given each connection as it comes, without a request."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            try:
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        serve(connection)
+            except OSError:
+                return
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(PATIENCE)
+
+
+def test_a_server_that_answers_in_its_time_has_the_notice() -> None:
+    def serve(connection: socket.socket, request: bytes) -> None:
+        for byte in b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 202 Yes\r\n\r\n":
+            connection.sendall(bytes([byte]))
+
+    with receiver(serve) as (port, _):
+        assert post(port) == Outcome(True)
+
+
+def test_a_cancelled_try_leaves_nothing_open() -> None:
+    over = threading.Event()
+
+    async def run(port: int) -> None:
+        post = Poster(PATIENCE).post(f"http://127.0.0.1:{port}/", b"", {}, allowed(port))
+        task = asyncio.ensure_future(post)
+        while not requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with receiver(lambda connection, request: _until_closed(connection, over)) as (port, requests):
+        asyncio.run(run(port))
+        assert over.wait(PATIENCE)
+
+
+def _until_closed(connection: socket.socket, over: threading.Event) -> None:
+    try:
+        while connection.recv(1024):
+            pass
+    finally:
+        over.set()
 
 
 # ---- TLS -----------------------------------------------------------------------------------------
@@ -243,8 +440,7 @@ def test_the_certificate_has_to_be_that_of_the_name(
     if trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
     with receiver(answering(OK), context) as (port, requests):
-        poster = Poster(resolve=lambda host, port: [LOOPBACK])
         rules = Allowed.of([f"https://{host}:{port}"], ["127.0.0.1"])
-        outcome = poster.post(f"https://{host}:{port}/", b"x", {}, rules)
+        outcome = post_to(f"https://{host}:{port}/", rules, lambda host, port: [LOOPBACK])
     assert outcome.delivered is delivered and bool(requests) is delivered
     assert delivered or "certificate" in outcome.why

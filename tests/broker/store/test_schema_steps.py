@@ -7,12 +7,12 @@ from pathlib import Path
 
 from mlxpool.broker.store.batch_operations import ListBatches, ReadBatch
 from mlxpool.broker.store.batch_records import BatchList, BatchView
-from mlxpool.broker.store.operations import ReadJob
-from mlxpool.broker.store.records import Found, JobState
+from mlxpool.broker.store.operations import ListNotices, NoticeFailed, ReadJob, ReadNotices
+from mlxpool.broker.store.records import Found, JobState, Notices
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener
-from support.job_store import BEGIN, BOOT, MAX_BYTES, job_id, submit
+from support.job_store import BEGIN, BOOT, MAX_BYTES, finish, job_id, submit
 
 
 def columns(database: Database) -> dict[str, set[str]]:
@@ -30,10 +30,34 @@ def indices(database: Database) -> set[str]:
     return {name for (name,) in found if not name.startswith("sqlite_")}
 
 
+def back_to_version_2(path: Path) -> None:
+    """Make the outbox as it was, with the notices that there are."""
+    with SqliteDatabase(path, MAX_BYTES) as database:
+        database.change("ALTER TABLE batch DROP COLUMN end_seq")
+        schema.perform(
+            database,
+            schema.SQLITE,
+            (
+                "DROP INDEX outbox_due",
+                "ALTER TABLE outbox RENAME TO outbox_3",
+                "CREATE TABLE outbox (end_seq {integer} PRIMARY KEY, job {integer} NOT NULL,"
+                " tries {integer} NOT NULL, due {real} NOT NULL, given_up {real},"
+                " cause TEXT NOT NULL) {strict}",
+                "CREATE INDEX outbox_due ON outbox (due)",
+                "INSERT INTO outbox SELECT end_seq, job.seq, tries, outbox.due, given_up,"
+                " outbox.cause FROM outbox_3 AS outbox JOIN job USING (end_seq)",
+                "DROP TABLE outbox_3",
+            ),
+        )
+        database.write_version(2)
+
+
 def back_to_version_1(path: Path) -> None:
-    """Take away what the step from version 1 adds."""
+    """Take away what the steps from version 1 on add."""
+    back_to_version_2(path)
     with SqliteDatabase(path, MAX_BYTES) as database:
         for statement in schema.STEPS[1]:
+            assert isinstance(statement, str)
             if added := re.match(r"ALTER TABLE (\w+) ADD COLUMN (\w+)", statement):
                 database.change(f"ALTER TABLE {added[1]} DROP COLUMN {added[2]}")
             elif made := re.match(r"CREATE (INDEX|TABLE) (\w+)", statement):
@@ -74,3 +98,24 @@ def test_a_store_of_schema_1_goes_on(tmp_path: Path) -> None:
     assert isinstance(batch, BatchView) and isinstance(listed, BatchList)
     assert listed.batches == (batch,)
     assert dict(batch.counts) == {JobState.WAITING: 1, JobState.DEAD: 1} and batch.failed == 1
+
+
+def test_notices_of_schema_2_are_delivered_with_what_they_say(tmp_path: Path) -> None:
+    """One is due, one waits for its next try, one was given up."""
+    with SqliteOpener(tmp_path, MAX_BYTES) as opener:
+        with opener.open() as store:
+            store.begin(BOOT, BEGIN)
+            new = columns(store.database), indices(store.database)
+            jobs = [submit(number, notify=f"http://h{number}/x") for number in range(1, 4)]
+            store.transaction([*jobs, submit(4), *map(finish, range(1, 5))], BEGIN)
+            failed = (NoticeFailed(2, 30.0, "HTTP 500"), NoticeFailed(3, None, "HTTP 410"))
+            store.transaction(failed, BEGIN)
+            (before,) = store.transaction([ListNotices()], BEGIN)
+        back_to_version_2(opener.folder.database())
+        with opener.open() as store:
+            assert (columns(store.database), indices(store.database)) == new
+            store.begin(BOOT, BEGIN)
+            found, due = store.transaction([ListNotices(), ReadNotices()], BEGIN)
+    assert isinstance(found, Notices) and isinstance(due, Notices)
+    assert found == before and len(found.notices) == 3
+    assert [notice.end_seq for notice in due.notices] == [1] and due.next == BEGIN + 30

@@ -5,7 +5,6 @@ from __future__ import annotations
 from mlxpool.broker.store.clock import StoreClock, steady
 from mlxpool.broker.store.operations import (
     FeedNext,
-    NoticeFailed,
     NoticeSent,
     ReadFigures,
     ReadJob,
@@ -14,7 +13,7 @@ from mlxpool.broker.store.operations import (
     SetPoison,
     Sweep,
 )
-from mlxpool.broker.store.records import Done, JobState, Notices, Swept, UnknownName
+from mlxpool.broker.store.records import JobState, Swept, UnknownName
 from mlxpool.broker.store.sql.changing import DEADLINE_CAUSE
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
 from support.job_store import BEGIN, OpenedStore, finish, job_id, progress, submit
@@ -94,7 +93,7 @@ def test_a_deadline_passes(store: OpenedStore) -> None:
     ended = swept.expired[0]
     assert (ended.state, ended.end, ended.cause) == (JobState.EXPIRED, b"too late", DEADLINE_CAUSE)
     assert ended.end_seq == 1
-    assert store.one(ReadNotices()).notices[0].job.id == job_id(1)
+    assert store.one(ReadNotices()).notices[0].subject == job_id(1)
     assert swept.next == BEGIN + 20
 
 
@@ -161,24 +160,7 @@ def test_a_back_off_is_over_after_a_clock_that_was_set_back(store: OpenedStore) 
     assert len(store.one(FeedNext("m", 0, 1)).jobs) == 1
 
 
-# ---- notices and poison --------------------------------------------------------------------------
-
-
-def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
-    store.submitted(1, notify="https://there")
-    store.submitted(2)
-    assert store.one(ReadNotices()) == Notices((), None, BEGIN)
-    store.do(finish(1), finish(2))
-    due = store.one(ReadNotices()).notices
-    assert [(each.job.id, each.tries, each.due) for each in due] == [(job_id(1), 0, BEGIN)]
-    assert store.one(NoticeFailed(due[0].job.end_seq, 30.0)) == Done()
-    assert store.one(ReadNotices()) == Notices((), BEGIN + 30, BEGIN)
-    store.open()  # it survives the broker
-    store.now += 30
-    again = store.one(ReadNotices()).notices
-    assert [(each.job.id, each.tries) for each in again] == [(job_id(1), 1)]
-    assert store.one(NoticeSent(again[0].job.end_seq)) == Done()
-    assert store.one(ReadNotices()) == Notices((), None, BEGIN + 30)
+# ---- poison and what is deleted ------------------------------------------------------------------
 
 
 def test_poison_outlives_the_broker_and_ends(store: OpenedStore) -> None:
@@ -194,7 +176,7 @@ def test_poison_outlives_the_broker_and_ends(store: OpenedStore) -> None:
 
 def test_nothing_stays_of_a_deleted_job(store: OpenedStore) -> None:
     store.submitted(1, keep=1.0, notify="https://there", blobs=(b"b",))
-    store.do(progress(1, 0), finish(1))
+    store.do(progress(1, 0), finish(1), NoticeSent(1))
     for _ in range(3):
         store.now += KEY_LIFE + 1
         sweep(store)

@@ -18,6 +18,7 @@ from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.notices.signing import read_secrets
 from mlxpool.broker.security.keyring import KEY
 from mlxpool.common import api_keys
 from mlxpool.common.config.bounds import ConfigError
@@ -215,6 +216,8 @@ class Reloader:
                 config = without_local_workers(config)
             if before.http and before.http_keys is not None:
                 api_keys.read_keys(before.http_keys)  # which the gateway reads again
+            if before.state_dir and config.job_notify_secret is not None:
+                read_secrets(config.job_notify_secret)  # which each notice reads again
             self._read_settings = NewSettings(
                 config, all_weights_bytes(config), all_locations(config)
             )

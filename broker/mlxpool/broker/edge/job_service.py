@@ -265,4 +265,11 @@ def _posting_rules(config: PoolConfig) -> PostingRules:
 
 
 def _posted(end_seq: int, outcome: Outcome) -> ev.Posted:
-    return ev.Posted(end_seq, outcome.delivered, outcome.why, outcome.final, outcome.retry_after)
+    return ev.Posted(
+        end_seq,
+        outcome.delivered,
+        outcome.why,
+        outcome.final,
+        outcome.retry_after,
+        outcome.unreachable,
+    )

@@ -73,9 +73,18 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
         "forget": job.forget,
         "cause": job.cause,
         "bytes": job.size,
+        "notice": notice_state(job.notify, job.ended, job.notice),
         **({"damaged": job.damaged} if job.damaged else {}),
         **({} if job.batch is None else {"batch": job.batch, "line": job.line, "id": job.label}),
     }
+
+
+def notice_state(notify: str, ended: float | None, stored: str) -> str:
+    """How the notice of an end stands: waiting, delivered, given_up, or "": there is none.
+
+    `notify` is its URL, `stored` what the store says of a notice that was not delivered.
+    """
+    return "" if not notify or ended is None else stored or "delivered"
 
 
 def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

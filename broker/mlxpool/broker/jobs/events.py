@@ -80,13 +80,17 @@ class SetBack:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A try to post a notice is over. `why` it failed; `final`: no other try can help."""
+    """A try to post a notice is over. `why` it failed; `final`: no other try can help.
+
+    `unreachable`: no notice to its origin can be delivered now.
+    """
 
     end_seq: int
     delivered: bool
     why: str = ""
     final: bool = False
     retry_after: float = 0.0
+    unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

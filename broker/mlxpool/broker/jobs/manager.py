@@ -72,6 +72,7 @@ class JobManager:
             view.check,
             active,
             self._on_batch_cancelled,
+            lambda batch, now: notices.came(batch.notify, now),
             lambda: policy().quota_jobs,
         )
         self._batch_questions = BatchQuestions(outbox, self.batches, policy)
@@ -129,7 +130,7 @@ class JobManager:
             self._figures_at,
             self._readers_at,
             self._backlog_at,
-            self.notices.due,
+            self.notices.next_read(),
             self.runs.next_write(),
             self.batches.next_wake() if self._open else math.inf,
         )
@@ -265,7 +266,7 @@ class JobManager:
         if isinstance(result, Swept):
             for job in result.expired:
                 self.readers.job_changed(job, now)
-                self.notices.came(job, now)
+                self.notices.came(job.notify, now)
                 if job.batch is not None:
                     self.batches.touched(job.batch, now)
             if result.more:

@@ -1,140 +1,178 @@
-"""Notices of ended jobs: which are posted now, and what follows from each try.
+"""Notices of ended jobs and batches: which are posted now, and what follows from each try.
 
-A notice is in the store from the commit that ends its job until it was delivered, so it is
-delivered at least once, whatever ends in between. Of one job at most one is under way, the earliest
+A notice is in the store from the commit of its end until it was delivered, so it is delivered at
+least once, whatever ends in between. Of one job or batch at most one is under way, the earliest
 first. One that could not be delivered for as long as the settings say is given up, and is kept with
-its reason until its job is forgotten.
+its reason until its job or batch is forgotten.
+
+No origin (scheme, host and port) delays the notices of another one: of each at most a few are under
+way, and one that cannot be reached is tried with a single notice, after pauses that grow.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox, Post
-from mlxpool.broker.store.operations import NoticeFailed, NoticeSent, Operation, ReadNotices
-from mlxpool.broker.store.records import JobView, Notice, Notices, Refused, Result
+from mlxpool.broker.store.notice_bodies import notice_id
+from mlxpool.broker.store.operations import (
+    NoticeFailed,
+    NoticeSent,
+    Operation,
+    OriginLoad,
+    ReadNotices,
+)
+from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
 MAX_UNDER_WAY = 64
-FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until the next try; it doubles
+PER_ORIGIN = 8  # of those to one origin
+FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a notice is tried again; it doubles
 JITTER = 0.25  # of a delay
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until an origin that was not reached is tried again
 RETRY_INTERVAL = 1.0  # seconds until a store that refused is asked again
-MAX_CAUSE = 1000  # characters of a job's cause in its notice
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A notice that is under way. `age`: for how many seconds it had been tried when it began."""
+
+    notice: Notice
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """An origin that could not be reached `failures` times in a row is tried again at `until`."""
+
+    failures: int
+    until: float
 
 
 class NoticeQueue:
     """Reads due notices from the store, has them posted, and writes what came of them."""
 
     def __init__(self, outbox: Outbox, give_up_after: Callable[[], float]) -> None:
-        """`give_up_after`: seconds after a job's end until its notice is tried no more."""
+        """`give_up_after`: seconds after an end until its notice is tried no more."""
         self._outbox = outbox
         self._give_up_after = give_up_after
-        self._under_way: dict[int, Notice] = {}  # by end_seq
+        self._under_way: dict[int, Try] = {}  # by end_seq
+        self._paused: dict[str, Pause] = {}  # by origin; of those that could not be reached
         self._reading = False
-        self._came = False  # a job ended while the store was read
-        self.due = math.inf  # when the store is to be read
+        self._came = False  # something ended while the store was read
+        self._due = math.inf  # when the store is to be read
 
-    def came(self, job: JobView, now: float) -> None:
-        """A job has ended."""
-        if job.notify:
+    def came(self, url: str, now: float) -> None:
+        """A job or a batch has ended, and `url` is to be told; "": nobody is."""
+        if url:
             self._came = self._reading
-            self.due = min(self.due, now)
+            self._due = min(self._due, now)
 
     def opened(self, now: float) -> None:
         """The store takes operations; what was under way before is posted again."""
         self._under_way.clear()
-        self._reading, self.due = False, now
+        self._reading, self._due = False, now
 
     def lost(self) -> None:
         """The store takes no operations."""
-        self._reading, self.due = False, math.inf
+        self._reading, self._due = False, math.inf
+
+    # ---- what is posted --------------------------------------------------------------------------
+
+    def next_read(self) -> float:
+        """When `read_due` is due; infinity while it has to wait for a result, or for room."""
+        waits = self._reading or len(self._under_way) >= MAX_UNDER_WAY
+        return math.inf if waits else self._due
 
     def read_due(self, now: float) -> None:
         """Read what is due, if it is time and there is room."""
-        room = MAX_UNDER_WAY - len(self._under_way)
-        if self._reading or now < self.due or room <= 0:
+        if now < self.next_read():
             return
-        self._reading, self._came, self.due = True, False, math.inf
-        read = ReadNotices(room, frozenset(self._under_way))
-        self._outbox.store(read, self._read)
+        self._reading, self._came, self._due = True, False, math.inf
+        room, held = MAX_UNDER_WAY - len(self._under_way), frozenset(self._under_way)
+        self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
+
+    def _loads(self, now: float) -> tuple[OriginLoad, ...]:
+        """Of each origin that has notices under way, or is paused, how many more it may be sent."""
+        busy = Counter(one.notice.origin for one in self._under_way.values())
+        loads = []
+        for origin in sorted(busy.keys() | self._paused.keys()):
+            pause = self._paused.get(origin)
+            most = PER_ORIGIN if pause is None else int(pause.until <= now)
+            loads.append(OriginLoad(origin, busy[origin], max(0, most - busy[origin])))
+        return tuple(loads)
 
     def _read(self, result: Result, now: float) -> None:
         self._reading = False
         if not isinstance(result, Notices):
-            self.due = min(self.due, now + RETRY_INTERVAL)
+            self._due = min(self._due, now + RETRY_INTERVAL)
             return
-        jobs = {notice.job.id for notice in self._under_way.values()}
+        subjects = {one.notice.subject for one in self._under_way.values()}
         for notice in sorted(result.notices, key=lambda notice: notice.end_seq):
-            if notice.job.id in jobs:
+            if notice.subject in subjects:
                 continue  # it is read again when the one under way is done
-            jobs.add(notice.job.id)
-            self._under_way[notice.end_seq] = notice
-            body = json.dumps(body_of(notice)).encode()
-            self._outbox.post(Post(notice.end_seq, id_of(notice), notice.job.notify, body))
+            subjects.add(notice.subject)
+            self._under_way[notice.end_seq] = Try(notice, result.now - notice.since)
+            id = notice_id(notice.kind, notice.subject, notice.end_seq)
+            self._outbox.post(Post(notice.end_seq, id, notice.url, notice.body))
         if result.next is not None:
-            self.due = min(self.due, now + max(0.0, result.next - result.now))
+            self._due = min(self._due, now + max(0.0, result.next - result.now))
+        for pause in self._paused.values():
+            if pause.until > now:
+                self._due = min(self._due, pause.until)
         if self._came:
-            self.due = min(self.due, now)
+            self._due = min(self._due, now)
+
+    # ---- what came of it -------------------------------------------------------------------------
 
     def on_posted(self, event: ev.Posted, now: float) -> None:
         """A try is over."""
-        notice = self._under_way.pop(event.end_seq, None)
-        if notice is None:
+        one = self._under_way.get(event.end_seq)
+        if one is None:
             return  # it was read again from a store that was opened anew
+        origin = one.notice.origin
+        if event.unreachable:
+            failures = self._paused.get(origin, Pause(0, now)).failures
+            self._paused[origin] = Pause(failures + 1, now + origin_pause(failures))
+        else:
+            self._paused.pop(origin, None)
         operation: Operation
         if event.delivered:
             operation = NoticeSent(event.end_seq)
         else:
-            operation = NoticeFailed(event.end_seq, self._delay(notice, event), event.why)
-        self._under_way[event.end_seq] = notice  # until that is in the store
+            operation = NoticeFailed(
+                event.end_seq,
+                self._delay(one, event),
+                event.why,
+                origin if event.unreachable else "",
+                self._give_up_after(),
+            )
         self._outbox.store(operation, partial(self._noted, event.end_seq))
 
     def _noted(self, end_seq: int, result: Result, now: float) -> None:
         self._under_way.pop(end_seq, None)
         refused = isinstance(result, Refused)  # then it is posted once more
-        self.due = min(self.due, now + RETRY_INTERVAL if refused else now)
+        self._due = min(self._due, now + RETRY_INTERVAL if refused else now)
 
-    def _delay(self, notice: Notice, event: ev.Posted) -> float | None:
+    def _delay(self, one: Try, event: ev.Posted) -> float | None:
         """Seconds until the next try; None: there is none."""
-        delay = max(retry_delay(notice.job.id, notice.tries), event.retry_after)
-        age = notice.due - (notice.job.ended or notice.due)
-        return None if event.final or age + delay > self._give_up_after() else delay
+        notice = one.notice
+        delay = max(retry_delay(notice.subject, notice.tries), event.retry_after)
+        return None if event.final or one.age + delay > self._give_up_after() else delay
 
 
-def retry_delay(job: bytes, tries: int) -> float:
-    """Seconds until the next try after so many in vain, spread by the job's id."""
+def retry_delay(subject: bytes, tries: int) -> float:
+    """Seconds until the next try after so many in vain, spread by the id of the job or batch."""
     usual = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(tries, 16))
-    share = hashlib.blake2b(job + b"%d" % tries, digest_size=2).digest()
+    share = hashlib.blake2b(subject + b"%d" % tries, digest_size=2).digest()
     return usual * (1 + JITTER * int.from_bytes(share, "big") / 2**16)
 
 
-def id_of(notice: Notice) -> str:
-    """The same for every try of a notice, and of no other notice."""
-    return f"job_{notice.job.id.hex()}_{notice.end_seq}"
-
-
-def body_of(notice: Notice) -> dict[str, Any]:
-    """What is posted: which job ended, and how. Its output is to be fetched."""
-    job = notice.job
-    ended = datetime.fromtimestamp(job.ended or 0.0, UTC)
-    return {
-        "type": "job.ended",
-        "timestamp": ended.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "data": {
-            "job": job.id.hex(),
-            "key": job.scope.key,
-            "tenant": job.scope.tenant,
-            "model": job.model,
-            "state": job.state.value,
-            "gen": job.gen,
-            "ids": job.pos,
-            "end_seq": notice.end_seq,
-            "cause": job.cause[:MAX_CAUSE],
-        },
-    }
+def origin_pause(failures: int) -> float:
+    """Seconds for which an origin is left alone that failed so often before this time."""
+    return min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 16))

@@ -112,12 +112,13 @@ class OperatorQuestions:
                 return
             rows = [
                 {
-                    "job": notice.job.id,
-                    "owner": notice.job.scope.owner,
-                    "key": notice.job.scope.key,
-                    "url": notice.job.notify,
+                    notice.kind: notice.subject,
+                    "owner": notice.scope.owner,
+                    "tenant": notice.scope.tenant,
+                    "key": notice.scope.key,
+                    "url": notice.url,
                     "end_seq": notice.end_seq,
-                    "ended": notice.job.ended,
+                    "since": notice.since,
                     "tries": notice.tries,
                     "due": notice.due,
                     "given_up": notice.given_up,

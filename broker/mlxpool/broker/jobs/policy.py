@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.kept.job_messages import Notify
 from mlxpool.common.web_targets import Allowed
 
 
@@ -14,9 +16,17 @@ class JobPolicy:
     keep: float
     keep_max: float
     quota_jobs: int = 0
-    notify_url: str = ""  # of jobs that name none
+    notify_url: str = ""  # of jobs and batches that name none
     notify_for: float = 86400.0  # seconds after the end, until a notice is given up
     notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen
+
+    def told(self, notify: Notify | None) -> str:
+        """The URL that is told of an end, "": none is. Raises BadRequest for one not allowed."""
+        if notify is None:
+            return self.notify_url
+        if refused := self.notify_allowed.refusal(notify.target):
+            raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends")
+        return notify.url
 
     def kept(self, keep_ms: int | None) -> float:
         """Seconds for which something is kept of which a client says so, or nothing."""

@@ -119,7 +119,7 @@ class Questions:
         digest = job_digest(work)
         try:
             self._view.check(event.owner, work, digest, now)
-            notify = _notify_url(message, policy)
+            notify = policy.told(message.notify)
         except PoolError as error:
             self._refuse_unless_known(event, message, digest, error)
             return
@@ -310,7 +310,7 @@ class Questions:
                 if isinstance(result, Changed):
                     state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
                     self._readers.job_changed(job, now)
-                    self._notices.came(job, now)
+                    self._notices.came(job.notify, now)
                 self._send(event, to_client.Fate(state, job.pos))
             else:
                 self._fail(event, self._error_of_change(message, result))
@@ -364,16 +364,6 @@ CHANGES = {
     messages.RETRY: Questions._retry,
     messages.RELEASE: Questions._release,
 }
-
-
-def _notify_url(message: Submit, policy: JobPolicy) -> str:
-    """To which URL the end of a job is told, "" to none. Raises BadRequest."""
-    if message.notify is None:
-        return policy.notify_url
-    refused = policy.notify_allowed.refusal(message.notify.target)
-    if refused:
-        raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends of jobs")
-    return message.notify.url
 
 
 def _stored(state: str) -> JobState:

@@ -381,7 +381,7 @@ class Runs:
         elif isinstance(outcome, NewGeneration):
             self._feeder.came(_group(job), now)
         else:
-            self._notices.came(job, now)
+            self._notices.came(job.notify, now)
 
 
 def _next_operation(active: ActiveJob, chunk: Chunk | None) -> Operation | None:

@@ -1,4 +1,4 @@
-"""Posts notices of ended jobs over HTTP, signed, to hosts that the settings allow.
+"""Posts notices of ended jobs and batches over HTTP, signed, to hosts that the settings allow.
 
-Threads of its own do that: names, connections and slow servers never hold up the broker's loop.
+A thread of its own does that: names, connections and slow servers never hold up the broker's loop.
 """

@@ -1,17 +1,18 @@
-"""The threads that post notices, and what they bring back to the broker's loop.
+"""The thread that posts notices, and what it brings back to the broker's loop.
 
-Threads, not a process: they spend their time in calls that release the interpreter (names,
-connections, TLS, waiting), there are few, and what they share with the broker is two queues.
+A thread, not a process: it has an event loop that waits for sockets, signs a few bytes now and
+then, and what it shares with the broker is two queues.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from time import time
 
 from mlxpool.broker.notices.posting import Outcome, Poster
@@ -20,7 +21,9 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.web_targets import Allowed
 
-THREADS = 4
+CLOSE_TIMEOUT = 2.0  # seconds for the end of the thread, which waits for nothing
+
+log = logging.getLogger("mlxpool.broker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +45,35 @@ class PostingRules:
 
 
 class Courier(Closing):
-    """Posts what it is given. `wake` is called, on its threads, when there is an outcome.
+    """Posts what it is given. `wake` is called, on its thread, when there is an outcome.
 
-    `rules` reads the settings in force, for each try anew.
+    `rules` reads the settings in force, for each try anew. How many are under way at once is up to
+    the caller: each has a task.
     """
 
     def __init__(
         self,
         rules: Callable[[], PostingRules],
         wake: Callable[[], None],
-        poster: Poster | None = None,
-        threads: int = THREADS,
+        make_poster: Callable[[], Poster] = Poster,
     ) -> None:
-        self._rules, self._wake = rules, wake
-        self._poster = poster
-        self._waiting: SimpleQueue[Posting | None] = SimpleQueue()
+        """`make_poster` is called on the thread: to read the certificates takes a while."""
+        self._rules, self._wake, self._make_poster = rules, wake, make_poster
         self._outcomes: deque[tuple[int, Outcome]] = deque()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"notices-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        self._started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._poster: Poster | None = None  # of the thread, as the tasks are
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, posting: Posting) -> None:
-        """Have a notice posted; its outcome will come. The first one starts the threads."""
-        if not self._started:
-            self._started = True
-            self._poster = self._poster or Poster()
-            for thread in self._threads:
-                thread.start()
-        self._waiting.put(posting)
+        """Have a notice posted; its outcome will come. The first one starts the thread."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._loop,), name="notices", daemon=True
+            )
+            self._thread.start()
+        self._loop.call_soon_threadsafe(self._begin, posting)
 
     def take(self) -> list[tuple[int, Outcome]]:
         """The outcomes since the last call: (end_seq, outcome)."""
@@ -81,22 +83,47 @@ class Courier(Closing):
         return taken
 
     def close(self) -> None:
-        """Begin nothing more. A try under way ends with the process: it is made again."""
-        if self._started:
-            for _ in self._threads:
-                self._waiting.put(None)
+        """End the thread, and each try that is under way: the next broker makes it again."""
+        if self._loop is None or self._thread is None:
+            return
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            log.warning("the thread of notices has not ended in time")
 
-    def _run(self) -> None:
-        while (posting := self._waiting.get()) is not None:
-            try:
-                outcome = self._post(posting)
-            except Exception as bug:  # a bug of ours must not end the thread
-                outcome = Outcome(False, f"it could not be posted: {bug!r:.200}")
-            self._outcomes.append((posting.end_seq, outcome))
-            self._wake()
+    # ---- on the thread ---------------------------------------------------------------------------
 
-    def _post(self, posting: Posting) -> Outcome:
-        assert self._poster is not None
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(self._cancel_all())
+            loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, posting: Posting) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(posting))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, posting: Posting) -> None:
+        try:
+            outcome = await self._post(posting)
+        except Exception as bug:  # a bug of ours costs a try, not the thread
+            log.exception("a notice could not be posted", extra={"notice": posting.id})
+            outcome = Outcome(False, f"it could not be posted: {bug!r:.200}")
+        self._outcomes.append((posting.end_seq, outcome))
+        self._wake()
+
+    async def _post(self, posting: Posting) -> Outcome:
+        if self._poster is None:
+            self._poster = self._make_poster()
         rules = self._rules()
         try:
             secrets = () if rules.secret is None else read_secrets(rules.secret)
@@ -104,4 +131,4 @@ class Courier(Closing):
             return Outcome(False, str(error))
         signed = headers(secrets, posting.id, int(time()), posting.body) if secrets else {}
         named = {"webhook-id": posting.id, **signed}
-        return self._poster.post(posting.url, posting.body, named, rules.allowed)
+        return await self._poster.post(posting.url, posting.body, named, rules.allowed)

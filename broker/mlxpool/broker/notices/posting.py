@@ -3,26 +3,30 @@
 The name is resolved once, and the connection goes to an address of that answer: a name that means
 another host a moment later (DNS rebinding) changes nothing. No redirect is followed, no proxy and
 no cookie is used, and of the response only the status and the headers are read.
+
+One deadline holds for all of it: the name, the connection, TLS, the request and the response.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import socket
+import asyncio
 import ssl
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse
-from time import monotonic
+from email.utils import parsedate_to_datetime
+from time import time
 
-from mlxpool.common.web_targets import Allowed, IpAddress, Origin, Target
+import h11
+
+from mlxpool.broker.notices.names import Names
+from mlxpool.common.web_targets import PORTS, Allowed, IpAddress, Origin, Target
 
 TIMEOUT = 15.0  # seconds for one try, from the name to the status
 MAX_RETRY_AFTER = 3600.0  # seconds
+MAX_HEAD = 32 * 1024  # bytes of the head of a response
+MAX_WHY = 300  # characters of a reason
+READ_SIZE = 16 * 1024  # bytes
 USER_AGENT = "mlxpool"
-
-Resolve = Callable[[str, int], Sequence[IpAddress]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,128 +34,169 @@ class Outcome:
     """What came of a try. `why` says it in a few words if it failed.
 
     `final`: no other try can help. `retry_after`: seconds that the server asked for, or 0.
+    `unreachable`: there was no connection over which the request could be sent, so that no other
+    notice to this origin can be delivered now.
     """
 
     delivered: bool
     why: str = ""
     final: bool = False
     retry_after: float = 0.0
-
-
-def resolve(host: str, port: int) -> list[IpAddress]:
-    """The addresses of a name. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = (ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found)
-    return list(dict.fromkeys(addresses))
+    unreachable: bool = False
 
 
 class Poster:
-    """Used by any thread. `timeout` is for a whole try, in seconds."""
+    """Used by the tasks of one event loop. `timeout` is for a whole try, in seconds."""
 
-    def __init__(self, timeout: float = TIMEOUT, resolve: Resolve = resolve) -> None:
+    def __init__(self, timeout: float = TIMEOUT, names: Names | None = None) -> None:
         self._timeout = timeout
-        self._resolve = resolve
+        self._names = names or Names()
         self._tls = ssl.create_default_context()
 
-    def post(self, url: str, body: bytes, headers: Mapping[str, str], allowed: Allowed) -> Outcome:
+    async def post(
+        self, url: str, body: bytes, headers: Mapping[str, str], allowed: Allowed
+    ) -> Outcome:
         """Post once; never raises for what is wrong with the URL or the other side."""
-        until = monotonic() + self._timeout
         try:
             target = Target.parse(url)
         except ValueError as error:
             return Outcome(False, f"the URL cannot be used: {error}", final=True)
         if refused := allowed.refusal(target):
-            return Outcome(False, refused)
+            return Outcome(False, refused, unreachable=True)
+        connection: Connection | None = None
         try:
-            address = self._address(target.origin, allowed)
-            return self._exchange(target, address, body, headers, until)
-        except _NotAllowed as error:
-            return Outcome(False, str(error))
-        except (OSError, HTTPException, UnicodeError) as error:
-            if monotonic() >= until:
-                return Outcome(False, f"no answer in {self._timeout:g} s")
-            return Outcome(False, f"{type(error).__name__}: {error}"[:300])
+            until = asyncio.get_running_loop().time() + self._timeout
+            async with asyncio.timeout_at(until):
+                connection = await self._connect(target.origin, allowed, until)
+                return await connection.exchange(target, body, headers)
+        except TimeoutError:
+            why = f"no answer in {self._timeout:g} s" if connection else self._too_late(target)
+            return Outcome(False, why, unreachable=connection is None)
+        except (OSError, h11.ProtocolError) as error:
+            name = "" if isinstance(error, NotAllowed) else f"{type(error).__name__}: "
+            return Outcome(False, f"{name}{error}"[:MAX_WHY], unreachable=connection is None)
+        finally:
+            if connection is not None:
+                connection.end()
 
-    def _address(self, origin: Origin, allowed: Allowed) -> IpAddress:
-        """An address of the host that may be used. Raises OSError, _NotAllowed.
+    def _too_late(self, target: Target) -> str:
+        return f"no connection to {target.origin} in {self._timeout:g} s"
+
+    async def _connect(self, origin: Origin, allowed: Allowed, until: float) -> Connection:
+        """A connection to the first address that takes one, each in its share of the time.
+
+        `until` is a time of the loop's clock. Raises OSError of the last address, and NotAllowed.
+        """
+        addresses = await self._addresses(origin, allowed)
+        loop = asyncio.get_running_loop()
+        last: OSError = OSError(f"{origin.host} has no address")
+        for index, address in enumerate(addresses):
+            share = max(0.0, until - loop.time()) / (len(addresses) - index)
+            try:
+                async with asyncio.timeout(share):
+                    return await self._connect_to(origin, address)
+            except TimeoutError:
+                last = OSError(f"no connection to {address} in {share:.1f} s")
+            except OSError as error:
+                last = error
+        raise last
+
+    async def _addresses(self, origin: Origin, allowed: Allowed) -> Sequence[IpAddress]:
+        """The addresses of the host, all of which may be used. Raises OSError, NotAllowed.
 
         One that may not be used refuses the host with all others: its name is not in the hands of
         whom the settings trust.
         """
         literal = origin.address
-        found = [literal] if literal is not None else self._resolve(origin.host, origin.port)
-        for address in found:
+        if literal is not None:
+            addresses: Sequence[IpAddress] = [literal]
+        else:
+            addresses = await self._names.addresses(origin.host, origin.port)
+        for address in addresses:
             if refused := allowed.address_refusal(origin, address):
-                raise _NotAllowed(refused)
-        if not found:
-            raise OSError(f"{origin.host} has no address")
-        return found[0]
+                raise NotAllowed(refused)
+        return addresses
 
-    def _exchange(
-        self,
-        target: Target,
-        address: IpAddress,
-        body: bytes,
-        headers: Mapping[str, str],
-        until: float,
-    ) -> Outcome:
-        origin = target.origin
-        connection = _Pinned(origin, address, max(0.001, until - monotonic()), self._tls)
-        # A time-out of a socket is for one call: a server that sends a byte now and then would be
-        # waited for without end.
-        ending = threading.Timer(max(0.001, until - monotonic()), connection.end)
-        ending.daemon = True
-        ending.start()
-        try:
-            fields = {"User-Agent": USER_AGENT, "Content-Type": "application/json", **headers}
-            connection.request("POST", target.path, body, {**fields, "Connection": "close"})
-            return _outcome(connection.getresponse())
-        finally:
-            ending.cancel()
-            connection.close()
+    async def _connect_to(self, origin: Origin, address: IpAddress) -> Connection:
+        """A connection to one address, which the certificate of the host's name has to vouch for.
+
+        Raises OSError.
+        """
+        secure = origin.scheme == "https"
+        reader, writer = await asyncio.open_connection(
+            str(address),
+            origin.port,
+            limit=MAX_HEAD,
+            ssl=self._tls if secure else None,
+            server_hostname=origin.host if secure else None,
+        )
+        return Connection(reader, writer)
 
 
-class _NotAllowed(Exception):
+class NotAllowed(OSError):
     """The host has an address to which nothing may be posted."""
 
 
-class _Pinned(HTTPConnection):
-    """A connection to one address, which the certificate of the host's name has to vouch for."""
+class Connection:
+    """One connection for one request."""
 
-    def __init__(
-        self, origin: Origin, address: IpAddress, timeout: float, tls: ssl.SSLContext
-    ) -> None:
-        super().__init__(origin.host, origin.port, timeout=timeout)
-        self.default_port = 443 if origin.scheme == "https" else 80  # for the header Host
-        self._origin, self._address, self._tls = origin, address, tls
-        self._ended = False
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
-    def connect(self) -> None:
-        plain = socket.create_connection((str(self._address), self.port), self.timeout)
-        self.sock = plain
-        if self._origin.scheme == "https":
-            self.sock = self._tls.wrap_socket(plain, server_hostname=self._origin.host)
-        if self._ended:
-            self.end()
+    async def exchange(self, target: Target, body: bytes, headers: Mapping[str, str]) -> Outcome:
+        """Send the request and read the head of its response. Raises OSError, ProtocolError."""
+        fields = {
+            "Host": host_field(target.origin),
+            "User-Agent": USER_AGENT,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **headers,
+        }
+        http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
+        request = h11.Request(method="POST", target=target.path, headers=list(fields.items()))
+        for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+            self._writer.write(http.send(event) or b"")
+        await self._writer.drain()
+        while True:
+            found = http.next_event()
+            if isinstance(found, h11.Response):
+                return outcome_of(found, time())
+            if found is h11.NEED_DATA:
+                http.receive_data(await self._reader.read(READ_SIZE))
+            elif not isinstance(found, h11.InformationalResponse):
+                raise h11.RemoteProtocolError(f"there was no response, but {found!r:.60}")
 
     def end(self) -> None:
-        """Have everything that waits on the socket end; from another thread."""
-        self._ended = True
-        try:
-            if self.sock is not None:
-                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
-        except OSError:
-            pass
+        """Close it at once, whatever is under way."""
+        self._writer.transport.abort()
 
 
-def _outcome(response: HTTPResponse) -> Outcome:
-    status = response.status
+def host_field(origin: Origin) -> str:
+    """The header Host: with the port only if it is not the one of the scheme."""
+    host = f"[{origin.host}]" if ":" in origin.host else origin.host
+    return host if origin.port == PORTS[origin.scheme] else f"{host}:{origin.port}"
+
+
+def outcome_of(response: h11.Response, now: float) -> Outcome:
+    """What a response means for the notice that it answers. `now`: seconds since 1970."""
+    status = response.status_code
     if 200 <= status < 300:
         return Outcome(True)
     if 300 <= status < 400:
         return Outcome(False, f"HTTP {status}: redirects are not followed")
     if status == 410:
         return Outcome(False, "HTTP 410: the receiver wants no notices any more", final=True)
-    wait = str(response.getheader("Retry-After", ""))
-    seconds = float(wait) if wait.isascii() and wait.isdecimal() and len(wait) < 10 else 0.0
-    return Outcome(False, f"HTTP {status}", retry_after=min(MAX_RETRY_AFTER, seconds))
+    waits = [value for name, value in response.headers if name == b"retry-after"]
+    return Outcome(False, f"HTTP {status}", retry_after=_seconds(waits[0], now) if waits else 0.0)
+
+
+def _seconds(field: bytes, now: float) -> float:
+    """The seconds of a Retry-After, which is a number or a date; 0 for one that is neither."""
+    if field.isdigit():
+        return min(MAX_RETRY_AFTER, float(field[:10]))
+    try:
+        seconds = parsedate_to_datetime(field.decode("ascii")).timestamp() - now
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(MAX_RETRY_AFTER, max(0.0, seconds))

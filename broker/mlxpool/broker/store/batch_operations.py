@@ -202,10 +202,13 @@ class ReleaseBatch(Operation):
 class EndBatch(Operation):
     """A fed or cancelled batch without waiting jobs has ended. Results: BatchView, UnknownName.
 
-    Another batch stays as it is, and the view says so. From its end on `keep` counts for it.
+    Another batch stays as it is, and the view says so. From its end on `keep` counts for it. One
+    with `notify` gets a notice, which names the files of its results as they are given here.
     """
 
     batch: bytes
+    output_file: str = ""
+    error_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ class BatchView(Result):
     keep: float | None
     notify: str
     forget: float | None = None
+    end_seq: int = 0  # of its end among the ends of all jobs and batches, 0 before
+    notice: str = ""  # waiting or given_up: the notice of its end was not delivered
 
     @property
     def live(self) -> bool:

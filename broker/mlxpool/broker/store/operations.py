@@ -346,12 +346,28 @@ class ReadPoisons(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class OriginLoad:
+    """How many notices to an origin are under way, and for how many more it has room."""
+
+    origin: str
+    under_way: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadNotices(Operation):
-    """Notices that are due and not given up; those of `held` are under way. Result: Notices."""
+    """Notices that are due and not given up; those of `held` are under way. Result: Notices.
+
+    At most `count` come, and of one origin `per_origin`, or as many as it has room for in `loads`.
+    Origins take turns: first those with the fewest under way, of these the one whose notice is due
+    for longest. So none has to wait for the older notices of others.
+    """
 
     writes: ClassVar[bool] = False
     count: int = 64
     held: frozenset[int] = frozenset()
+    per_origin: int = 64
+    loads: tuple[OriginLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,11 +393,17 @@ class NoticeSent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class NoticeFailed(Operation):
-    """A notice is tried again in `delay` seconds; None: it is given up. Result: Done."""
+    """A notice is tried again in `delay` seconds; None: it is given up. Result: Done.
+
+    `unreachable`: an origin that cannot be reached at all. With it those of its notices are given
+    up that were to be tried for `give_up_after` seconds, some at a time: they need no try each.
+    """
 
     end_seq: int
     delay: float | None
     cause: str = ""
+    unreachable: str = ""
+    give_up_after: float = 0.0
 
 
 # ---- operators -----------------------------------------------------------------------------------

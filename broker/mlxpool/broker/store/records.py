@@ -87,8 +87,9 @@ class JobView:
     `gen` counts the generations of its output, `pos` the durable ids of this generation. `starts`
     counts how often it was given to a worker since its last durable id. `end` is what `Finish`
     stored, None while it waits. `end_seq` orders the ends of all jobs, 0 while it waits. `batch`
-    and `line` say which line of which batch it is. `due`: not before this time. `damaged` says
-    which of `end` and `facts` the disk has changed; it is None then.
+    and `line` say which line of which batch it is. `due`: not before this time. `notice` is
+    `waiting` or `given_up` if the notice of its end was not delivered. `damaged` says which of
+    `end` and `facts` the disk has changed; it is None then.
     """
 
     seq: int
@@ -120,6 +121,7 @@ class JobView:
     line: int
     label: str
     notify: str
+    notice: str = ""
     damaged: str = ""
 
 
@@ -317,22 +319,30 @@ class Backlog(Result):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Result):
-    """A job ended with `end_seq` and `job.notify` is to be told. `tries` were in vain.
+    """A job or a batch (`kind`) ended with `end_seq`, and `url` is to be told by posting `body`.
 
-    `cause` is why the last try failed. `given_up`: when that was the last one, None before.
+    `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. From
+    `since` on it is tried; that counts no time in which there was no broker. `tries` were in vain,
+    `cause` is why the last one failed. `given_up`: when that was the last one, None before.
     """
 
-    job: JobView
     end_seq: int
+    kind: str
+    subject: bytes
+    scope: Scope
+    url: str
+    origin: str
+    since: float
     tries: int
     due: float
-    cause: str = ""
-    given_up: float | None = None
+    cause: str
+    given_up: float | None
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Notices(Result):
-    """Notices whose time has come, earliest first; `next` is when the following is due."""
+    """Notices whose time has come; `next` is when the following one is due."""
 
     notices: tuple[Notice, ...]
     next: float | None

@@ -26,7 +26,7 @@ from mlxpool.common.errors import BY_CODE
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
-NOTICE_STATES = ("waiting", "given_up")  # of notices of ended jobs
+NOTICE_STATES = ("waiting", "given_up")  # of notices of ended jobs and batches
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
@@ -222,7 +222,8 @@ BROKER = (
            (), _jobs(lambda j: j.max_bytes)),
     Family("mlxpool_job_store_room_bytes", GAUGE, "What new jobs may take; 0: they are refused",
            (), _jobs(lambda j: j.room)),
-    Family("mlxpool_job_notices", GAUGE, "Notices of ended jobs that were not delivered",
+    Family("mlxpool_job_notices", GAUGE,
+           "Notices of ended jobs and batches that were not delivered",
            ("state",), _job_notices, NOTICE_STATES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
            (), _process(lambda p: p.resident)),

@@ -171,7 +171,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         "--delay", type=_seconds, metavar="TIME", help="do not begin before this time has passed"
     )
     parser.add_argument(
-        "--notify", metavar="URL", help="post a notice there when the job has ended"
+        "--notify", metavar="URL", help="post a notice there when the job, or the batch, has ended"
     )
     parser.add_argument(
         "--priority",
@@ -417,7 +417,9 @@ def release(options: argparse.Namespace) -> int:
     if options.batch:
         return batches.change(options, options.key, "release")
     with client_of(options) as client:
-        return _show(options, client.release(options.key))
+        row = client.release(options.key)
+    batches.tell_of_notice(row)
+    return _show(options, row)
 
 
 def _show(options: argparse.Namespace, job: Mapping[str, Any]) -> int:

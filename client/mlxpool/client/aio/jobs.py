@@ -162,6 +162,7 @@ class AsyncJobMethods:
         keep: float | None = None,
         deadline: float | None = None,
         metadata: Mapping[str, Any] | None = None,
+        notify: str | None = None,
         check: bool = True,
         on_sent: OnSent | None = None,
         **options: Unpack[GenerateOptions],
@@ -177,6 +178,7 @@ class AsyncJobMethods:
             keep=keep,
             deadline=deadline,
             metadata=metadata,
+            notify=notify,
             check=check,
         )
         named = drawn_key() if key is None else key

@@ -10,7 +10,7 @@ from mlxpool.client.jobs import milliseconds
 from mlxpool.client.request import divide_options
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.kept.batch_lines import DEFAULTS
-from mlxpool.common.protocol.kept.job_messages import IDLE
+from mlxpool.common.protocol.kept.job_messages import IDLE, Notify
 
 
 def source_and_settings(
@@ -21,6 +21,7 @@ def source_and_settings(
     keep: float | None,
     deadline: float | None,
     metadata: Mapping[str, Any] | None,
+    notify: str | None,
     check: bool,
 ) -> tuple[Source, dict[str, Any]]:
     """The lines with their defaults, and the settings of the batch. Raises BadRequest."""
@@ -41,4 +42,6 @@ def source_and_settings(
         settings["keep_ms"] = milliseconds("keep", keep)
     if deadline is not None:
         settings["deadline_ms"] = max(1, milliseconds("deadline", deadline))
+    if notify is not None:
+        settings["notify"] = Notify.parse({"url": notify})
     return Source(lines, defaults, check), settings

@@ -86,7 +86,10 @@ class Batch:
         return self._about(RETRY)
 
     def release(self) -> dict[str, Any]:
-        """Delete the results of a batch that has ended; its key answers Gone for some time."""
+        """Delete the results of a batch that has ended; its key answers Gone for some time.
+
+        The notice of its end is delivered all the same, and says how it ended.
+        """
         return self._about(RELEASE)
 
     def _about(self, kind: str) -> dict[str, Any]:

@@ -177,7 +177,11 @@ class JobMethods(Closing):
         return self._caller.call(jobs.about(RETRY, job))
 
     def release(self, job: JobRef) -> dict[str, Any]:
-        """Delete the result of a job that has ended; its key answers Gone for some time."""
+        """Delete the result of a job that has ended; its key answers Gone for some time.
+
+        The notice of its end is delivered all the same, and says how it ended: `notice` of the map
+        is `waiting` until then.
+        """
         return self._caller.call(jobs.about(RELEASE, job))
 
     def cancel(
@@ -200,6 +204,7 @@ class JobMethods(Closing):
         keep: float | None = None,
         deadline: float | None = None,
         metadata: Mapping[str, Any] | None = None,
+        notify: str | None = None,
         check: bool = True,
         on_sent: OnSent | None = None,
         **options: Unpack[GenerateOptions],
@@ -212,10 +217,11 @@ class JobMethods(Closing):
         names the batch (default: a new one): a program that ended while it was sending sends the
         same with the same key, and nothing is taken twice. `deadline`: seconds after which what is
         not done expires; `keep`: seconds for which the results stay after the end of the batch;
-        `priority` is that of all lines. `metadata` is a map of your own. Every line is checked
-        before it is sent, and the first bad one raises BadRequest with its number; with check=False
-        bad lines are listed as failed. `on_sent` gets the bytes that were sent so far. Raises
-        JobsOff, DuplicateId for a key of another file, Gone, StoreFull, OverQuota, OSError.
+        `priority` is that of all lines. `metadata` is a map of your own. `notify` is the URL to
+        which the end of the batch is posted (docs/jobs.md). Every line is checked before it is
+        sent, and the first bad one raises BadRequest with its number; with check=False bad lines
+        are listed as failed. `on_sent` gets the bytes that were sent so far. Raises JobsOff,
+        DuplicateId for a key of another file, Gone, StoreFull, OverQuota, OSError.
         """
         source, settings = source_and_settings(
             lines,
@@ -224,6 +230,7 @@ class JobMethods(Closing):
             keep=keep,
             deadline=deadline,
             metadata=metadata,
+            notify=notify,
             check=check,
         )
         named = drawn_key() if key is None else key

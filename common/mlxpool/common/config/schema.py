@@ -192,11 +192,11 @@ class PoolConfig:
     job_keep_max: Annotated[Seconds, Within(0.0, 10**8)] = 2592000.0
     # How long the key of a job answers `gone` after its result was deleted.
     job_key_life: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
-    # Whom jobs may name to be told of their end: origins such as "https://hooks.example.org".
+    # Whom jobs and batches may name to be told of their end: origins such as "https://hooks.example.org".
     job_notify_hosts: tuple[str, ...] = ()
     # Networks that are not public, at which those hosts may be all the same.
     job_notify_networks: tuple[str, ...] = ()
-    # Whom the end of jobs that name nobody is told, a URL of those hosts; "": nobody.
+    # Whom the end of jobs and batches that name nobody is told, a URL of those hosts; "": nobody.
     job_notify_url: str = ""
     # The file of the secrets with which notices are signed, one a line.
     job_notify_secret: Path | None = None

@@ -77,6 +77,7 @@ OPENAI: Mapping[str, Schema] = {
             "custom_id": TEXT,
             **dict.fromkeys(("priority", "submitted", "due"), NUMBER),
             "cause": TEXT,
+            "notice": TEXT,
             "batch": TEXT,
             "damaged": TEXT,
             "failures": listed(MAP),

@@ -100,7 +100,7 @@ const showJob = async (id) => {
     ["Attempts", `${job.attempts} in a row, started ${plural(job.starts, "time")} since its last token`],
     ["Submitted", moment(job.submitted)], ["Not before", job.due > job.submitted && !job.ended ? moment(job.due) : ""],
     ["Deadline", moment(job.deadline)], ["Ended", moment(job.ended)], ["Kept until", moment(job.forget)],
-    ["Batch", job.batch || ""], ["Told to", job.notify], ["Cause", job.cause], ["Damaged", job.damaged || ""],
+    ["Batch", job.batch || ""], ["Told to", job.notify && `${job.notify} (${job.notice.replace("_", " ") || "at its end"})`], ["Cause", job.cause], ["Damaged", job.damaged || ""],
   ].filter(([, value]) => value);
   $("job-facts").replaceChildren(...facts.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
   $("job-failures").replaceChildren(...job.failures.map(({ at, cause, stacks }) => {

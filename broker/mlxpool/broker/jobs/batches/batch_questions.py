@@ -85,6 +85,11 @@ class BatchQuestions:
                 details={"value": message.lines, "bound": policy.quota_jobs},
             )
         name, deadline_ms = message.name, message.deadline_ms
+        try:
+            notify = policy.told(message.notify)
+        except PoolError as error:
+            self._refuse_unless_known(event, message, error)
+            return
         operation = store.SubmitBatch(
             event.new_id,
             _scope(event, name),
@@ -93,6 +98,7 @@ class BatchQuestions:
             BatchSettings.of(message).packed(),
             deadline=None if deadline_ms is None else deadline_ms / 1000,
             keep=policy.kept(message.keep_ms),
+            notify=notify,
             max_live=MAX_LIVE,
         )
 
@@ -104,6 +110,18 @@ class BatchQuestions:
                 self._fail(event, _submit_error(message, result))
 
         self._outbox.store(operation, then)
+
+    def _refuse_unless_known(self, event: ev.Asked, message: SubmitBatch, error: PoolError) -> None:
+        """Answer with the batch of an earlier submission, whatever the settings say now."""
+
+        def then(result: Result, now: float) -> None:
+            known = isinstance(result, BatchView) and result.digest == batch_digest(message)
+            if isinstance(result, BatchView) and known and result.state is not BatchState.GONE:
+                self._show(event, result)
+            else:
+                self._fail(event, error)
+
+        self._outbox.store(store.ReadBatch(_scope(event, message.name)), then)
 
     # ---- reading ---------------------------------------------------------------------------------
 

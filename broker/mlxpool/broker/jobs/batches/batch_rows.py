@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxpool.broker.jobs.answers import notice_state
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
 from mlxpool.broker.jobs.job_states import phase_of
 from mlxpool.broker.jobs.terminals import terminal_of
 from mlxpool.broker.store.batch_records import BatchState, BatchView, FileView, LineOutcome
+from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.records import ENDED, JobState, JobView
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
@@ -29,11 +31,19 @@ class BatchSettings:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    output_file: str = ""  # names of what is made of the results, for the notice of the end
+    error_file: str = ""
 
     @classmethod
     def of(cls, message: SubmitBatch) -> BatchSettings:
         return cls(
-            message.file, message.lines, message.defaults, message.priority, message.metadata
+            message.file,
+            message.lines,
+            message.defaults,
+            message.priority,
+            message.metadata,
+            message.output_file,
+            message.error_file,
         )
 
     def packed(self) -> bytes:
@@ -44,6 +54,8 @@ class BatchSettings:
                 "defaults": dict(self.defaults),
                 "priority": self.priority,
                 "metadata": dict(self.metadata),
+                "output_file": self.output_file,
+                "error_file": self.error_file,
             }
         )
 
@@ -113,6 +125,7 @@ def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
         "batch": batch.id,
         "key": batch.scope.key,
         "state": shown_state(batch),
+        "outcome": batch_outcome(batch),
         "mark": mark_of(batch),
         "file": settings.file,
         "lines": lines,
@@ -127,6 +140,8 @@ def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
         "deadline": batch.deadline,
         "forget": batch.forget,
         "metadata": dict(settings.metadata),
+        "notify": batch.notify,
+        "notice": notice_state(batch.notify, batch.ended, batch.notice),
     }
 
 

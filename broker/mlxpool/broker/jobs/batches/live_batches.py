@@ -77,15 +77,20 @@ class Batches:
         check: Check,
         active: Mapping[bytes, ActiveJob],
         on_cancelled: Callable[[JobView, float], None],
+        on_ended: Callable[[BatchView, float], None],
         quota_jobs: Callable[[], int],
     ) -> None:
-        """`on_cancelled` gets the jobs that ended with their batch; they may run."""
+        """`on_cancelled` gets the jobs that ended with their batch; they may run.
+
+        `on_ended` gets each batch that has ended, after the commit of its end.
+        """
         self.live: dict[bytes, LiveBatch] = {}
         self._outbox = outbox
         self._feeder = feeder
         self._check = check
         self._active = active
         self._on_cancelled = on_cancelled
+        self._on_ended = on_ended
         self._quota_jobs = quota_jobs
         self._portion: Portion | None = None
         self._reading: bytes = b""  # the batch whose lines are read, or stored
@@ -140,10 +145,12 @@ class Batches:
         self._tell_watchers(batch, now)
         if not view.live:
             del self.live[view.id]
+            self._on_ended(view, now)
         elif not batch.busy and view.state is BatchState.CANCELLED and view.waiting:
             self._cancel_more(batch)
         elif not batch.busy and view.state is not BatchState.OPEN and not view.waiting:
-            self._ask(batch, EndBatch(view.id))
+            settings = BatchSettings.unpacked(view.defaults)
+            self._ask(batch, EndBatch(view.id, settings.output_file, settings.error_file))
 
     def touched(self, id: bytes, now: float) -> None:
         """A job of the batch has ended, or waits again."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mlxpool.broker.store.batch_operations import (
     AddLines,
     CancelBatch,
     EndBatch,
-    ListBatches,
-    ReadBatch,
     ReadLines,
     ReleaseBatch,
     RetryBatch,
@@ -18,82 +14,28 @@ from mlxpool.broker.store.batch_operations import (
 from mlxpool.broker.store.batch_records import (
     MAX_LINE,
     BatchChanged,
-    BatchList,
     BatchState,
     BatchSubmitted,
     BatchView,
     Lines,
 )
+from mlxpool.broker.store.notice_bodies import batch_notice
 from mlxpool.broker.store.records import (
     RETRYABLE,
     DuplicateKey,
     JobState,
     JobView,
     KeyGone,
-    Name,
     Refused,
     Result,
-    Scope,
     Submitted,
     UnknownName,
 )
-from mlxpool.broker.store.sql import files, rows
-from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.broker.store.sql import files, outbox, rows
+from mlxpool.broker.store.sql.batch_reading import LIVE, find, find_row, view
+from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names, submit
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
-
-VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
-    batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
-    batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
-    batch.expired, batch.failed"""
-COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
-LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
-
-
-def view(database: Database, row: Row) -> BatchView:
-    """The batch of a row of the columns VIEW, with its counts."""
-    id, owner, tenant, key, file, digest, defaults, state = row[:8]
-    jobs, *ended = row[16:21]
-    counts = (*zip(COUNTED, ended, strict=True), (JobState.WAITING, jobs - sum(ended)))
-    return BatchView(
-        id=id,
-        scope=Scope(owner, tenant, key),
-        file=file,
-        file_size=database.number("SELECT size FROM file WHERE id = ?", file),
-        digest=digest,
-        defaults=defaults,
-        state=BatchState(state),
-        next_line=row[8],
-        next_start=row[9],
-        failed=row[21],
-        counts=tuple(pair for pair in counts if pair[1]),
-        created=row[10],
-        ended=row[11],
-        deadline=row[12],
-        keep=row[13],
-        notify=row[14],
-        forget=row[15],
-    )
-
-
-def _row(database: Database, name: Name) -> Row | None:
-    if isinstance(name, bytes):
-        return database.one(f"SELECT {VIEW} FROM batch WHERE id = ?", name)
-    if rows.has_nul(name):
-        return None
-    return database.one(
-        f"SELECT {VIEW} FROM batch WHERE owner = ? AND tenant = ? AND key = ?",
-        name.owner,
-        name.tenant,
-        name.key,
-    )
-
-
-def find(database: Database, name: Name) -> BatchView | None:
-    """The batch of this name; None if there is none, or another owner's or tenant's."""
-    row = _row(database, name)
-    return None if row is None else view(database, row)
-
 
 # ---- begin and end -------------------------------------------------------------------------------
 
@@ -101,7 +43,7 @@ def find(database: Database, name: Name) -> BatchView | None:
 def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
     """Store a batch, or answer the one that its key names already."""
     scope = asked.scope
-    row = _row(database, scope)
+    row = find_row(database, scope)
     if row is not None:
         known = view(database, row)
         if known.state is BatchState.GONE:
@@ -198,7 +140,7 @@ def _jobs(
 
 
 def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
-    """Note the end of a batch whose jobs have all ended."""
+    """Note the end of a batch whose jobs have all ended, and have it told if it asks so."""
     batch = find(database, asked.batch)
     if batch is None:
         return UnknownName()
@@ -206,13 +148,18 @@ def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
     if not over or batch.ended is not None:
         return batch
     state = BatchState.ENDED if batch.state is BatchState.FED else batch.state
+    end_seq = outbox.next_end(database)
     database.change(
-        "UPDATE batch SET state = ?, ended = ?, forget = ? WHERE id = ?",
+        "UPDATE batch SET state = ?, ended = ?, forget = ?, end_seq = ? WHERE id = ?",
         state.value,
         now,
         None if batch.keep is None else now + batch.keep,
+        end_seq,
         batch.id,
     )
+    if batch.notify:
+        body = batch_notice(_again(database, batch.id), asked.output_file, asked.error_file)
+        outbox.add(database, end_seq, outbox.BATCH, batch.id, batch.notify, body, now)
     return _again(database, batch.id)
 
 
@@ -230,12 +177,12 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     The results of a batch go some at a time, the batch when they are gone.
     """
     found = database.execute(
-        "SELECT id, state FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
+        "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
     )
     left = count
-    for id, state in found:
+    for id, state, end_seq in found:
         if state == BatchState.GONE.value:
-            database.change("DELETE FROM batch WHERE id = ?", id)
+            _delete(database, id, end_seq, now)
             continue
         jobs = database.execute(
             f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND state <> 'gone' LIMIT ?", id, left
@@ -263,6 +210,15 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     for row in old:
         files.drop(database, files.view(row))
     return len(found) == count or left <= 0 or len(old) == 4
+
+
+def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:
+    """Delete a batch that is gone with its key, once its end was told."""
+    if outbox.is_waiting(database, end_seq):
+        database.change("UPDATE batch SET forget = ? WHERE id = ?", now + outbox.HOLD, id)
+        return
+    outbox.drop(database, end_seq)
+    database.change("DELETE FROM batch WHERE id = ?", id)
 
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -364,32 +320,3 @@ class Full(Exception):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
         self.refused = refused
-
-
-# ---- reading -------------------------------------------------------------------------------------
-
-
-def read_batch(database: Database, asked: ReadBatch, now: float) -> Result:
-    return find(database, asked.name) or UnknownName()
-
-
-def list_batches(database: Database, asked: ListBatches, now: float) -> BatchList:
-    states = asked.states or tuple(state for state in BatchState if state is not BatchState.GONE)
-    where = [f"state IN ({', '.join('?' * len(states))})", *([LIVE] if asked.live else [])]
-    values: list[Any] = [state.value for state in states]
-    for column, value in (("owner", asked.owner), ("tenant", asked.tenant)):
-        if value is not None:
-            where.append(f"{column} = ?")
-            values.append(value)
-    if asked.before:
-        last = database.one("SELECT created FROM batch WHERE id = ?", asked.before)
-        where.append("(created < ? OR (created = ? AND id > ?))")
-        created = 0.0 if last is None else last[0]
-        values += [created, created, asked.before]
-    found = database.execute(
-        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)} ORDER BY created DESC, id LIMIT ?",
-        *values,
-        asked.count,
-    )
-    batches = tuple(view(database, row) for row in found)
-    return BatchList(batches, batches[-1].id if len(batches) == asked.count else b"")

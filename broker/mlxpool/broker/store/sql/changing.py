@@ -13,7 +13,7 @@ from mlxpool.broker.store.records import (
     Result,
     Swept,
 )
-from mlxpool.broker.store.sql import batches, rows
+from mlxpool.broker.store.sql import batches, outbox, rows
 from mlxpool.broker.store.sql.database import Database
 
 DEADLINE_CAUSE = "its deadline passed while it waited"
@@ -82,12 +82,15 @@ def _overdue(database: Database, asked: Sweep, now: float) -> list[JobView]:
 
 
 def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
-    """An ended job is gone; a gone one is deleted with its key."""
+    """An ended job is gone; a gone one is deleted with its key, once its end was told."""
     job = rows.by_seq(database, seq)
     if job.state is not JobState.GONE:
         rows.empty_job(database, job, now + key_life)
         return
-    database.change("DELETE FROM outbox WHERE job = ?", seq)
+    if outbox.is_waiting(database, job.end_seq):
+        database.change("UPDATE job SET forget = ? WHERE seq = ?", now + outbox.HOLD, seq)
+        return
+    outbox.drop(database, job.end_seq)
     database.change("DELETE FROM job WHERE seq = ?", seq)
 
 

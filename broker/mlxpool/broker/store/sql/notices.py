@@ -2,67 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterator
 
 from mlxpool.broker.store.operations import (
     ListNotices,
     NoticeFailed,
     NoticeSent,
+    OriginLoad,
     ReadNotices,
     ReadPoisons,
     SetPoison,
 )
-from mlxpool.broker.store.records import Done, Notice, Notices, Poisons
-from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.records import Done, Notice, Notices, Poisons, Scope
+from mlxpool.broker.store.sql import outbox, rows
 from mlxpool.broker.store.sql.database import Database, Row
 
-NOTICE = "job, end_seq, tries, due, cause, given_up"
+NOTICE = "outbox.end_seq, outbox.kind, outbox.subject"
+VALUES = """outbox.url, outbox.origin, outbox.since, outbox.tries, outbox.due, outbox.cause,
+    outbox.given_up, outbox.body"""
+SCOPE = ", ".join(f"COALESCE(job.{name}, batch.{name})" for name in ("owner", "tenant", "key"))
+FROM = """outbox LEFT JOIN job ON outbox.kind = 'job' AND job.id = outbox.subject
+    LEFT JOIN batch ON outbox.kind = 'batch' AND batch.id = outbox.subject"""
+GIVEN_UP_AT_ONCE = 1000  # notices that one failed try gives up
+
+
+def _notice(row: Row) -> Notice:
+    """The notice of a row of the columns NOTICE, SCOPE and VALUES."""
+    end_seq, kind, subject, owner, tenant, key, *others = row
+    return Notice(end_seq, kind, subject, Scope(owner, tenant, key), *others)
 
 
 def read_notices(database: Database, asked: ReadNotices, now: float) -> Notices:
-    due = database.execute(
-        f"SELECT {NOTICE} FROM outbox WHERE due <= ? AND given_up IS NULL"
+    """Notices that are due, of each origin as many as it has room for, taken in turns."""
+    loads = {load.origin: load for load in asked.loads}
+    waiting: list[tuple[int, float, list[Row]]] = []  # under way, due since, the notices
+    later: list[float] = []
+    for origin in _origins(database):
+        load = loads.get(origin) or OriginLoad(origin, 0, asked.per_origin)
+        room = min(asked.count, load.room)
+        if room > 0 and (due := _due(database, origin, room, asked.held, now)):
+            waiting.append((load.under_way, due[0][1], due))
+        row = database.one(
+            "SELECT due FROM outbox WHERE origin = ? AND due > ? AND given_up IS NULL"
+            " ORDER BY due LIMIT 1",
+            origin,
+            now,
+        )
+        later += [] if row is None else [row[0]]
+    waiting.sort(key=lambda each: each[:2])
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*(each[2] for each in waiting)))
+    numbers = itertools.islice((row[0] for row in turns if row is not None), asked.count)
+    found = [
+        _notice(row)
+        for number in numbers
+        for row in database.execute(
+            f"SELECT {NOTICE}, {SCOPE}, {VALUES} FROM {FROM} WHERE outbox.end_seq = ?", number
+        )
+    ]
+    return Notices(tuple(found), min(later, default=None), now)
+
+
+def _origins(database: Database) -> Iterator[str]:
+    """The origins that have notices to be delivered; each is one look into the index."""
+    last = ""
+    while True:
+        row = database.one(
+            "SELECT origin FROM outbox WHERE origin > ? AND given_up IS NULL"
+            " ORDER BY origin LIMIT 1",
+            last,
+        )
+        if row is None:
+            return
+        last = row[0]
+        yield last
+
+
+def _due(database: Database, origin: str, room: int, held: frozenset[int], now: float) -> list[Row]:
+    """(end_seq, due) of the notices of an origin that are due for longest."""
+    found = database.execute(
+        "SELECT end_seq, due FROM outbox WHERE origin = ? AND due <= ? AND given_up IS NULL"
         " ORDER BY due, end_seq LIMIT ?",
+        origin,
         now,
-        asked.count + len(asked.held),
+        room + len(held),
     )
-    free = [row for row in due if row[1] not in asked.held][: asked.count]
-    later = database.one(
-        "SELECT due FROM outbox WHERE due > ? AND given_up IS NULL ORDER BY due LIMIT 1", now
-    )
-    return Notices(_notices(database, free), None if later is None else later[0], now)
+    return [row for row in found if row[0] not in held][:room]
 
 
 def list_notices(database: Database, asked: ListNotices, now: float) -> Notices:
-    owner = "" if asked.owner is None else " AND owner = ?"
+    owner = "" if asked.owner is None else " AND COALESCE(job.owner, batch.owner) = ?"
     found = database.execute(
-        f"SELECT {', '.join('outbox.' + name for name in NOTICE.split(', '))}"
-        f" FROM outbox JOIN job ON job.seq = outbox.job WHERE outbox.end_seq > ?{owner}"
+        f"SELECT {NOTICE}, {SCOPE}, {VALUES} FROM {FROM} WHERE outbox.end_seq > ?{owner}"
         " ORDER BY outbox.end_seq LIMIT ?",
         asked.after,
         *(() if asked.owner is None else (asked.owner,)),
         asked.count,
     )
-    return Notices(_notices(database, found), None, now)
-
-
-def _notices(database: Database, found: Iterable[Row]) -> tuple[Notice, ...]:
-    return tuple(Notice(rows.by_seq(database, job), *others) for job, *others in found)
+    return Notices(tuple(map(_notice, found)), None, now)
 
 
 def notice_sent(database: Database, asked: NoticeSent, now: float) -> Done:
-    database.change("DELETE FROM outbox WHERE end_seq = ?", asked.end_seq)
+    outbox.drop(database, asked.end_seq)
     return Done()
 
 
 def notice_failed(database: Database, asked: NoticeFailed, now: float) -> Done:
+    cause = rows.storable(asked.cause)
     database.change(
         "UPDATE outbox SET tries = tries + 1, due = ?, given_up = ?, cause = ? WHERE end_seq = ?",
         now + (asked.delay or 0.0),
         now if asked.delay is None else None,
-        rows.storable(asked.cause),
+        cause,
         asked.end_seq,
     )
+    if asked.unreachable:
+        database.change(
+            "UPDATE outbox SET given_up = ?, cause = ? WHERE end_seq IN (SELECT end_seq FROM outbox"
+            " WHERE origin = ? AND given_up IS NULL AND since < ? LIMIT ?)",
+            now,
+            cause,
+            asked.unreachable,
+            now - asked.give_up_after,
+            GIVEN_UP_AT_ONCE,
+        )
     return Done()
 
 

@@ -8,13 +8,14 @@ from mlxpool.broker.store.batch_operations import ReadOutcomes
 from mlxpool.broker.store.batch_records import MAX_OUTPUT, LineOutcome, LineOutcomes
 from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import ENDED, Result, UnknownName
-from mlxpool.broker.store.sql import batches, rows
+from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql.batch_reading import find
 from mlxpool.broker.store.sql.database import Database
 
 
 def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
     """What became of lines, jobs and failed ones together in the order of lines."""
-    batch = batches.find(database, asked.name)
+    batch = find(database, asked.name)
     if batch is None:
         return UnknownName()
     jobs = database.execute(

@@ -14,6 +14,7 @@ from mlxpool.broker.store.chunks import (
     unpack_text,
 )
 from mlxpool.broker.store.errors import Damaged
+from mlxpool.broker.store.notice_bodies import job_notice
 from mlxpool.broker.store.records import (
     ENDED,
     MAX_FAILURES,
@@ -28,13 +29,14 @@ from mlxpool.broker.store.records import (
     Scope,
     UnknownName,
 )
+from mlxpool.broker.store.sql import outbox
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.common.protocol.token_ids import count_of
 
 ROW_BYTES = 512  # what a job takes beside its request and its output, about
-VIEW = """seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state, pos,
+VIEW = f"""seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state, pos,
     starts, attempts, charge, submitted, due, deadline, keep, forget, ended, end_seq, ending, cause,
-    size, batch, line, label, notify, facts_crc, ending_crc"""
+    size, batch, line, label, notify, {outbox.state_of("job")}, facts_crc, ending_crc"""
 CHUNK = "pos, ids, text, borders, logprobs, crc"
 WAITING = JobState.WAITING.value
 ENDED_COLUMNS = {state: state.value for state in ENDED}  # of a batch
@@ -51,8 +53,8 @@ def view(row: Row) -> JobView:
         end, damaged = None, "its end"
     fields: Any = (
         *(seq, id, Scope(owner, tenant, key), digest, gen, kind, model, priority),
-        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, end, *row[25:-2]),
-        damaged,
+        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, end, *row[25:-3]),
+        *(row[-3] or "", damaged),
     )
     return JobView(*fields)
 
@@ -202,7 +204,7 @@ def end_job(
     """Let a waiting job end: the next number of an end is its own, and a notice if it asks so."""
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")
-    end_seq = database.number("UPDATE meta SET last_end = last_end + 1 RETURNING last_end")
+    end_seq = outbox.next_end(database)
     forget = None if job.keep is None else now + job.keep
     database.change(
         "UPDATE job SET state = ?, ending = ?, ending_crc = ?, cause = ?, end_seq = ?, ended = ?,"
@@ -219,13 +221,10 @@ def end_job(
     )
     count_usage(database, job.scope.owner, 0, len(ending))
     count_line(database, job, state, 1)
-    if job.notify:
-        database.change(
-            "INSERT INTO outbox (end_seq, job, tries, due, cause) VALUES (?, ?, 0, ?, '')",
-            end_seq,
-            job.seq,
-            now,
-        )
+    ended = by_seq(database, job.seq)
+    if not job.notify:
+        return ended
+    outbox.add(database, end_seq, outbox.JOB, job.id, job.notify, job_notice(ended), now)
     return by_seq(database, job.seq)
 
 
@@ -237,8 +236,12 @@ def let_wait(
     *,
     new_generation: bool = False,
 ) -> JobView:
-    """Let an ended job wait again; its notice that is not sent yet is dropped."""
-    database.change("DELETE FROM outbox WHERE end_seq = ?", job.end_seq)
+    """Let an ended job wait again.
+
+    Notices of its end, and of that of its batch, that were not delivered are dropped: it has not
+    ended any more.
+    """
+    outbox.drop(database, job.end_seq)
     database.change("DELETE FROM poison WHERE digest = ?", job.digest)
     given_back = len(job.end or b"")
     database.change(
@@ -254,11 +257,14 @@ def let_wait(
     count_usage(database, job.scope.owner, 0, -given_back)
     count_line(database, job, job.state, -1)
     if job.batch is not None:  # its batch, if that has ended, has not any more
-        database.change(
-            "UPDATE batch SET state = 'fed', ended = NULL, forget = NULL"
-            " WHERE id = ? AND state = 'ended'",
-            job.batch,
-        )
+        row = database.one("SELECT end_seq FROM batch WHERE id = ? AND state = 'ended'", job.batch)
+        if row is not None:
+            outbox.drop(database, row[0])
+            database.change(
+                "UPDATE batch SET state = 'fed', ended = NULL, forget = NULL, end_seq = NULL"
+                " WHERE id = ?",
+                job.batch,
+            )
     if new_generation:
         drop_output(database, job)
     return by_seq(database, job.seq)

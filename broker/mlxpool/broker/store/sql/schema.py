@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxpool.broker.store.errors import StoreUnusable
+from mlxpool.broker.store.sql import older_notices
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,16 @@ FAILURE = """CREATE TABLE failure (
         job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
         stacks TEXT NOT NULL, PRIMARY KEY (job, number)
     ) {clustered}"""
+
+# Notices of ends that are not delivered. They end with `body`, what is posted.
+OUTBOX = (
+    """CREATE TABLE outbox (
+        end_seq {integer} PRIMARY KEY, kind TEXT NOT NULL, subject {blob} NOT NULL,
+        url TEXT NOT NULL, origin {text} NOT NULL, since {real} NOT NULL, tries {integer} NOT NULL,
+        due {real} NOT NULL, given_up {real}, cause TEXT NOT NULL, body {blob} NOT NULL
+    ) {strict}""",
+    "CREATE INDEX outbox_due ON outbox (origin, due, end_seq) WHERE given_up IS NULL",
+)
 
 # Large columns come last: SQLite reads through a row up to the column that is asked for.
 TABLES = (
@@ -96,11 +107,7 @@ TABLES = (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
     ) {strict}""",
     FAILURE,
-    """CREATE TABLE outbox (
-        end_seq {integer} PRIMARY KEY, job {integer} NOT NULL, tries {integer} NOT NULL,
-        due {real} NOT NULL, given_up {real}, cause TEXT NOT NULL
-    ) {strict}""",
-    "CREATE INDEX outbox_due ON outbox (due)",
+    *OUTBOX,
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
@@ -119,7 +126,7 @@ TABLES = (
         jobs {integer} NOT NULL DEFAULT 0, done {integer} NOT NULL DEFAULT 0,
         cancelled {integer} NOT NULL DEFAULT 0, dead {integer} NOT NULL DEFAULT 0,
         expired {integer} NOT NULL DEFAULT 0, failed {integer} NOT NULL DEFAULT 0,
-        UNIQUE (owner, tenant, key)
+        end_seq {integer}, UNIQUE (owner, tenant, key)
     ) {strict}""",
     "CREATE INDEX batch_forget ON batch (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE failed_line (
@@ -128,8 +135,8 @@ TABLES = (
     ) {clustered}""",
 )
 
-# For each older version the statements that make the next one of it.
-Steps = Mapping[int, Sequence[str]]
+# For each older version what makes the next one of it: statements, and functions of the database.
+Steps = Mapping[int, Sequence[str | Callable[[Database], None]]]
 COUNTED = ("done", "cancelled", "dead", "expired")  # states of jobs that a batch counts
 STEPS: Steps = {
     1: (
@@ -155,14 +162,27 @@ STEPS: Steps = {
         "ALTER TABLE outbox ADD COLUMN given_up {real}",
         "ALTER TABLE outbox ADD COLUMN cause TEXT NOT NULL DEFAULT ''",
     ),
+    2: (
+        "ALTER TABLE batch ADD COLUMN end_seq {integer}",
+        "DROP INDEX outbox_due",
+        "ALTER TABLE outbox RENAME TO outbox_2",
+        *OUTBOX,
+        older_notices.copy_notices,
+        "DROP TABLE outbox_2",
+    ),
 }
 
 
-def perform(database: Database, dialect: Dialect, statements: Sequence[str]) -> None:
-    """Perform statements that are spelled for every dialect, in the transaction that is open."""
+def perform(
+    database: Database, dialect: Dialect, steps: Sequence[str | Callable[[Database], None]]
+) -> None:
+    """Perform steps in the transaction that is open; statements are spelled for every dialect."""
     spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
-    for statement in statements:
-        database.change(statement.format(**spelled))
+    for step in steps:
+        if isinstance(step, str):
+            database.change(step.format(**spelled))
+        else:
+            step(database)
 
 
 def create(database: Database, dialect: Dialect) -> None:

@@ -13,6 +13,7 @@ from mlxpool.broker.store.errors import Damaged, StoreFenced
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import JobState, Refused, Result, StoreFigures
 from mlxpool.broker.store.sql import (
+    batch_reading,
     batches,
     changing,
     copying,
@@ -60,6 +61,7 @@ class SqlStore(Closing):
                 self.database.change(
                     f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
                 )
+            self.database.change("UPDATE outbox SET since = since + ? WHERE given_up IS NULL", away)
             self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
         self._boot, self.wall_seen = boot, now
 
@@ -185,8 +187,8 @@ class SqlStore(Closing):
             of_batches.SubmitBatch: batches.submit_batch,
             of_batches.ReadLines: batches.read_lines,
             of_batches.AddLines: with_room(batches.add_lines),
-            of_batches.ReadBatch: batches.read_batch,
-            of_batches.ListBatches: batches.list_batches,
+            of_batches.ReadBatch: batch_reading.read_batch,
+            of_batches.ListBatches: batch_reading.list_batches,
             of_batches.CancelBatch: batches.cancel_batch,
             of_batches.RetryBatch: batches.retry_batch,
             of_batches.ReleaseBatch: batches.release_batch,

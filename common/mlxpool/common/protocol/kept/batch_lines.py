@@ -26,7 +26,10 @@ MAX_LINE = 4 * 1024 * 1024  # bytes of JSON
 MAX_LABEL = 256  # characters of an `id`
 # Keys that a line has of its batch: there they hold for all lines.
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
-OF_SINGLE_JOBS = ("notify", "note")  # neither lines nor batches have them
+NOT_OF_LINES = {  # key -> where it belongs
+    "notify": "notify is of the batch: give it there, and the end of the batch is told",
+    "note": "note is of a job that is submitted alone: a line has none",
+}
 DEFAULTS = ("model", "options", "tools", "think", "session")  # calls have the model alone
 OF_CLIENTS = "asked"  # a key that the pool leaves alone: what a gateway makes its answer with
 
@@ -109,9 +112,9 @@ def _request(
     for key in OF_BATCHES:
         if given.get(key) is not None:
             raise BadRequest(f"{key} is of the batch: give it there, for all lines")
-    for key in OF_SINGLE_JOBS:
+    for key, why in NOT_OF_LINES.items():
         if given.get(key) is not None:
-            raise BadRequest(f"{key} is of a job that is submitted alone: a line has none")
+            raise BadRequest(why)
     if kind_of(given) == Generate.kind:
         return packed_request(_with_defaults(given, defaults))
     return packed_request({"model": defaults["model"], **given} if "model" in defaults else given)

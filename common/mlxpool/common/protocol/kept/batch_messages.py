@@ -17,7 +17,13 @@ from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.kept.batch_lines import check_defaults
 from mlxpool.common.protocol.kept.file_messages import KeyName
-from mlxpool.common.protocol.kept.job_messages import IDLE, MAX_KEEP_MS, job_key, tenant_of
+from mlxpool.common.protocol.kept.job_messages import (
+    IDLE,
+    MAX_KEEP_MS,
+    Notify,
+    job_key,
+    tenant_of,
+)
 from mlxpool.common.protocol.packing import pack
 
 MAX_LINES = 10_000_000  # that a client can say a file has
@@ -39,7 +45,9 @@ class SubmitBatch(Content):
     file under the key of an earlier batch is refused. `lines` is how many the client counted, 0: it
     has not. `defaults` are keys of a line for lines that lack them, see batch_lines. `deadline_ms`
     counts for the batch as a whole; `keep_ms` is how long the results are kept after its end.
-    `metadata` is the client's own.
+    `metadata` is the client's own. `notify` is told of the end of the batch; its notice names what
+    the client makes of the results, `output_file` of the lines that are done and `error_file` of
+    the others, if there are such lines.
     """
 
     kind: ClassVar[str] = "batch_submit"
@@ -52,9 +60,15 @@ class SubmitBatch(Content):
     keep_ms: int | None = None
     deadline_ms: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    notify: Notify | None = None
+    output_file: str = ""
+    error_file: str = ""
 
     def body(self) -> dict[str, Any]:
         body = {**self.name.body(), "file": self.file, "lines": self.lines}
+        body |= {} if self.notify is None else {"notify": self.notify.body()}
+        body |= {"output_file": self.output_file} if self.output_file else {}
+        body |= {"error_file": self.error_file} if self.error_file else {}
         body |= {"digest": self.digest, "priority": self.priority}
         body |= {"defaults": dict(self.defaults), "metadata": dict(self.metadata)}
         body |= {} if self.keep_ms is None else {"keep_ms": self.keep_ms}
@@ -81,14 +95,17 @@ class SubmitBatch(Content):
             integer(body, "keep_ms", 0, MAX_KEEP_MS),
             integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
             metadata,
+            None if body.get("notify") is None else Notify.parse(body["notify"]),
+            _file_key(body["output_file"], "output_file") if body.get("output_file") else "",
+            _file_key(body["error_file"], "error_file") if body.get("error_file") else "",
         )
 
 
-def _file_key(value: object) -> str:
+def _file_key(value: object, name: str = "file") -> str:
     try:
         return job_key(value)
     except BadRequest as error:
-        raise BadRequest(f"file must be the key of a file: {error.message}") from None
+        raise BadRequest(f"{name} must be the key of a file: {error.message}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,10 +97,13 @@ class JobName:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """The URL to which the end of a job is posted."""
+    """The URL to which the end of a job or of a batch is posted."""
 
     url: str
     target: Target
+
+    def body(self) -> dict[str, Any]:
+        return {"url": self.url}
 
     @classmethod
     def parse(cls, value: object) -> Notify:

@@ -110,9 +110,7 @@ def status_of(row: Mapping[str, Any], request: BatchRequest) -> str:
     if row["state"] == "running":
         ended = row["done"] + _failed(row)
         return "finalizing" if ended >= request.total else "in_progress"
-    if row["state"] == "done":
-        return "expired" if row["expired"] else "completed"
-    return str(row["state"])  # cancelling, cancelled
+    return str(row["outcome"] or row["state"])  # cancelling has no outcome yet
 
 
 def _failed(row: Mapping[str, Any]) -> int:
@@ -124,7 +122,7 @@ def batch_body(row: Mapping[str, Any], request: BatchRequest) -> dict[str, Any]:
     status, key = status_of(row, request), str(row["key"])
     created, deadline = int(row["created"]), row["deadline"]
     ended = None if row["ended"] is None else int(row["ended"])
-    over = status in ("completed", "expired", "cancelled")
+    over = row["ended"] is not None and not request.faults
     failed = 0 if request.faults else _failed(row)
     faults = [
         {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
@@ -145,7 +143,7 @@ def batch_body(row: Mapping[str, Any], request: BatchRequest) -> dict[str, Any]:
         "expires_at": None if deadline is None else int(deadline),
         "finalizing_at": ended if status == "completed" else None,
         "completed_at": ended if status == "completed" else None,
-        "failed_at": created if faults else None,
+        "failed_at": created if faults else ended if status == "failed" else None,
         "expired_at": ended if status == "expired" else None,
         "cancelling_at": ended if status in ("cancelling", "cancelled") else None,
         "cancelled_at": ended if status == "cancelled" else None,

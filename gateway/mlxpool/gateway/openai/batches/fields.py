@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mlxpool.gateway.description.schemas import NAME, TEXT, choice, described, integer
+from mlxpool.common.web_targets import MAX_URL
+from mlxpool.gateway.description.schemas import NAME, TEXT, Schema, choice, described, integer
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.queries import page_fields
 from mlxpool.gateway.openai.responses_api.fields import METADATA
@@ -17,6 +18,7 @@ MAX_LINES = 50_000  # of a batch
 MAX_KEEP = 30 * 24 * 3600  # seconds until a file or a result expires
 MIN_KEEP = 3600
 WINDOW = r"^[1-9][0-9]{0,2}[hd]$"
+URL: Schema = {"type": "string", "maxLength": MAX_URL, "pattern": "^https?://"}
 EXPIRY = Body(
     {"anchor": choice("created_at"), "seconds": integer(MIN_KEEP, MAX_KEEP)},
     required=("anchor", "seconds"),
@@ -31,6 +33,7 @@ BATCH = Body(
         ),
         "metadata": METADATA,
         "output_expires_after": EXPIRY.schema(),
+        "notify": described("the URL to which the end of the batch is posted", URL),
     },
     required=("input_file_id", "endpoint", "completion_window"),
 )

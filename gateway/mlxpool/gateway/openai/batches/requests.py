@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.options import MAX_DEADLINE_MS
+from mlxpool.common.protocol.kept.job_messages import Notify
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.models import ModelInfo
@@ -30,6 +31,7 @@ class NewBatch:
     seconds: int
     metadata: Mapping[str, str]
     keep: float | None
+    notify: Notify | None
 
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
@@ -51,7 +53,15 @@ def new_batch(body: Mapping[str, Any]) -> NewBatch:
         raise bad_request(message, "completion_window")
     keep = expiry(body, "output_expires_after")
     file = fields.text(body, "input_file_id")
-    return NewBatch(file, endpoint, window, seconds, metadata_of(body), keep)
+    metadata = metadata_of(body)
+    return NewBatch(file, endpoint, window, seconds, metadata, keep, _notify(body))
+
+
+def _notify(body: Mapping[str, Any]) -> Notify | None:
+    if body.get("notify") is None:
+        return None
+    notify: Notify = fields.checked("notify", Notify.parse, {"url": fields.text(body, "notify")})
+    return notify
 
 
 @dataclass(eq=False, slots=True)

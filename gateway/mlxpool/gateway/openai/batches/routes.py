@@ -56,13 +56,17 @@ class BatchRoutes:
         request = BatchRequest(
             asked.endpoint, asked.file, asked.window, reader.total, asked.metadata, reader.faults
         )
+        id = bodies.batch_id(hex)
         batch = SubmitBatch(
-            KeyName(bodies.batch_id(hex)),
+            KeyName(id),
             file,
             lines=0 if reader.faults else reader.total,
             keep_ms=None if asked.keep is None else round(asked.keep * 1000),
             deadline_ms=asked.seconds * 1000,
             metadata=request.body(),
+            notify=asked.notify,
+            output_file="" if reader.faults else bodies.results_id(id, bodies.OUTPUT),
+            error_file="" if reader.faults else bodies.results_id(id, bodies.ERROR),
         )
         found = await KeptBatches(client).submit(batch)
         response.exchange.pool_id = bytes(found[0]["batch"]).hex()

@@ -1,0 +1,106 @@
+"""What a notice says: the JSON that is posted when a job or a batch has ended. Pure.
+
+It is made in the transaction that stores the end, and is posted as it is at every try: whatever is
+done with the job or the batch afterwards changes nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from mlxpool.broker.store.batch_records import BatchState, BatchView
+from mlxpool.broker.store.records import ENDED, JobState, JobView
+from mlxpool.common.web_targets import Target
+
+MAX_CAUSE = 1000  # characters of a job's cause
+JOB_ENDED = "job.ended"
+
+
+def notice_id(kind: str, subject: bytes, end_seq: int) -> str:
+    """The same for every try of a notice, and of no other one. `kind`: job or batch."""
+    return f"{kind}_{subject.hex()}_{end_seq}"
+
+
+def origin_of(url: str) -> str:
+    """The scheme, host and port that a URL names; the URL itself if it has another form."""
+    try:
+        return str(Target.parse(url).origin)
+    except ValueError:
+        return url
+
+
+def job_notice(job: JobView) -> bytes:
+    """The notice of a job that has ended: `job` is as it is after its end."""
+    data = {
+        "job": job.id.hex(),
+        "key": job.scope.key,
+        "tenant": job.scope.tenant,
+        "model": job.model,
+        "state": job.state.value,
+        "gen": job.gen,
+        "ids": job.pos,
+        "end_seq": job.end_seq,
+        "cause": job.cause[:MAX_CAUSE],
+    }
+    return _event(notice_id("job", job.id, job.end_seq), JOB_ENDED, job.ended or 0.0, data)
+
+
+def batch_outcome(batch: BatchView) -> str:
+    """How a batch has ended: completed, cancelled, expired or failed; "" if it has not, or is gone.
+
+    It has expired if its deadline ended jobs of it, or came before its first line was a job, and
+    has failed if no line of it could become a job.
+    """
+    if batch.ended is None or batch.state is BatchState.GONE:
+        return ""
+    if batch.state is BatchState.CANCELLED:
+        return "cancelled"
+    counts = dict(batch.counts)
+    if counts.get(JobState.EXPIRED):
+        return "expired"
+    if counts or not batch.failed:
+        return "completed"
+    return "expired" if batch.deadline is not None and batch.ended >= batch.deadline else "failed"
+
+
+def batch_notice(batch: BatchView, output_file: str, error_file: str) -> bytes:
+    """The notice of a batch that has ended: `batch` is as it is after its end.
+
+    The files are named if they have lines: the first those that are done, the second all others.
+    """
+    counts = {state.value: dict(batch.counts).get(state, 0) for state in sorted(ENDED)}
+    done = counts[JobState.DONE.value]
+    lines = sum(counts.values()) + batch.failed
+    outcome = batch_outcome(batch)
+    data = {
+        "id": batch.scope.key,
+        "batch": batch.id.hex(),
+        "key": batch.scope.key,
+        "tenant": batch.scope.tenant,
+        "state": "cancelled" if batch.state is BatchState.CANCELLED else JobState.DONE.value,
+        "lines": lines,
+        **counts,
+        "failed": batch.failed,
+        "output_file_id": output_file if done and output_file else None,
+        "error_file_id": error_file if lines > done and error_file else None,
+        "end_seq": batch.end_seq,
+    }
+    id = notice_id("batch", batch.id, batch.end_seq)
+    return _event(id, f"batch.{outcome}", batch.ended or 0.0, data)
+
+
+def _event(id: str, type: str, ended: float, data: Mapping[str, Any]) -> bytes:
+    """An event as Standard Webhooks and OpenAI's clients read it."""
+    moment = datetime.fromtimestamp(ended, UTC).isoformat(timespec="milliseconds")
+    event = {
+        "id": id,
+        "object": "event",
+        "type": type,
+        "created_at": int(ended),
+        "timestamp": moment.replace("+00:00", "Z"),
+        "data": data,
+    }
+    return json.dumps(event).encode()
