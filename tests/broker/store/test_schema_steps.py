@@ -11,6 +11,7 @@ from mlxpool.broker.store.operations import ReadJob
 from mlxpool.broker.store.records import Found, JobState
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database
+from mlxpool.broker.store.sql.rows import ROW_BYTES
 from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener
 from support.job_store import BEGIN, BOOT, MAX_BYTES, job_id, submit
 
@@ -31,9 +32,9 @@ def indices(database: Database) -> set[str]:
 
 
 def back_to_version_1(path: Path) -> None:
-    """Take away what the step from version 1 adds."""
+    """Take away what the steps from version 1 on add."""
     with SqliteDatabase(path, MAX_BYTES) as database:
-        for statement in schema.STEPS[1]:
+        for statement in reversed([*schema.STEPS[1], *schema.STEPS[2]]):
             if added := re.match(r"ALTER TABLE (\w+) ADD COLUMN (\w+)", statement):
                 database.change(f"ALTER TABLE {added[1]} DROP COLUMN {added[2]}")
             elif made := re.match(r"CREATE (INDEX|TABLE) (\w+)", statement):
@@ -74,3 +75,22 @@ def test_a_store_of_schema_1_goes_on(tmp_path: Path) -> None:
     assert isinstance(batch, BatchView) and isinstance(listed, BatchList)
     assert listed.batches == (batch,)
     assert dict(batch.counts) == {JobState.WAITING: 1, JobState.DEAD: 1} and batch.failed == 1
+
+
+def test_files_of_before_are_counted(tmp_path: Path) -> None:
+    with SqliteOpener(tmp_path, MAX_BYTES) as opener:
+        with opener.open() as store:
+            for owner, size in (("a", 10), ("a", 5), ("b", 0)):
+                store.database.change(
+                    "INSERT INTO file (id, owner, tenant, name, purpose, size, complete, created)"
+                    " VALUES (?, ?, '', 'n', '', ?, 1, 1.0)",
+                    f"{owner}{size}".encode(),
+                    owner,
+                    size,
+                )
+        back_to_version_1(opener.folder.database())
+        with opener.open() as store:
+            found = store.database.execute("SELECT owner, file_bytes FROM usage ORDER BY owner")
+            (touched,) = store.database.execute("SELECT DISTINCT touched FROM file")
+    assert list(found) == [("a", 15 + 2 * ROW_BYTES), ("b", ROW_BYTES)]
+    assert touched == (1.0,)

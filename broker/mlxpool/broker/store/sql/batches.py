@@ -54,6 +54,7 @@ VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.dige
     batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
     batch.expired, batch.failed"""
 COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
+FILES_SWEPT = 4  # in one sweep: each may have 1 GiB
 LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
@@ -264,12 +265,14 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
         f"SELECT {files.VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
         " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
         f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
-        " ORDER BY forget LIMIT 4",
+        " ORDER BY forget LIMIT ?",
         now,
+        FILES_SWEPT,
     )
     for row in old:
         files.drop(database, files.view(row))
-    return len(found) == count or left <= 0 or len(old) == 4
+    abandoned = files.drop_abandoned(database, now, FILES_SWEPT)
+    return len(found) == count or left <= 0 or FILES_SWEPT in (len(old), abandoned)
 
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -388,18 +391,17 @@ def list_batches(database: Database, asked: ListBatches, now: float) -> BatchLis
         if value is not None:
             where.append(f"{column} = ?")
             values.append(value)
-    if asked.before:
-        last = database.one("SELECT created FROM batch WHERE id = ?", asked.before)
-        where.append("(created < ? OR (created = ? AND id > ?))")
-        created = 0.0 if last is None else last[0]
-        values += [created, created, asked.before]
+    if asked.behind is not None:
+        where.append("(created, id) < (?, ?)")
+        values += asked.behind
     found = database.execute(
-        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)} ORDER BY created DESC, id LIMIT ?",
+        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)}"
+        " ORDER BY created DESC, id DESC LIMIT ?",
         *values,
-        asked.count,
+        asked.count + 1,
     )
-    batches = tuple(view(database, row) for row in found)
-    return BatchList(batches, batches[-1].id if len(batches) == asked.count else b"")
+    batches = tuple(view(database, row) for row in found[: asked.count])
+    return BatchList(batches, len(found) > asked.count)
 
 
 def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,21 @@ FAILURE = """CREATE TABLE failure (
         job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
         stacks TEXT NOT NULL, PRIMARY KEY (job, number)
     ) {clustered}"""
+
+# What pages of files and batches are read by, and what keeps a file.
+LISTED = (
+    "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
+    "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
+    "CREATE INDEX file_open ON file (touched) WHERE complete = 0",
+    "CREATE INDEX batch_listed ON batch (owner, tenant, created, id)",
+    "CREATE INDEX batch_file ON batch (file)",
+)
+
+# Places in lists of files that were deleted, for those who read on behind them.
+DELETED_FILE = """CREATE TABLE deleted_file (
+        id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL,
+        created {real} NOT NULL, forget {real} NOT NULL
+    ) {strict}"""
 
 # Large columns come last: SQLite reads through a row up to the column that is asked for.
 TABLES = (
@@ -90,7 +105,8 @@ TABLES = (
         PRIMARY KEY (job, place)
     ) {clustered}""",
     """CREATE TABLE usage (
-        owner {text} PRIMARY KEY, jobs {integer} NOT NULL, bytes {integer} NOT NULL
+        owner {text} PRIMARY KEY, jobs {integer} NOT NULL, bytes {integer} NOT NULL,
+        file_bytes {integer} NOT NULL DEFAULT 0
     ) {strict}""",
     """CREATE TABLE poison (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
@@ -104,7 +120,8 @@ TABLES = (
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
-        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT ''
+        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT '',
+        touched {real} NOT NULL DEFAULT 0
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE file_part (
@@ -126,6 +143,9 @@ TABLES = (
         batch {blob} NOT NULL, line {integer} NOT NULL, label TEXT NOT NULL, cause TEXT NOT NULL,
         PRIMARY KEY (batch, line)
     ) {clustered}""",
+    DELETED_FILE,
+    "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
+    *LISTED,
 )
 
 # For each older version the statements that make the next one of it.
@@ -154,6 +174,18 @@ STEPS: Steps = {
         FAILURE,
         "ALTER TABLE outbox ADD COLUMN given_up {real}",
         "ALTER TABLE outbox ADD COLUMN cause TEXT NOT NULL DEFAULT ''",
+    ),
+    2: (
+        "ALTER TABLE file ADD COLUMN touched {real} NOT NULL DEFAULT 0",
+        "UPDATE file SET touched = created",
+        "ALTER TABLE usage ADD COLUMN file_bytes {integer} NOT NULL DEFAULT 0",
+        "INSERT INTO usage (owner, jobs, bytes) SELECT DISTINCT owner, 0, 0 FROM file"
+        " WHERE owner IS NOT NULL ON CONFLICT (owner) DO NOTHING",
+        "UPDATE usage SET file_bytes = (SELECT COALESCE(SUM(size + 512), 0) FROM file"
+        " WHERE file.owner = usage.owner)",
+        DELETED_FILE,
+        "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
+        *LISTED,
     ),
 }
 

@@ -59,6 +59,7 @@ class SqlStore(Closing):
                 self.database.change(
                     f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
                 )
+            self.database.change("UPDATE file SET touched = touched + ? WHERE complete = 0", away)
             self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
         self._boot, self.wall_seen = boot, now
 
@@ -175,7 +176,7 @@ class SqlStore(Closing):
             of_jobs.ListNotices: notices.list_notices,
             of_jobs.NoticeSent: notices.notice_sent,
             of_jobs.NoticeFailed: notices.notice_failed,
-            of_batches.CreateFile: files.create_file,
+            of_batches.CreateFile: with_room(files.create_file),
             of_batches.AppendFile: with_room(files.append_file),
             of_batches.ReadFile: files.read_file,
             of_batches.ListFiles: files.list_files,

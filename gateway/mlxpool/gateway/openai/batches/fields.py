@@ -10,6 +10,7 @@ from mlxpool.gateway.openai.responses_api.fields import METADATA
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES)
 MAX_FILE = 200 * 1024 * 1024  # bytes of an upload
+MAX_FILES = 10_000  # in a page of a list
 MAX_LINES = 50_000  # of a batch
 MAX_KEEP = 30 * 24 * 3600  # seconds until a file or a result expires
 MIN_KEEP = 3600
@@ -31,5 +32,5 @@ BATCH = Body(
     },
     required=("input_file_id", "endpoint", "completion_window"),
 )
-FILES = Body({**page_fields(10_000), "purpose": TEXT})
+FILES = Body({**page_fields(MAX_FILES), "purpose": TEXT})
 BATCHES = Body({"limit": integer(1, 100), "after": TEXT})

@@ -115,7 +115,8 @@ def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes
     for name in ("prompt", "messages", "tokens"):
         if name in options:
             made[name] = options.pop(name)
-    data = json.dumps(made, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text = json.dumps(made, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode("utf-8", "surrogatepass")
     try:
         parse_line(data, {})
     except BadLine as bad:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS
+from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS, BatchRequest
 from mlxpool.gateway.openai.batches.fields import BATCH, ENDPOINTS, MAX_LINES, WINDOW
 from mlxpool.gateway.openai.batches.lines import LineFault, fault_of, parsed_line, pool_line
 from mlxpool.gateway.openai.batches.upload import expiry
 from mlxpool.gateway.openai.responses_api.requests import metadata_of
 
 HOURS = {"h": 1, "d": 24}
+SLICE_LINES = 16  # that are checked without a look at other requests, about 2 ms
+SLICE_BYTES = 64 * 1024  # the same; a longer line is a slice by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,17 @@ class NewBatch:
     seconds: int
     metadata: Mapping[str, str]
     keep: float | None
+
+    @property
+    def digest(self) -> bytes:
+        """Tells the batch from one of another request, whatever file its lines are in."""
+        meaning = [self.file, self.endpoint, self.window, dict(self.metadata)]
+        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).digest()
+
+    def is_of(self, request: BatchRequest) -> bool:
+        """Whether a batch was made by the same request."""
+        mine = (self.file, self.endpoint, self.window, dict(self.metadata))
+        return mine == (request.input, request.endpoint, request.window, dict(request.metadata))
 
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
@@ -89,12 +104,12 @@ class LineReader:
     def pool_lines(
         self,
         parsed: Sequence[tuple[int, Mapping[str, Any]]],
-        models: Mapping[str, ModelInfo | HttpError],
+        model_of: Callable[[str], ModelInfo | HttpError],
     ) -> bytes:
-        """The lines of the pool; none once a line had a fault. `models`: by the names in lines."""
+        """The lines of the pool; none once one had a fault. `model_of`: by the name in a line."""
         made = []
         for number, line in parsed:
-            model = models[line["body"]["model"]]
+            model = model_of(line["body"]["model"])
             try:
                 if isinstance(model, HttpError):
                     raise model
@@ -111,3 +126,15 @@ class LineReader:
     def given_up(self) -> bool:
         """Whether so many lines have faults that no more are looked for."""
         return len(self.faults) >= MAX_FAULTS or self.total > MAX_LINES
+
+
+def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The lines in slices, of which each takes a short time to check."""
+    start = size = 0
+    for number, line in enumerate(lines):
+        size += len(line)
+        if number > start and (number - start >= SLICE_LINES or size > SLICE_BYTES):
+            yield lines[start:number]
+            start, size = number, len(line)
+    if start < len(lines):
+        yield lines[start:]
