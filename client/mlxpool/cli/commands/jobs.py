@@ -1,6 +1,6 @@
 """`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients.
 
-What they do with --batch is in batch_actions.py.
+What they do with batches and files is in batch_actions.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlxpool.cli.batch_actions as batches
-from mlxpool.cli import file_actions, job_operations
+from mlxpool.cli import job_operations
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import count, duration, size
 from mlxpool.cli.json_text import json_text
@@ -334,7 +334,7 @@ def jobs(options: argparse.Namespace) -> int:
     if options.batches:
         return batches.list_batches(options)
     if options.files:
-        return file_actions.list_files(options)
+        return batches.list_files(options)
     with client_of(options) as client:
         batch = None if options.batch is None else client.batch(options.batch)
         found = client.jobs(
@@ -427,7 +427,7 @@ def release(options: argparse.Namespace) -> int:
     if options.file:
         if options.batch:
             raise BadRequest("give one of --file and --batch, not both")
-        return file_actions.delete_file(options)
+        return batches.delete_file(options)
     if options.batch:
         return batches.change(options, options.key, "release")
     with client_of(options) as client:

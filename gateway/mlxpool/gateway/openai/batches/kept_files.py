@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from mlxpool.client import AsyncClient
 from mlxpool.client.request import Question
-from mlxpool.common.errors import PoolError, QueueFull, StoreUnavailable, UnknownJob
+from mlxpool.common.errors import OverQuota, PoolError, QueueFull, StoreUnavailable, UnknownJob
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.kept import file_messages as messages
 from mlxpool.common.protocol.kept.file_messages import (
@@ -123,8 +123,15 @@ class KeptFiles:
             yield [b"".join(held)]
 
     async def put(self, message: PutFile) -> dict[str, Any]:
-        """Send a part; returns the file's row. Raises HttpError if others write the same file."""
-        row = await ask(self._client, message, row_of)
+        """Send a part; returns the file's row.
+
+        Raises HttpError if others write the same file, or the owner's files have too many bytes.
+        """
+        try:
+            row = await ask(self._client, message, row_of)
+        except OverQuota as error:  # sending it again does not help, so clients are told not to
+            details = error.details or {}
+            raise HttpError(429, error.message, error.code, retry=False, details=details) from None
         end = message.start + len(message.data)
         if row["size"] < end:
             size = row["size"]
