@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +200,49 @@ def test_listed_in_pages(client: openai.OpenAI) -> None:
     assert [batch.id for batch in page.data] == [made[3], made[2]] and page.has_more
 
 
-def test_sent_twice_it_is_one_batch(client: openai.OpenAI) -> None:
+def test_sent_twice_it_is_one_batch(client: openai.OpenAI, pool: Pool) -> None:
     file = sent(client, [line("once")])
     headers = {"Idempotency-Key": "nightly 7"}
     one, two = (begin(client, file, extra_headers=headers) for _ in range(2))
     assert one.id == two.id
+    over(client, one.id)
+    client.files.delete(file)
+    with pool.client() as native:  # nor are the lines there that the pool has read
+        native.delete_file(native.batch(one.id).row["file"])
+    assert begin(client, file, extra_headers=headers).id == one.id
+    for more in ({"metadata": {"a": "b"}}, {"completion_window": "48h"}):
+        with pytest.raises(openai.ConflictError, match="take another key"):
+            begin(client, file, extra_headers=headers, **more)
+    with pool.client() as native:
+        native.batch(one.id).release()
+
+        def answer() -> str:
+            try:
+                return begin(client, file, extra_headers=headers).id
+            except openai.APIStatusError as error:
+                return str(error.status_code)
+
+        until(lambda: answer() == "410", "its results are deleted")
+
+
+def test_sent_twice_at_once_it_is_one_batch(client: openai.OpenAI, pool: Pool, url: str) -> None:
+    """And only the lines of one are left."""
+    file = sent(client, [line(f"{number}") for number in range(2000)])
+    headers = {"Idempotency-Key": "twice"}
+
+    def make(_: int) -> str:
+        with openai_client(url) as other:
+            return begin(other, file, extra_headers=headers).id
+
+    with ThreadPoolExecutor(4) as threads:
+        (id,) = set(threads.map(make, range(4)))
+    with pool.client() as native:
+        kept = native.batch(id).row["file"]
+        mine = lambda: [  # noqa: E731
+            row["key"] for row in native.files(limit=5) if row["size"] > 100_000
+        ]
+        until(lambda: kept in mine() and len([k for k in mine() if "lines" in k]) == 1, "one left")
+    client.batches.cancel(id)
 
 
 def test_a_form_that_is_none(url: str) -> None:
