@@ -7,6 +7,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from mlxpool.client import AsyncClient, Job
+from mlxpool.client import AsyncClient, Client, Job
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, keys_file, openai_client
@@ -230,8 +231,12 @@ def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, url: str
             if stream:  # it has read the id
                 assert b"response.created" in connection.getresponse().read1(4096)
             connection.close()
-            state = lambda row=row: client.job(row["job"])["state"]  # noqa: E731
-            until(lambda end=end, state=state: state() == end, f"the job is {end}")
+            until(partial(is_in, client, row["job"], end), f"the job is {end}")
+
+
+def is_in(client: Client, job: bytes, state: str) -> bool:
+    """Whether a job is in this state."""
+    return bool(client.job(job)["state"] == state)
 
 
 def nobody_waits(url: str) -> bool:

@@ -175,8 +175,11 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
         name: client.responses.create(model=name, input="x", **given).id
         for name in ("first", "second", "shared")
     }
-    for id in ids.values():
-        until(lambda id=id: client.responses.retrieve(id).status == "incomplete", "it has ended")
+
+    def over() -> bool:
+        return all(client.responses.retrieve(id).status == "incomplete" for id in ids.values())
+
+    until(over, "all have ended")
     for pool, name in ((three[1], "first"), (three[2], "second")):
         with pool.client() as native:
             assert native.job(ids[name])["model"] == name

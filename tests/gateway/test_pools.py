@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import pytest
@@ -204,12 +205,12 @@ def test_what_is_kept_is_found_in_any_pool_though_another_hangs() -> None:
     async def test() -> None:
         found = made(a, OnePool(jobs=None), b)
         for client, key in ((a, "of a"), (b, "of b")):
-            assert (await found.find(lambda one, key=key: one.job(key)))["key"] == key
+            assert (await found.find(methodcaller("job", key)))["key"] == key
             assert found.client is client
         with pytest.raises(UnknownJob, match="no job 'none'"):
-            await found.find(lambda one: one.job("none"))
+            await found.find(methodcaller("job", "none"))
         a.hangs = True
-        assert (await found.find(lambda one: one.job("of b")))["key"] == "of b"
+        assert (await found.find(methodcaller("job", "of b")))["key"] == "of b"
 
     run(test)
 

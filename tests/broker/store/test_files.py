@@ -12,11 +12,13 @@ from mlxpool.broker.store.batch_operations import (
     DeleteFile,
     ListFiles,
     ReadFile,
+    SubmitBatch,
 )
 from mlxpool.broker.store.operations import Sweep
-from mlxpool.broker.store.records import Refused, UnknownName
+from mlxpool.broker.store.records import Refused, Scope, UnknownName
 from mlxpool.broker.store.sql.files import DELETED_LIFE, UPLOAD_LIFE
 from mlxpool.broker.store.sql.rows import ROW_BYTES
+from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 from support.job_store import OpenedStore
 
 FILE = b"f" * 16
@@ -125,7 +127,20 @@ def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> 
     store.one(Sweep())
     assert used(store) == 0
     assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
-    put(store, 1, b"x", keep=10 * UPLOAD_LIFE)
+    put(store, 1, b"x", keep=10 * UPLOAD_LIFE)  # a complete one stays
     store.now += UPLOAD_LIFE + 1
     store.one(Sweep())
     assert store.one(ReadFile(b"%16d" % 1, "a", "")).file.complete
+
+
+def test_lines_of_which_no_batch_was_made_are_deleted_after_an_hour(store: OpenedStore) -> None:
+    """As those of a gateway that was killed between the lines and the batch."""
+    for number in (1, 2):
+        of: dict[str, Any] = {"data": b"line", "last": True, "keep": 10 * UPLOAD_LIFE}
+        id, key = b"%16d" % number, f"f{number}"
+        store.one(CreateFile(id, "a", "", key, "", LINES_PURPOSE, **of))
+    scope = Scope("a", "", "batch")
+    store.one(SubmitBatch(b"b" * 16, scope, b"digest", b"%16d" % 1))
+    store.now += UPLOAD_LIFE + 1
+    store.one(Sweep())
+    assert [file.key for file in store.one(ListFiles("a", "")).files] == ["f1"]

@@ -83,14 +83,15 @@ def test_files_of_before_are_counted(tmp_path: Path) -> None:
             for owner, size in (("a", 10), ("a", 5), ("b", 0)):
                 store.database.change(
                     "INSERT INTO file (id, owner, tenant, name, purpose, size, complete, created)"
-                    " VALUES (?, ?, '', 'n', '', ?, 1, 1.0)",
+                    " VALUES (?, ?, '', 'n', '', ?, ?, 1.0)",
                     f"{owner}{size}".encode(),
                     owner,
                     size,
+                    int(size > 0),
                 )
         back_to_version_1(opener.folder.database())
         with opener.open() as store:
             found = store.database.execute("SELECT owner, file_bytes FROM usage ORDER BY owner")
-            (touched,) = store.database.execute("SELECT DISTINCT touched FROM file")
+            waiting = store.database.execute("SELECT waits_since FROM file ORDER BY id")
     assert list(found) == [("a", 15 + 2 * ROW_BYTES), ("b", ROW_BYTES)]
-    assert touched == (1.0,)
+    assert list(waiting) == [(None,), (None,), (1.0,)]

@@ -143,6 +143,7 @@ def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
         asked.keep,
         asked.notify,
     )
+    database.change("UPDATE file SET waits_since = NULL WHERE id = ?", asked.file)
     return BatchSubmitted(_again(database, asked.id), new=True)
 
 

@@ -17,9 +17,11 @@ from mlxpool.broker.store.records import Refused, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.submitting import check_names
+from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
 PART = 256 * 1024  # bytes of a stored part at most
-# Seconds after its last part until a file that is not complete is deleted: its sender is gone.
+# Seconds after its last part until a file is deleted that is not complete, or that has the lines of
+# a batch which was never made: its sender is gone.
 UPLOAD_LIFE = 3600.0
 DELETED_LIFE = 3600.0  # seconds for which it is known where in a list a deleted file was
 VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
@@ -58,7 +60,8 @@ def create_file(database: Database, asked: CreateFile, now: float, room: int) ->
 def _insert(database: Database, asked: CreateFile, now: float) -> None:
     added = database.change(
         "INSERT INTO file (id, owner, tenant, key, name, purpose, size, complete, created,"
-        " forget, touched) VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+        " forget, waits_since) VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, ?, ?)"
+        " ON CONFLICT (id) DO NOTHING",
         asked.id,
         asked.owner,
         asked.tenant,
@@ -123,10 +126,10 @@ def append_file(database: Database, asked: AppendFile, now: float, room: int) ->
             data[start : start + PART],
         )
     database.change(
-        "UPDATE file SET size = size + ?, complete = ?, touched = ? WHERE id = ?",
+        "UPDATE file SET size = size + ?, complete = ?, waits_since = ? WHERE id = ?",
         len(data),
         int(asked.last),
-        now,
+        None if asked.last and file.purpose != LINES_PURPOSE else now,
         asked.id,
     )
     rows.count_usage(database, file.owner, 0, len(data), len(data))
@@ -222,12 +225,12 @@ def drop(database: Database, file: FileView) -> None:
 
 
 def drop_abandoned(database: Database, now: float, count: int) -> int:
-    """Delete files whose upload has stopped for UPLOAD_LIFE; returns how many, at most `count`.
+    """Delete files that have waited for UPLOAD_LIFE; returns how many, at most `count`.
 
     Also forget where files were that were deleted long ago.
     """
     found = database.execute(
-        f"SELECT {VIEW} FROM file WHERE complete = 0 AND touched <= ? ORDER BY touched LIMIT ?",
+        f"SELECT {VIEW} FROM file WHERE waits_since <= ? ORDER BY waits_since LIMIT ?",
         now - UPLOAD_LIFE,
         count,
     )

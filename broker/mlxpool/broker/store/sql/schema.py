@@ -53,7 +53,7 @@ FAILURE = """CREATE TABLE failure (
 LISTED = (
     "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
     "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
-    "CREATE INDEX file_open ON file (touched) WHERE complete = 0",
+    "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
     "CREATE INDEX batch_listed ON batch (owner, tenant, created, id)",
     "CREATE INDEX batch_file ON batch (file)",
 )
@@ -121,7 +121,7 @@ TABLES = (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
         created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT '',
-        touched {real} NOT NULL DEFAULT 0
+        waits_since {real}
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE file_part (
@@ -176,8 +176,8 @@ STEPS: Steps = {
         "ALTER TABLE outbox ADD COLUMN cause TEXT NOT NULL DEFAULT ''",
     ),
     2: (
-        "ALTER TABLE file ADD COLUMN touched {real} NOT NULL DEFAULT 0",
-        "UPDATE file SET touched = created",
+        "ALTER TABLE file ADD COLUMN waits_since {real}",
+        "UPDATE file SET waits_since = created WHERE complete = 0",
         "ALTER TABLE usage ADD COLUMN file_bytes {integer} NOT NULL DEFAULT 0",
         "INSERT INTO usage (owner, jobs, bytes) SELECT DISTINCT owner, 0, 0 FROM file"
         " WHERE owner IS NOT NULL ON CONFLICT (owner) DO NOTHING",

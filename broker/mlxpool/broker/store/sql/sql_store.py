@@ -59,7 +59,9 @@ class SqlStore(Closing):
                 self.database.change(
                     f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
                 )
-            self.database.change("UPDATE file SET touched = touched + ? WHERE complete = 0", away)
+            self.database.change(
+                "UPDATE file SET waits_since = waits_since + ? WHERE waits_since IS NOT NULL", away
+            )
             self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
         self._boot, self.wall_seen = boot, now
 

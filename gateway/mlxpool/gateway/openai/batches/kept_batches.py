@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of
+from mlxpool.gateway.openai.batches.requests import SLICE_LINES
 from mlxpool.gateway.openai.batches.results import result_line
 from mlxpool.gateway.openai.batches.stored_lines import StoredLines
 
@@ -85,7 +87,9 @@ class KeptBatches:
         while after >= -1:
             page = await ask(self._client, ReadOutcomes(KeyName(key), after, PAGE_LINES), Page.of)
             made = []
-            for outcome in page.rows:
+            for number, outcome in enumerate(page.rows):
+                if number % SLICE_LINES == 0:
+                    await asyncio.sleep(0)  # others are served between two slices
                 line = await lines.line(int(outcome["line"]))
                 outcome, whole = await self._whole(dict(outcome))
                 answered, data = result_line(outcome, line, request.endpoint, whole)

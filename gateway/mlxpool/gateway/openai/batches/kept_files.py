@@ -24,9 +24,9 @@ from mlxpool.common.protocol.kept.file_messages import (
     PutFile,
     ReadFile,
 )
-from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.openai.batches.fields import MAX_LINE
 
-MAX_LINE = 8 * 2**20  # bytes: what the pool takes as a line of a batch
 DISCARD_TIME = 10.0  # seconds for the deletion of what was written in vain
 ATTEMPTS = 60  # times in a row that a busy store is asked again, about a second apart
 
@@ -105,21 +105,19 @@ class KeptFiles:
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
         """The lines of a file without their ends, those of a part at a time.
 
-        Raises HttpError for a line that is too long.
+        Of a line over MAX_LINE there are MAX_LINE bytes and at most a part more.
         """
         held: list[bytes] = []  # what is read of the last line
+        size = 0
         async for data in self.parts(key):
             whole, mark, rest = data.rpartition(b"\n")
-            held.append(rest)
             if mark:
-                held[-1] = whole
-                lines = b"".join(held).split(b"\n")
-                held = [rest]
-                yield lines
-            size = sum(map(len, held))
-            if size > MAX_LINE:
-                raise bad_request(f"a line has more than {MAX_LINE} bytes", "input_file_id")
-        if any(held):
+                yield b"".join((*held, whole)).split(b"\n")
+                held, size = [], 0
+            if size <= MAX_LINE:  # more of it is not needed to refuse it
+                held.append(rest)
+                size += len(rest)
+        if size:
             yield [b"".join(held)]
 
     async def put(self, message: PutFile) -> dict[str, Any]:

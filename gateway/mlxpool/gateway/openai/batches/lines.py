@@ -18,7 +18,7 @@ from mlxpool.gateway.formats import NO_CHAT, ChatFormats, template_messages
 from mlxpool.gateway.generation.chat_request import calls_format, check_formats
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import requests
-from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, RESPONSES
+from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, MAX_LINE, RESPONSES
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
 
@@ -74,8 +74,10 @@ class Asked:
 
 def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
     """A line as JSON, with its members checked. Raises HttpError."""
+    if len(data) > MAX_LINE:
+        raise bad_request(f"it has more than {MAX_LINE} bytes", code="line_too_large")
     try:
-        line = json.loads(data)
+        line = json.loads(str(data, "utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise bad_request(f"it is not JSON: {error}", code="invalid_json_line") from None
     if not isinstance(line, dict):
