@@ -10,10 +10,10 @@ import pytest
 
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.openai.batches import requests
+from mlxpool.gateway.openai.batches import lines as input_lines
 from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS
 from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, MAX_LINE, MAX_LINES
-from mlxpool.gateway.openai.batches.requests import LineReader, slices_of
+from mlxpool.gateway.openai.batches.requests import LineReader
 
 MODEL = ModelInfo.from_row({"name": "m", "state": "ready", "context": 100_000})
 CHAT_MODEL = ModelInfo(
@@ -39,7 +39,8 @@ def read(
     """The reader after all lines, and the lines of the pool."""
     reader = LineReader(endpoint)
     made = b"".join(
-        reader.pool_lines(reader.parse(some), lambda name: model) for some in slices_of(lines)
+        reader.pool_lines(reader.parse(some), lambda name: model)
+        for some in input_lines.slices_of(lines)
     )
     return reader, [json.loads(one) for one in made.splitlines()]
 
@@ -148,8 +149,8 @@ def test_no_more_faults_are_looked_for_than_are_told() -> None:
 def test_slices_are_short() -> None:
     for sizes in ([], [1], [1] * 100, [10**6], [10, 10**6, 10, 10], [40_000] * 5):
         lines = [b"x" * size for size in sizes]
-        found = list(slices_of(lines))
+        found = list(input_lines.slices_of(lines))
         assert [one for some in found for one in some] == lines
         for some in found:
-            assert 1 <= len(some) <= requests.SLICE_LINES
-            assert len(some) == 1 or sum(map(len, some)) <= requests.SLICE_BYTES
+            assert 1 <= len(some) <= input_lines.SLICE_LINES
+            assert len(some) == 1 or sum(map(len, some)) <= input_lines.SLICE_BYTES

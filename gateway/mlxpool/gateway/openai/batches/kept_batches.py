@@ -21,7 +21,7 @@ from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of
-from mlxpool.gateway.openai.batches.requests import SLICE_LINES
+from mlxpool.gateway.openai.batches.lines import SLICE_LINES
 from mlxpool.gateway.openai.batches.results import result_line
 from mlxpool.gateway.openai.batches.stored_lines import StoredLines
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, MAX_LINE, 
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
 
+SLICE_LINES = 16  # that are checked without a look at other requests, about 2 ms
+SLICE_BYTES = 64 * 1024  # the same; a longer line is a slice by itself
 ASKED = "asked"  # key of a line of the pool: what its answer is made with
 LINE = Body(
     {"custom_id": NAME, "method": NAME, "url": NAME, "body": MAP},
@@ -181,3 +183,15 @@ REQUESTS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], tuple[dict[str, 
 def fault_of(number: int, error: HttpError) -> LineFault:
     """The fault of a line, with its number in the message."""
     return LineFault(number, error.code, f"line {number}: {error.message}", error.param)
+
+
+def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The lines in slices, of which each takes a short time to check."""
+    start = size = 0
+    for number, line in enumerate(lines):
+        size += len(line)
+        if number > start and (number - start >= SLICE_LINES or size > SLICE_BYTES):
+            yield lines[start:number]
+            start, size = number, len(line)
+    if start < len(lines):
+        yield lines[start:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,6 @@ from mlxpool.gateway.openai.batches.upload import expiry
 from mlxpool.gateway.openai.responses_api.requests import metadata_of
 
 HOURS = {"h": 1, "d": 24}
-SLICE_LINES = 16  # that are checked without a look at other requests, about 2 ms
-SLICE_BYTES = 64 * 1024  # the same; a longer line is a slice by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +124,3 @@ class LineReader:
     def given_up(self) -> bool:
         """Whether so many lines have faults that no more are looked for."""
         return len(self.faults) >= MAX_FAULTS or self.total > MAX_LINES
-
-
-def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """The lines in slices, of which each takes a short time to check."""
-    start = size = 0
-    for number, line in enumerate(lines):
-        size += len(line)
-        if number > start and (number - start >= SLICE_LINES or size > SLICE_BYTES):
-            yield lines[start:number]
-            start, size = number, len(line)
-    if start < len(lines):
-        yield lines[start:]

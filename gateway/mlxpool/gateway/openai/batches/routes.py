@@ -22,8 +22,8 @@ from mlxpool.gateway.openai.batches.bodies import BatchRequest, batch_body
 from mlxpool.gateway.openai.batches.kept_batches import Found, KeptBatches
 from mlxpool.gateway.openai.batches.kept_files import FileWriter, KeptFiles
 from mlxpool.gateway.openai.batches.line_models import LineModels
-from mlxpool.gateway.openai.batches.lines import LineFault
-from mlxpool.gateway.openai.batches.requests import LineReader, NewBatch, new_batch, slices_of
+from mlxpool.gateway.openai.batches.lines import LineFault, slices_of
+from mlxpool.gateway.openai.batches.requests import LineReader, NewBatch, new_batch
 
 MAX_LISTED, DEFAULT_LISTED = 100, 20
 NOT_A_LINE = b'{"prompt": 0}\n'  # the line of a batch that failed before its first
