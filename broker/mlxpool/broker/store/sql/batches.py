@@ -47,14 +47,12 @@ from mlxpool.broker.store.records import (
 from mlxpool.broker.store.sql import files, rows
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.submitting import check_names, submit
-from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
 VIEW = """batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
     batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
     batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
     batch.expired, batch.failed"""
 COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
-FILES_SWEPT = 4  # in one sweep: each may have 1 GiB
 LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
@@ -261,19 +259,8 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
             now + key_life,
             id,
         )
-    # A gateway reads the lines that it has written for a batch as long as it has results.
-    old = database.execute(
-        f"SELECT {files.VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
-        " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
-        f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
-        " ORDER BY forget LIMIT ?",
-        now,
-        FILES_SWEPT,
-    )
-    for row in old:
-        files.drop(database, files.view(row))
-    abandoned = files.drop_abandoned(database, now, FILES_SWEPT)
-    return len(found) == count or left <= 0 or FILES_SWEPT in (len(old), abandoned)
+    more_files = files.sweep(database, now)
+    return len(found) == count or left <= 0 or more_files
 
 
 # ---- lines ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ PART = 256 * 1024  # bytes of a stored part at most
 # Seconds after its last part until a file is deleted that is not complete, or that has the lines of
 # a batch which was never made: its sender is gone.
 UPLOAD_LIFE = 3600.0
+SWEPT = 4  # files that one sweep deletes of each kind: each may have 1 GiB
 DELETED_LIFE = 3600.0  # seconds for which it is known where in a list a deleted file was
 VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
 
@@ -224,17 +225,28 @@ def drop(database: Database, file: FileView) -> None:
     rows.count_usage(database, file.owner, 0, -file.size, -file.size - rows.ROW_BYTES)
 
 
-def drop_abandoned(database: Database, now: float, count: int) -> int:
-    """Delete files that have waited for UPLOAD_LIFE; returns how many, at most `count`.
+def sweep(database: Database, now: float) -> bool:
+    """Delete files past their time, and those that have waited for UPLOAD_LIFE.
 
-    Also forget where files were that were deleted long ago.
+    Also forget where files were that were deleted long ago. Returns whether more may be left.
     """
-    found = database.execute(
+    # A gateway reads the lines that it has written for a batch as long as it has results.
+    expired = database.execute(
+        f"SELECT {VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
+        " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
+        f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
+        " ORDER BY forget LIMIT ?",
+        now,
+        SWEPT,
+    )
+    for row in expired:
+        drop(database, view(row))
+    abandoned = database.execute(
         f"SELECT {VIEW} FROM file WHERE waits_since <= ? ORDER BY waits_since LIMIT ?",
         now - UPLOAD_LIFE,
-        count,
+        SWEPT,
     )
-    for row in found:
+    for row in abandoned:
         drop(database, view(row))
     database.change("DELETE FROM deleted_file WHERE forget <= ?", now)
-    return len(found)
+    return SWEPT in (len(expired), len(abandoned))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from mlxpool.common.protocol.kept.batch_messages import (
     SubmitBatch,
 )
 from mlxpool.common.protocol.kept.file_messages import KeyName
+from mlxpool.gateway.http import serve_others
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of
@@ -89,7 +89,7 @@ class KeptBatches:
             made = []
             for number, outcome in enumerate(page.rows):
                 if number % SLICE_LINES == 0:
-                    await asyncio.sleep(0)  # others are served between two slices
+                    await serve_others()
                 line = await lines.line(int(outcome["line"]))
                 outcome, whole = await self._whole(dict(outcome))
                 answered, data = result_line(outcome, line, request.endpoint, whole)

@@ -21,7 +21,10 @@ class LineModels:
     """
 
     def __init__(self, pools: Pools, among: Sequence[Pool], key: str) -> None:
-        """`among`: the pools that keep things. The same `key` chooses the same pool."""
+        """`among`: the pools that keep things.
+
+        The same `key` chooses the same pool; without one it is the pool with the least load.
+        """
         self.chosen: Pool = among[0]
         self._pools = pools
         self._among = among

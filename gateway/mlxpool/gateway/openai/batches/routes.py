@@ -16,7 +16,7 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.kept_answers import KEY_BYTES, drawn_key
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.http import ResponseWriter, serve_others
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest, batch_body
 from mlxpool.gateway.openai.batches.kept_batches import Found, KeptBatches
@@ -51,7 +51,7 @@ class BatchRoutes:
             earlier = await self._earlier(bodies.batch_id(hex), asked)
             if earlier is not None:
                 return await response.json(batch_body(*earlier))
-        found = await self._make(asked, hex)
+        found = await self._make(asked, hex, idempotency)
         response.exchange.pool_id = bytes(found[0]["batch"]).hex()
         await response.json(batch_body(*found))
 
@@ -72,13 +72,13 @@ class BatchRoutes:
             raise HttpError(409, message, "duplicate_id", retry=False)
         return row, request
 
-    async def _make(self, asked: NewBatch, hex: str) -> Found:
+    async def _make(self, asked: NewBatch, hex: str, idempotency: str | None) -> Found:
         """Write the lines as the pool takes them, and submit them. Nothing is left if that fails.
 
         Raises HttpError and PoolError.
         """
         among, key = await self._pool.keepers(), f"lines_{drawn_key()}"
-        models = LineModels(self._pool.models, among, hex)
+        models = LineModels(self._pool.models, among, idempotency or "")
         try:
             await self._pool.find_kept(lambda client: _check_input(client, asked.file))
             files = KeptFiles(self._pool.job_client)
@@ -192,7 +192,7 @@ class BatchRoutes:
                 if reader.given_up:
                     return
                 await writer.add(made)
-                await asyncio.sleep(0)  # others are served between two slices
+                await serve_others()
         if not reader.total:
             reader.faults.append(EMPTY)
 
