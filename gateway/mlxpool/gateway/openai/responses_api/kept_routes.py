@@ -91,7 +91,9 @@ class KeptResponseRoutes:
             job = await asyncio.shield(submitting)
             response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
             kept = KeptResponse.of(await client.submitted(key))
-            assert kept is not None
+            if kept is None:
+                message = f"the key {key!r} is that of a job which is no response: take another"
+                raise HttpError(409, message, "duplicate_id", retry=False)
             if request.background and not request.stream:
                 return await response.json(kept.frame.begun("queued"))
             await self._answer(kept, response, stream=request.stream, made=True)
