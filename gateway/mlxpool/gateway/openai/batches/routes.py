@@ -184,15 +184,14 @@ class BatchRoutes:
         target = models.chosen
         async for lines in parts:
             for some in slices_of(lines):
-                parsed = reader.parse(some)
+                parsed = await asyncio.to_thread(reader.parse, some)
                 await models.add({line["body"]["model"] for _, line in parsed})
                 if models.chosen is not target:
                     return
-                made = reader.pool_lines(parsed, models.model)
+                made = await asyncio.to_thread(reader.pool_lines, parsed, models.model)
                 if reader.given_up:
                     return
                 await writer.add(made)
-                await serve_others()
         if not reader.total:
             reader.faults.append(EMPTY)
 
