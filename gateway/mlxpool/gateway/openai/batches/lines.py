@@ -23,7 +23,7 @@ from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
 
 SLICE_LINES = 16  # that are checked, or answered, without a look at other requests: 1 to 2 ms
-SLICE_BYTES = 64 * 1024  # the same; a longer line is a slice by itself
+SLICE_BYTES = 16 * 1024  # the same; a longer line is a slice by itself
 ASKED = "asked"  # key of a line of the pool: what its answer is made with
 LINE = Body(
     {"custom_id": NAME, "method": NAME, "url": NAME, "body": MAP},

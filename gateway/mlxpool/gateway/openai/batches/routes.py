@@ -16,7 +16,7 @@ from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.kept_answers import KEY_BYTES, drawn_key
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.http import ResponseWriter, serve_others
+from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest, batch_body
 from mlxpool.gateway.openai.batches.kept_batches import Found, KeptBatches
