@@ -16,9 +16,9 @@ from mlxpool.common.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "ask batch batches cancel classify close decide decide_all describe detokenize embed fetch"
-    " follow_jobs for_owner generate job jobs keep models release rerank retry stream submit"
-    " submit_batch submit_call submitted token_texts tokenize tokenize_chat"
+    "ask batch batches cancel classify close decide decide_all delete_file describe detokenize"
+    " embed fetch files follow_jobs for_owner generate job jobs keep models release rerank retry"
+    " stream submit submit_batch submit_call submitted token_texts tokenize tokenize_chat"
 )
 ROOMS = ("broker", "client", "cluster", "common", "gateway", "worker")
 

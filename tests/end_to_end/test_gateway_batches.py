@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from mlxpool.client import Client
 from mlxpool.gateway.openai.batches import fields, upload
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
@@ -167,11 +169,52 @@ def test_listed_in_pages(client: openai.OpenAI) -> None:
     assert [batch.id for batch in page.data] == [made[3], made[2]] and page.has_more
 
 
-def test_sent_twice_it_is_one_batch(client: openai.OpenAI) -> None:
+def test_sent_twice_it_is_one_batch(client: openai.OpenAI, pool: Pool) -> None:
     file = sent(client, [line("once")])
     headers = {"Idempotency-Key": "nightly 7"}
     one, two = (begin(client, file, extra_headers=headers) for _ in range(2))
     assert one.id == two.id
+    over(client, one.id)
+    client.files.delete(file)
+    with pool.client() as native:  # nor are the lines there that the pool has read
+        native.delete_file(native.batch(one.id).row["file"])
+    assert begin(client, file, extra_headers=headers).id == one.id
+    for more in ({"metadata": {"a": "b"}}, {"completion_window": "48h"}):
+        with pytest.raises(openai.ConflictError, match="take another key"):
+            begin(client, file, extra_headers=headers, **more)
+    with pool.client() as native:
+        native.batch(one.id).release()
+
+        def status() -> int:
+            try:
+                begin(client, file, extra_headers=headers)
+            except openai.APIStatusError as error:
+                return error.status_code
+            return 200
+
+        until(lambda: status() == 410, "its results are deleted")
+
+
+def test_sent_twice_at_once_it_is_one_batch(client: openai.OpenAI, pool: Pool, url: str) -> None:
+    """And only the lines of one are left."""
+    file = sent(client, [line(f"{number}") for number in range(2000)])
+    headers = {"Idempotency-Key": "twice"}
+
+    def make(_: int) -> str:
+        with openai_client(url) as other:
+            return str(begin(other, file, extra_headers=headers).id)
+
+    with ThreadPoolExecutor(4) as threads:
+        (id,) = set(threads.map(make, range(4)))
+    with pool.client() as native:
+        kept = native.batch(id).row["file"]
+        until(lambda: lines_files(native, 100_000) == [kept], "one is left")
+    client.batches.cancel(id)
+
+
+def lines_files(native: Client, size: int) -> list[str]:
+    """The keys of the files that were written for batches, with more bytes than `size`."""
+    return [row["key"] for row in native.files(purpose="batch_lines") if row["size"] > size]
 
 
 def test_a_form_that_is_none(url: str) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 
+from mlxpool.client import AsyncClient, Client, Job
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, keys_file, openai_client
@@ -175,6 +182,67 @@ def test_the_same_key_is_the_same_response(url: str) -> None:
     assert one["id"] == two["id"] and one["created_at"] == two["created_at"]
     other = httpx.post(f"{url}/v1/responses", json={**body, "input": "another"}, headers=headers)
     assert other.status_code == 409 and other.json()["error"]["code"] == "duplicate_id"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_client_that_leaves_before_it_was_told_the_id(
+    pool: Pool, url: str, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could read such a response, so its job is cancelled and released."""
+    submitted, told = threading.Event(), threading.Event()
+    submit = AsyncClient.submit
+
+    async def slow(client: AsyncClient, *given: Any, **more: Any) -> Job:
+        """The job is on the disk, and its answer is on its way."""
+        job = await submit(client, *given, **more)
+        submitted.set()
+        await asyncio.to_thread(told.wait)
+        return job
+
+    monkeypatch.setattr(AsyncClient, "submit", slow)
+    body = {"model": "stuck", "input": "left", "store": True, "background": background}
+    at = urlsplit(url)
+    connection = HTTPConnection(at.hostname or "", at.port)
+    connection.request(
+        "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
+    )
+    try:
+        assert submitted.wait(60)
+        with pool.client() as client:
+            (row,) = client.jobs(state="running") or client.jobs(state="waiting")
+            connection.close()
+            until(lambda: nobody_waits(url), "the gateway knows that the client is gone")
+            told.set()
+            until(lambda: client.job(row["job"])["state"] == "gone", "the job is released")
+    finally:
+        told.set()
+
+
+def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, url: str) -> None:
+    at = urlsplit(url)
+    with pool.client() as client:
+        for stream, end in ((False, "gone"), (True, "cancelled")):
+            body = {"model": "stuck", "input": f"{stream}", "store": True, "stream": stream}
+            connection = HTTPConnection(at.hostname or "", at.port)
+            connection.request(
+                "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
+            )
+            (row,) = until(lambda: client.jobs(state="running"), "it runs")
+            if stream:  # it has read the id
+                assert b"response.created" in connection.getresponse().read1(4096)
+            connection.close()
+            until(partial(is_in, client, row["job"], end), f"the job is {end}")
+
+
+def is_in(client: Client, job: bytes, state: str) -> bool:
+    """Whether a job is in this state."""
+    return bool(client.job(job)["state"] == state)
+
+
+def nobody_waits(url: str) -> bool:
+    """Whether the gateway serves no request for a response now."""
+    metric = 'mlxpool_gateway_requests_in_flight{route="/v1/responses"} 0.0'
+    return metric in httpx.get(f"{url}/metrics").text
 
 
 def test_what_is_refused(client: openai.OpenAI, url: str) -> None:

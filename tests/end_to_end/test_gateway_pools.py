@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from mlxpool.cli.main import parser
@@ -14,6 +18,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.transport import sockets
 from mlxpool.gateway.settings import Broker
 from support.gateway_thread import GatewayThread
+from support.http_owners import openai_client
 from support.pool import Pool, until
 
 CONFIG = """
@@ -67,6 +72,161 @@ def test_models_of_both_are_served_and_a_dead_pool_is_left_out(
         assert httpx.get(f"{gateway.url}/health").status_code == 200
         two[1].start()
         until(lambda: complete(gateway.url, "second").status_code == 200, "it is asked again")
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pool, ...]]:
+    """The first keeps nothing; the others do."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("none", "first", "second")]
+    flags: list[tuple[str, ...]] = [
+        (),
+        *(("--state-dir", str(folder / "jobs")) for folder in folders[1:]),
+    ]
+    with contextlib.ExitStack() as stack:
+        yield tuple(
+            stack.enter_context(Pool(folder, CONFIG.format(own=folder.name[:-1]), arguments=flag))
+            for folder, flag in zip(folders, flags, strict=True)
+        )
+
+
+@pytest.fixture(scope="module")
+def both(three: tuple[Pool, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a gateway before all of them."""
+    brokers = tuple(Broker(sockets.ipc(pool.run_dir, "front")) for pool in three)
+    folder = tmp_path_factory.mktemp("gateway")
+    with GatewayThread(folder, remote=brokers, broker_grace=5.0) as gateway:
+        yield gateway.url
+
+
+@pytest.fixture
+def client(both: str) -> Iterator[openai.OpenAI]:
+    with openai_client(both) as made:
+        yield made
+
+
+def batch_of(client: openai.OpenAI, *models: str, **more: Any) -> Any:
+    lines = [
+        {
+            "custom_id": f"{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": model, "prompt": "x", "max_tokens": 2, "seed": 7},
+        }
+        for number, model in enumerate(models)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("a", data), purpose="batch").id
+    made = client.batches.create(
+        input_file_id=file, endpoint="/v1/completions", completion_window="24h", **more
+    )
+    return until(lambda: ended(client, made.id), "the batch has ended")
+
+
+def ended(client: openai.OpenAI, id: str) -> Any:
+    batch = client.batches.retrieve(id)
+    return batch if batch.status in ("completed", "failed") else None
+
+
+def native_batches(pool: Pool) -> list[str]:
+    with pool.client() as made:
+        return [row["key"] for row in made.batches()]
+
+
+def test_a_batch_runs_in_the_pool_of_its_models(
+    client: openai.OpenAI, three: tuple[Pool, ...]
+) -> None:
+    first = batch_of(client, "first", "shared")
+    second = batch_of(client, *["shared"] * 20, "second")
+    assert (first.status, second.status) == ("completed", "completed")
+    assert native_batches(three[1]) == [first.id] and native_batches(three[2]) == [second.id]
+    for batch, count in ((first, 2), (second, 21)):
+        text = client.files.content(batch.output_file_id).text
+        assert len(text.splitlines()) == count
+        assert client.files.retrieve(batch.output_file_id).bytes == len(text)
+        assert client.files.retrieve(batch.input_file_id).purpose == "batch"
+        client.batches.cancel(batch.id)
+    assert {first.id, second.id} <= {one.id for one in client.batches.list(limit=1)}
+    listed = [one.id for one in client.batches.list(limit=1)]
+    assert listed == [second.id, first.id]
+    files = [file.id for file in client.files.list(limit=1)]
+    assert files == [second.input_file_id, first.input_file_id]
+    with three[1].client() as native:  # the files of both are in the first pool that keeps any
+        assert len(native.files(purpose="batch")) == 2
+
+
+def test_a_batch_of_models_of_several_pools_is_refused_by_name(client: openai.OpenAI) -> None:
+    batch = batch_of(client, "first", "second", "none", "nobody")
+    assert batch.status == "failed"
+    found = [(one.line, one.code) for one in batch.errors.data]
+    assert found == [
+        (2, "model_in_another_pool"), (3, "model_not_found"), (4, "model_not_found"),
+    ]  # fmt: skip
+    assert "'second' is in another pool than 'first'" in batch.errors.data[0].message
+
+
+def test_responses_and_jobs_are_kept_where_their_model_is(
+    client: openai.OpenAI, both: str, three: tuple[Pool, ...]
+) -> None:
+    given: Any = {"max_output_tokens": 3, "background": True}
+    ids = {
+        name: client.responses.create(model=name, input="x", **given).id
+        for name in ("first", "second", "shared")
+    }
+
+    def over() -> bool:
+        return all(client.responses.retrieve(id).status == "incomplete" for id in ids.values())
+
+    until(over, "all have ended")
+    for pool, name in ((three[1], "first"), (three[2], "second")):
+        with pool.client() as native:
+            assert native.job(ids[name])["model"] == name
+    with pytest.raises(openai.APIStatusError, match="state_dir"):
+        client.responses.create(model="none", input="x", **given)
+    client.responses.delete(ids["second"])
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(ids["second"])
+    body = {"model": "shared", "prompt": "x", "options": {"max_tokens": 2, "seed": 1}}
+    for number in range(6):
+        keyed = {**body, "key": f"k{number}"}
+        one, two = (httpx.post(f"{both}/v1/jobs", json=keyed, timeout=60).json() for _ in range(2))
+        assert one["id"] == two["id"]
+        assert httpx.get(f"{both}/v1/jobs/k{number}").json()["id"] == one["id"]
+        assert httpx.get(f"{both}/v1/jobs/{one['id']}").json()["key"] == f"k{number}"
+    assert httpx.get(f"{both}/v1/jobs").status_code == 501  # the first pool keeps nothing
+    assert httpx.get(f"{both}/v1/jobs", params={"pool": 4}).status_code == 400
+    keys = [
+        {row["key"] for row in httpx.get(f"{both}/v1/jobs", params={"pool": n}).json()["data"]}
+        for n in (2, 3)
+    ]
+    assert not keys[0] & keys[1] and {f"k{number}" for number in range(6)} <= keys[0] | keys[1]
+    headers = {"Idempotency-Key": "once"}
+    same = {client.responses.create(model="shared", input="y", extra_headers=headers, **given).id
+            for _ in range(4)}  # fmt: skip
+    assert len(same) == 1
+
+
+def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
+    client: openai.OpenAI, three: tuple[Pool, ...]
+) -> None:
+    made = batch_of(client, "second")
+    three[2].kill()
+    try:
+
+        def status() -> int:
+            try:
+                client.batches.retrieve(made.id)
+            except openai.APIStatusError as error:
+                return error.status_code
+            return 200
+
+        until(lambda: status() == 503, "it is not known")
+        until(lambda: batch_of(client, "first").status == "completed", "the other goes on")
+    finally:
+        three[2].start()
+    until(lambda: status() == 200, "it is there again")
 
 
 def test_flags_name_several_pools() -> None:

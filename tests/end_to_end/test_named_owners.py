@@ -60,6 +60,22 @@ def test_quotas_and_rights_are_those_of_the_named_owner(secure: SecurePool) -> N
                 other.fetch(job).read()
 
 
+def test_a_cancel_of_another_owners_reading_is_answered(secure: SecurePool) -> None:
+    """It ends nothing, and tells nothing of the reading."""
+    with secure.dial("alice") as alice:
+        one, two = alice.for_owner("one"), alice.for_owner("two")
+        one.submit("counting", "x", key="read", max_tokens=10**6)
+        stream = one.fetch("read")
+        deltas = iter(stream)
+        assert next(deltas).ids
+        assert two.cancel(stream.id) == {"state": "unknown", "pos": 0}
+        assert next(deltas).ids
+        assert one.cancel(stream.id)["state"] == "streaming"
+        assert stream.read().reason == "cancelled"
+        assert one.job("read")["state"] == "running"
+        one.cancel(key="read")
+
+
 def test_a_key_without_the_setting_is_refused_by_name(secure: SecurePool) -> None:
     with secure.dial("bob") as bob:
         named = bob.for_owner("one")

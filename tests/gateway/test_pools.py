@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import pytest
 
 from mlxpool.client import AsyncClient
-from mlxpool.common.errors import BrokerLost, UnknownModel
+from mlxpool.client.jobs import JobRef
+from mlxpool.common.errors import BrokerLost, JobsOff, UnknownJob, UnknownModel
 from mlxpool.gateway import pools
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.models import ModelInfo
+from mlxpool.gateway.openai.batches.line_models import ELSEWHERE, LineModels
 from mlxpool.gateway.pools import Pool, Pools
 
 Answer = TypeVar("Answer")
 
 
 class OnePool(AsyncClient):
-    """Answers `models` with the rows that it has; raises BrokerLost while it is down."""
+    """Answers `models` with the rows that it has; raises BrokerLost while it is down.
 
-    def __init__(self, *rows: Mapping[str, Any]) -> None:
+    `jobs`: the keys of the jobs that it keeps; None: it keeps nothing.
+    """
+
+    def __init__(self, *rows: Mapping[str, Any], jobs: Sequence[str] | None = ()) -> None:
         self.rows = [{"state": "ready", "inspected": True, "workers": 1, **row} for row in rows]
         self.down = False
+        self.kept = jobs
+        self.hangs = False
+
+    async def jobs(self, **of: Any) -> list[dict[str, Any]]:
+        if self.down:
+            raise BrokerLost("no broker answers at tcp://a:1")
+        if self.kept is None:
+            raise JobsOff("nothing is kept")
+        return []
+
+    async def job(self, job: JobRef) -> dict[str, Any]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        await self.jobs()
+        if job not in (self.kept or ()):
+            raise UnknownJob(f"there is no job {job!r}")
+        return {"key": job}
 
     async def models(self) -> list[dict[str, Any]]:
         if self.down:
@@ -130,5 +155,115 @@ def test_a_pool_that_does_not_answer_is_left_out_until_it_does(
         await probed(found, 2)
         assert await chosen(found, "a") is a
         await found.close()
+
+    run(test)
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def test_what_is_kept_goes_to_a_pool_that_keeps_and_has_the_model() -> None:
+    idle = OnePool({"name": "m"}, {"name": "only"}, jobs=None)
+    busy = OnePool({"name": "m", "queued": 9})
+
+    async def test() -> None:
+        found = made(idle, busy)
+        assert await chosen(found, "m") is idle
+        await found.get("m", keeps=True)
+        assert found.client is busy
+        with pytest.raises(JobsOff, match="'only' is in pools that have no state_dir"):
+            await found.get("only", keeps=True)
+        with pytest.raises(UnknownModel):
+            await found.get("none", keeps=True)
+        assert [pool.client for pool in await found.keepers()] == [busy]
+        await found.take_keeper()
+        assert found.client is busy
+
+    run(test)
+
+
+def test_the_same_key_finds_the_same_pool_whatever_the_load() -> None:
+    clients = [OnePool({"name": "m"}) for _ in range(3)]
+
+    async def of_key(found: Pools, key: str) -> AsyncClient:
+        await found.get("m", keeps=True, key=key)
+        return found.client
+
+    async def test() -> None:
+        one, other = made(*clients), made(*clients)
+        keys = [f"key {number}" for number in range(40)]
+        first = [await of_key(one, key) for key in keys]
+        assert [await of_key(other, key) for key in reversed(keys)] == first[::-1]
+        assert {id(client) for client in first} == {id(client) for client in clients}
+
+    run(test)
+
+
+def test_what_is_kept_is_found_in_any_pool_though_another_hangs() -> None:
+    a, b = OnePool(jobs=("of a",)), OnePool(jobs=("of b",))
+
+    async def test() -> None:
+        found = made(a, OnePool(jobs=None), b)
+        for client, key in ((a, "of a"), (b, "of b")):
+            assert (await found.find(methodcaller("job", key)))["key"] == key
+            assert found.client is client
+        with pytest.raises(UnknownJob, match="no job 'none'"):
+            await found.find(methodcaller("job", "none"))
+        a.hangs = True
+        assert (await found.find(methodcaller("job", "of b")))["key"] == "of b"
+
+    run(test)
+
+
+def test_what_a_silent_pool_may_keep_is_not_said_to_be_unknown() -> None:
+    a, b = OnePool(jobs=("of a",)), OnePool(jobs=())
+
+    async def test() -> None:
+        found = made(a, b)
+        a.down = True
+        await asyncio.gather(*(pool.look() for pool in found._pools))
+        with pytest.raises(BrokerLost, match="tcp://0 does not answer"):
+            await found.find(lambda one: one.job("of a"))
+        assert [pool.client for pool in await found.keepers()] == [b]
+        b.down = True
+        await asyncio.gather(*(pool.look() for pool in found._pools))
+        with pytest.raises(BrokerLost):
+            await found.keepers()
+
+    run(test)
+
+
+def test_no_pool_keeps_anything() -> None:
+    async def test() -> None:
+        found = made(OnePool({"name": "m"}, jobs=None), OnePool(jobs=None))
+        for ask in (found.keepers, lambda: found.find(lambda one: one.job("x"))):
+            with pytest.raises(JobsOff):
+                await ask()
+
+    run(test)
+
+
+def test_a_batch_runs_where_all_its_models_are() -> None:
+    names = ({"name": "a"}, {"name": "b"}), ({"name": "b"}, {"name": "c"})
+    clients = [OnePool(*rows) for rows in names]
+
+    async def test() -> None:
+        found = made(*clients)
+        first, second = await found.keepers()
+        for order, wanted in ((["b", "c"], second), (["b", "a"], first), (["c"], second)):
+            models = LineModels(found, [first, second], "key")
+            for name in order:
+                await models.add([name])
+            assert models.chosen is wanted
+            assert all(isinstance(models.model(name), ModelInfo) for name in order)
+        models = LineModels(found, [first, second], "key")
+        for name in ("a", "c", "none"):
+            await models.add([name])
+        assert models.chosen is first
+        elsewhere, missing = models.model("c"), models.model("none")
+        assert isinstance(elsewhere, HttpError) and elsewhere.code == ELSEWHERE
+        assert "'c' is in another pool than 'a'" in elsewhere.message
+        assert isinstance(missing, HttpError) and missing.code == "model_not_found"
+        assert "none of the 2 pools" in missing.message
 
     run(test)

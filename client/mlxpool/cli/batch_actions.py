@@ -1,4 +1,4 @@
-"""What `submit`, `fetch`, `jobs`, `retry`, `release` and `cancel` do with --batch."""
+"""What `submit`, `fetch`, `jobs`, `retry`, `release` and `cancel` do with batches and files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlxpool.cli.batch_progress import follow, sent_text, summary
 from mlxpool.cli.columns import Column
-from mlxpool.cli.formatting import duration
+from mlxpool.cli.formatting import duration, size
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.printed_stream import answer_as_json
 from mlxpool.cli.request_flags import client_of, options_of
@@ -190,3 +190,52 @@ def tell_of_notice(row: Mapping[str, Any]) -> None:
 def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a batch as commands print it."""
     return {**row, "batch": row["batch"].hex()}
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+FILES = (
+    Column("KEY", 0, "text"),
+    Column("NAME", 2, "text"),
+    Column("PURPOSE", 3, "text"),
+    Column("BYTES", 0),
+    Column("COMPLETE", 1),
+    Column("AGE", 1),
+    Column("DELETED IN", 4),
+)
+
+
+def list_files(options: argparse.Namespace) -> int:
+    """Print a row for each file, the newest first."""
+    with client_of(options) as client:
+        found = client.files(limit=options.limit)
+    if options.json:
+        print(json_text({"files": found}))
+        return 0
+    now = time.time()
+    print_table(FILES, [_file_cells(row, now) for row in found])
+    return 0
+
+
+def _file_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    forget = row["forget"]
+    return (
+        row["key"],
+        row["name"] or "-",
+        row["purpose"] or "-",
+        size(row["size"]),
+        "yes" if row["complete"] else "no",
+        duration(max(0.0, now - row["created"])),
+        "-" if forget is None else duration(max(0.0, forget - now)),
+    )
+
+
+def delete_file(options: argparse.Namespace) -> int:
+    """Delete a file, and print what it was."""
+    with client_of(options) as client:
+        row = client.delete_file(options.key)
+    if options.json:
+        print(json_text(row))
+    else:
+        print(escape_line(f"{row['key']}: deleted, {row['size']} bytes"))
+    return 0

@@ -15,6 +15,8 @@ from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
+TURNS = 4  # of the loop between two slices of a long work
+LISTED_AT_ONCE = 200  # rows of a list that are written without a look at other requests
 TOO_DEEP = "the body is nested too deeply"
 RAISE_BOUND = (
     "--max-body of `mlxpool gateway`, or the setting http_max_body of `mlxpool serve`, raises the"
@@ -39,6 +41,17 @@ class ResponseWriter:
         """Send a whole response."""
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         await self.data(data, JSON, status, headers)
+
+    async def listing(self, value: Mapping[str, Any]) -> None:
+        """Send a list of OpenAI's, some rows at a time: others are answered in between."""
+        rows: list[bytes] = []
+        for start in range(0, len(value["data"]), LISTED_AT_ONCE):
+            part = value["data"][start : start + LISTED_AT_ONCE]
+            text = json.dumps(part, ensure_ascii=False)[1:-1]
+            rows.append(text.encode("utf-8", "replace"))
+            await serve_others()
+        head, tail = json.dumps({**value, "data": []}).encode().split(b"[]", 1)
+        await self.data(b"".join((head, b"[", b", ".join(rows), b"]", tail)), JSON)
 
     async def data(
         self,
@@ -126,6 +139,15 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         message = f"the body has {size} bytes or more, at most {max_bytes} are taken; {RAISE_BOUND}"
         raise HttpError(413, message, "body_too_large", retry=False)
     return b"".join(parts)
+
+
+async def serve_others() -> None:
+    """Let the loop serve other requests for some turns: an answer is a chain of several callbacks.
+
+    For work that is done in slices. If nothing else is to be done it takes microseconds.
+    """
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
 
 
 async def cancel_on_disconnect(

@@ -11,6 +11,7 @@ from mlxpool.broker.store.operations import ListNotices, NoticeFailed, ReadJob, 
 from mlxpool.broker.store.records import Found, JobState, Notices
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database
+from mlxpool.broker.store.sql.rows import ROW_BYTES
 from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener
 from support.job_store import BEGIN, BOOT, MAX_BYTES, finish, job_id, submit
 
@@ -31,9 +32,17 @@ def indices(database: Database) -> set[str]:
 
 
 def back_to_version_2(path: Path) -> None:
-    """Make the outbox as it was, with the notices that there are."""
+    """Make the outbox as it was, with the notices that there are; files have no places in lists."""
     with SqliteDatabase(path, MAX_BYTES) as database:
-        database.change("ALTER TABLE batch DROP COLUMN end_seq")
+        for made in (schema.DELETED_FILE, *schema.LISTED):
+            kind, name = made.split()[1:3]
+            database.change(f"DROP {kind} {name}")
+        for table, column in (
+            ("batch", "end_seq"),
+            ("file", "waits_since"),
+            ("usage", "file_bytes"),
+        ):
+            database.change(f"ALTER TABLE {table} DROP COLUMN {column}")
         schema.perform(
             database,
             schema.SQLITE,
@@ -119,3 +128,23 @@ def test_notices_of_schema_2_are_delivered_with_what_they_say(tmp_path: Path) ->
     assert isinstance(found, Notices) and isinstance(due, Notices)
     assert found == before and len(found.notices) == 3
     assert [notice.end_seq for notice in due.notices] == [1] and due.next == BEGIN + 30
+
+
+def test_files_of_before_are_counted(tmp_path: Path) -> None:
+    with SqliteOpener(tmp_path, MAX_BYTES) as opener:
+        with opener.open() as store:
+            for owner, size in (("a", 10), ("a", 5), ("b", 0)):
+                store.database.change(
+                    "INSERT INTO file (id, owner, tenant, name, purpose, size, complete, created)"
+                    " VALUES (?, ?, '', 'n', '', ?, ?, 1.0)",
+                    f"{owner}{size}".encode(),
+                    owner,
+                    size,
+                    int(size > 0),
+                )
+        back_to_version_1(opener.folder.database())
+        with opener.open() as store:
+            found = store.database.execute("SELECT owner, file_bytes FROM usage ORDER BY owner")
+            waiting = store.database.execute("SELECT waits_since FROM file ORDER BY id")
+    assert list(found) == [("a", 15 + 2 * ROW_BYTES), ("b", ROW_BYTES)]
+    assert list(waiting) == [(None,), (None,), (1.0,)]

@@ -121,12 +121,21 @@ class ClientIngress:
         jobs = self._jobs
         if isinstance(event, ev.ClientListModels):
             self._after_scan(partial(self._perform, event), now)
-        elif jobs is not None and isinstance(event, ev.CancelRequest) and jobs.reads(event.id):
-            jobs.handle(job_events.ReaderLeft(event.link or 0, event.owner or "", event.id), now)
+        elif isinstance(event, ev.CancelRequest):
+            self._cancel(event, now)
         else:
             self._perform(event, now)
             if jobs is not None and isinstance(event, ev.ClientAck):
                 jobs.acknowledged(event, now)
+
+    def _cancel(self, event: ev.CancelRequest, now: float) -> None:
+        """End a reading of this owner; the core answers for every other id, also an unknown one."""
+        jobs, link, owner = self._jobs, event.link or 0, event.owner or ""
+        if jobs is None or not jobs.reads(event.id, owner):
+            self._perform(event, now)
+            return
+        self._perform(ev.ClientHeard(link), now)
+        jobs.handle(job_events.ReaderLeft(link, owner, event.id), now)
 
     def _owner_of(self, peer: Peer, message: Message) -> str:
         """Who asks: the owner that the message names, else the peer's own.

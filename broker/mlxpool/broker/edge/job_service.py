@@ -134,9 +134,9 @@ class JobService(Closing):
         if isinstance(event.message, Ack) and self._manager.readers.all:
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 
-    def reads(self, id: bytes) -> bool:
-        """Whether a reading of a job has this id."""
-        return self._manager.readers.has(id)
+    def reads(self, id: bytes, owner: str) -> bool:
+        """Whether this owner has a reading of a job with this id."""
+        return self._manager.readers.has(id, owner)
 
     def serve(self, now: float) -> None:
         """Handle what the core and the store have brought, and what is due."""
@@ -250,6 +250,7 @@ def _policy(config: PoolConfig) -> JobPolicy:
         config.job_keep,
         config.job_keep_max,
         config.quota_jobs,
+        config.quota_file_bytes,
         config.job_notify_url,
         config.job_notify_for,
         _allowed(config),

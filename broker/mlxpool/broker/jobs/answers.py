@@ -34,7 +34,8 @@ def name_of(owner: str, name: JobName) -> Name:
 def store_error(refused: Refused) -> PoolError:
     """The error that tells a client of a refused operation."""
     kind, retry_after_ms = _OF_STORE.get(refused.code, (errors.Internal, None))
-    return kind(refused.message, retry_after_ms=retry_after_ms)
+    details = {"value": refused.value, "bound": refused.bound} if refused.bound else None
+    return kind(refused.message, details=details, retry_after_ms=retry_after_ms)
 
 
 def unknown(name: JobName) -> PoolError:

@@ -16,6 +16,7 @@ class JobPolicy:
     keep: float
     keep_max: float
     quota_jobs: int = 0
+    quota_file_bytes: int = 0
     notify_url: str = ""  # of jobs and batches that name none
     notify_for: float = 86400.0  # seconds after the end, until a notice is given up
     notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen

@@ -111,9 +111,9 @@ class Readers:
             usage = Usage(completion_tokens=reader.sent)
             self._end(reader, Done("cancelled", "", usage.body()))
 
-    def has(self, id: bytes) -> bool:
-        """Whether there is a reading with this id."""
-        return any(reader.id == id for reader in self.all.values())
+    def has(self, id: bytes, owner: str) -> bool:
+        """Whether this owner has a reading with this id."""
+        return any((reader.id, reader.owner) == (id, owner) for reader in self.all.values())
 
     def drop_silent(self, known: Callable[[int], bool]) -> None:
         """Forget the readings of connections that nothing was heard of for long.

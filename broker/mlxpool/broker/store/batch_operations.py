@@ -10,14 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlxpool.broker.store.batch_records import MAX_LINE, BatchState
+from mlxpool.broker.store.batch_records import MAX_LINE, BatchState, Place
 from mlxpool.broker.store.operations import Operation, Submit
 from mlxpool.broker.store.records import Name, Scope
 
 
 @dataclass(frozen=True, slots=True)
 class CreateFile(Operation):
-    """Begin a file. Result: FileView. `keep`: seconds from now, None until it is deleted."""
+    """Begin a file with its first part. Results: FileView, FileDiffers.
+
+    One that is there already stays; the part is then appended as AppendFile does. `keep`: seconds
+    from now, None until it is deleted. `max_bytes`: see AppendFile.
+    """
 
     admits: ClassVar[bool] = True
     id: bytes
@@ -27,6 +31,13 @@ class CreateFile(Operation):
     name: str
     purpose: str
     keep: float | None = None
+    data: bytes = b""
+    last: bool = False
+    max_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,8 @@ class AppendFile(Operation):
 
     Bytes that are there already are compared and skipped, so a part may be sent again, also to a
     complete file; a start behind the size changes nothing, and the view says the size. `last`: the
-    file is complete.
+    file is complete. `max_bytes`: what the files of the owner may have in all, 0: no bound; above
+    it nothing is appended (`over_quota`).
     """
 
     admits: ClassVar[bool] = True
@@ -45,6 +57,7 @@ class AppendFile(Operation):
     start: int
     data: bytes
     last: bool = False
+    max_bytes: int = 0
 
     @property
     def size(self) -> int:
@@ -65,12 +78,19 @@ class ReadFile(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ListFiles(Operation):
-    """Files of a tenant, the newest first. Result: FileList."""
+    """Files of a tenant, the newest first or the oldest. Result: FileList.
+
+    `purpose` "": of all. `behind`: those that follow the file with this time and id, which need not
+    be there any more.
+    """
 
     writes: ClassVar[bool] = False
     owner: str
     tenant: str
     count: int = 1000
+    purpose: str = ""
+    behind: Place | None = None
+    oldest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +171,7 @@ class ReadBatch(Operation):
 class ListBatches(Operation):
     """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all.
 
-    `live`: those that have not ended. `before`: those behind the batch with this id.
+    `live`: those that have not ended. `behind`: those that follow the batch with this time and id.
     """
 
     writes: ClassVar[bool] = False
@@ -160,7 +180,7 @@ class ListBatches(Operation):
     states: tuple[BatchState, ...] = ()
     count: int = 100
     live: bool = False
-    before: bytes = b""
+    behind: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)

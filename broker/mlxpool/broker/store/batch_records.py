@@ -10,6 +10,8 @@ from mlxpool.broker.store.records import JobState, JobView, Result, Scope
 MAX_LINE = 8 * 1024 * 1024  # bytes of a line of a batch
 MAX_OUTPUT = 2 * 1024 * 1024  # bytes of a job's output and end in a page of outcomes
 
+Place = tuple[float, bytes]  # in a list of files or batches: when one was created, and its id
+
 
 @dataclass(frozen=True, slots=True)
 class FileView(Result):
@@ -37,7 +39,10 @@ class FileDiffers(Result):
 
 @dataclass(frozen=True, slots=True)
 class FileList(Result):
+    """Files in the order that was asked for; `more`: others follow them."""
+
     files: tuple[FileView, ...]
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +115,15 @@ class BatchSubmitted(Result):
 
 @dataclass(frozen=True, slots=True)
 class BatchList(Result):
-    """Batches, the newest first. `next` goes into the following `before`; b"": the last."""
+    """Batches, the newest first; `more`: others follow them."""
 
     batches: tuple[BatchView, ...]
-    next: bytes = b""
+    more: bool = False
+
+    @property
+    def next(self) -> Place | None:
+        """The `behind` of the following question; None: these are the last."""
+        return (self.batches[-1].created, self.batches[-1].id) if self.more else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,11 +170,14 @@ class Refused(Result):
     `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (of the owner),
     `store_busy` (the inbox is full), `store_closed` (the disk failed, or the broker ends),
     `store_error` (the operation itself could not be performed), `damaged` (the disk has changed
-    what it asks for; sending it again does not help). `message` says it in a sentence.
+    what it asks for; sending it again does not help). `message` says it in a sentence. `value` and
+    `bound` are the figures of a quota, 0 of others.
     """
 
     code: str
     message: str
+    value: int = 0
+    bound: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,12 @@ class KeyGone(Result):
 
 @dataclass(frozen=True, slots=True)
 class UnknownName(Result):
-    """There is no such job or batch, or not one of this scope."""
+    """There is no such job, batch or file, or not one of this scope.
+
+    `created`: of a file that was deleted lately, when it was made.
+    """
+
+    created: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

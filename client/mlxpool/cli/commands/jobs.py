@@ -1,6 +1,6 @@
 """`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients.
 
-What they do with --batch is in batch_actions.py.
+What they do with batches and files is in batch_actions.py.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     of = sub.add_mutually_exclusive_group()
     of.add_argument("--batch", metavar="KEY", help="a batch, and the jobs of its lines")
     of.add_argument("--batches", action="store_true", help="your batches")
+    of.add_argument("--files", action="store_true", help="the files that are kept for batches")
     sub.add_argument(
         "--follow",
         action="store_true",
@@ -136,11 +137,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=jobs)
     for name, text, action in (
         ("retry", "try a dead or expired job, or such lines of a batch, again", retry),
-        ("release", "delete the result of an ended job or batch", release),
+        ("release", "delete the result of an ended job or batch, or a file", release),
     ):
         sub = commands.add_parser(name, parents=[common], help=text, description=DESCRIPTIONS[name])
         sub.add_argument("key", metavar="KEY", help=KEY)
         _add_batch(sub, "KEY is that of a batch")
+        if action is release:
+            sub.add_argument("--file", action="store_true", help="KEY is that of a file: delete it")
         sub.set_defaults(run=action)
     for name in ("fetch", "jobs", "retry", "release"):
         add_connect_timeout(commands.choices[name])
@@ -334,6 +337,8 @@ def jobs(options: argparse.Namespace) -> int:
         return follow(options)
     if options.batches:
         return batches.list_batches(options)
+    if options.files:
+        return batches.list_files(options)
     with client_of(options) as client:
         batch = None if options.batch is None else client.batch(options.batch)
         found = client.jobs(
@@ -414,6 +419,10 @@ def retry(options: argparse.Namespace) -> int:
 
 
 def release(options: argparse.Namespace) -> int:
+    if options.file:
+        if options.batch:
+            raise BadRequest("give one of --file and --batch, not both")
+        return batches.delete_file(options)
     if options.batch:
         return batches.change(options, options.key, "release")
     with client_of(options) as client:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, Unpack
 
 import mlxpool.client.jobs as jobs
 from mlxpool.client.batches import steps
+from mlxpool.client.batches.files import FilePages, delete
 from mlxpool.client.batches.settings import source_and_settings
 from mlxpool.client.batches.source import Lines
 from mlxpool.client.batches.steps import OnSent, drawn_key
@@ -250,3 +251,24 @@ class JobMethods(Closing):
         while not pages.complete:
             pages.add(self._caller.call(pages.question()))
         return pages.rows
+
+    def files(
+        self, *, purpose: str = "", limit: int = 0, oldest_first: bool = False
+    ) -> list[dict[str, Any]]:
+        """The files of this user, the newest first or the oldest; `limit` 0: all.
+
+        They are what batches are made of: each is a map with key, name, purpose, size, … as
+        docs/protocol.md has it at `file`. `purpose`: only those that were sent with it, such as
+        "batch", uploads of OpenAI's interface.
+        """
+        pages = FilePages(limit, purpose, oldest_first=oldest_first)
+        while not pages.complete:
+            pages.add(self._caller.call(pages.question()))
+        return pages.rows
+
+    def delete_file(self, key: str) -> dict[str, Any]:
+        """Delete a file; returns the map that it had.
+
+        Raises UnknownJob if there is none, BadRequest while an open batch reads it.
+        """
+        return self._caller.call(delete(key))

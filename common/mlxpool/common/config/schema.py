@@ -182,6 +182,9 @@ class PoolConfig:
     quota_cancels: Annotated[int, Within(0, 10**6)] = 0
     # Jobs that one peer may have in the store, ended ones included.
     quota_jobs: Annotated[int, Within(0, 10**9)] = 0
+    # Bytes that the files of one peer may have in the store, 512 for each file and the lines of
+    # batches included.
+    quota_file_bytes: Annotated[Bytes, Within(0, 2**50)] = 0
     # A folder, or the URL of a PostgreSQL database, in which jobs are kept; "": there are no jobs.
     state_dir: str = ""
     # That jobs may take there; above four fifths of it new ones are refused.

@@ -5,6 +5,7 @@ them, else warned of in `accepted`.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,9 +51,13 @@ def check_keys(body: Mapping[Any, Any]) -> tuple[str, ...]:
 
 
 def _warning(key: object) -> str:
-    near = difflib.get_close_matches(str(key)[:MAX_KEY], KNOWN, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"the unknown key {shown(key)} is ignored{hint}"
+    return f"the unknown key {shown(key)} is ignored{_hint(str(key)[:MAX_KEY])}"
+
+
+@functools.lru_cache(maxsize=256)  # all lines of a batch have the same keys
+def _hint(key: str) -> str:
+    near = difflib.get_close_matches(key, KNOWN, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _further(ignored: Sequence[object]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import PoolError
@@ -17,6 +18,9 @@ from mlxpool.gateway.pools import Pool, Pools
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
+
+CLOSE_TIME = 2.0  # seconds for what is done for clients that are gone when the gateway ends
+Answer = TypeVar("Answer")
 
 UNNAMED = (
     "this gateway does not tell the broker whose key asks, so that every key could read what is"
@@ -38,28 +42,69 @@ class PoolAccess:
         self.settings = settings
         pairs = zip(settings.brokers, clients, strict=True)
         self.models = Pools([Pool(broker.endpoint, client) for broker, client in pairs])
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._later: set[asyncio.Task[None]] = set()
 
     @property
     def client(self) -> AsyncClient:
         """The client of the pool that this request's model was found in, for its owner."""
         return _for_owner(self.models.client)
 
-    @property
-    def job_client(self) -> AsyncClient:
-        """The client of the pool that keeps jobs and files: the first. They are of one owner alone.
-
-        Raises HttpError where the broker is not told whose key asks: all keys would share them.
-        """
+    def _check_owner(self) -> None:
+        """Raises HttpError where the broker is not told whose key asks: all keys would share."""
         if self.settings.keys is not None and not self.settings.names_owners:
             raise HttpError(501, UNNAMED, "owners_not_named", retry=False)
-        return _for_owner(self.models.first)
+
+    @property
+    def job_client(self) -> AsyncClient:
+        """The client of the pool that keeps what this request is about, for its owner.
+
+        That is the pool of the model, of what `find_kept` has found, or of `take_keeper`. Raises
+        HttpError where owners are not told.
+        """
+        self._check_owner()
+        return _for_owner(self.models.client)
+
+    async def find_kept(self, ask: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+        """What one of the pools keeps for the owner of this request; see Pools.find."""
+        self._check_owner()
+        return await self.models.find(lambda client: ask(_for_owner(client)))
+
+    def client_of(self, pool: Pool) -> AsyncClient:
+        """The client of one pool, for the owner of this request. Raises HttpError."""
+        self._check_owner()
+        return _for_owner(pool.client)
+
+    async def keepers(self) -> list[Pool]:
+        """All pools that keep something and answer, for lists. Raises HttpError and PoolError."""
+        self._check_owner()
+        return await self.models.keepers()
+
+    async def take_keeper(self) -> AsyncClient:
+        """The client of the pool for what names no model; see Pools.take_keeper."""
+        self._check_owner()
+        await self.models.take_keeper()
+        return self.job_client
+
+    def later(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Do something whose client is gone, in a task of its own; `what` is for the log."""
+
+        async def logged() -> None:
+            try:
+                await work
+            except PoolError as error:
+                log.warning("%s failed", what, extra={"why": error.message})
+
+        task = asyncio.create_task(logged())
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
 
     async def close(self) -> None:
-        """Cancel what is in flight; the clients stay open."""
-        for task in self._unloading:
+        """Finish what is done for clients that are gone, for a moment; the clients stay open."""
+        if self._later:
+            await asyncio.wait(self._later, timeout=CLOSE_TIME)
+        for task in self._later:
             task.cancel()
-        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await asyncio.gather(*self._later, return_exceptions=True)
         await self.models.close()
 
     @contextlib.asynccontextmanager
@@ -75,15 +120,10 @@ class PoolAccess:
             yield
         finally:
             if seconds == 0:
-                task = asyncio.create_task(self._unload(model))
-                self._unloading.add(task)
-                task.add_done_callback(self._unloading.discard)
+                self.later(self._unload(model), f"unloading {model}")
 
     async def _unload(self, model: str) -> None:
-        try:
-            await self.client.keep(model, 0)
-        except PoolError as error:
-            log.warning("a model stays loaded", extra={"model": model, "why": error.message})
+        await self.client.keep(model, 0)
 
     @property
     def deadline_ms(self) -> int | None:

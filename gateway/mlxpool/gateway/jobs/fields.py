@@ -28,6 +28,7 @@ from mlxpool.gateway.description.schemas import (
 from mlxpool.gateway.field_checks import Body
 
 MAX_NUMBER = 2**53  # of a job, of an end, of an id
+MAX_POOLS = 1000  # behind one gateway
 MAX_KEY = 256  # characters
 OPTIONS = Body({name: MAP if name == "format" else option(name) for name in CHECKS})
 IN_OPTIONS = {name: f"options.{name}" for name in CHECKS}
@@ -77,6 +78,7 @@ LISTED = Body(  # the query of GET /v1/jobs
         "after": described("the `end_seq` behind which ended jobs are listed", integer(0)),
         "before": described("the `seq` before which jobs are listed, newest first", integer(0)),
         "limit": integer(1, MAX_LISTED),
+        "pool": described("of several pools: its number, from 1", integer(1, MAX_POOLS)),
     }
 )
 EVENTS = Body(  # the query of GET /v1/jobs/ID/events

@@ -18,7 +18,10 @@ from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.jobs import bodies, requests
 from mlxpool.gateway.jobs.bodies import Place, job_body, job_ref
-from mlxpool.gateway.jobs.fields import MAX_NUMBER
+from mlxpool.gateway.jobs.fields import MAX_NUMBER, MAX_POOLS
+from mlxpool.gateway.jobs.requests import JobRequest
+from mlxpool.gateway.models import ModelInfo
+from mlxpool.gateway.pools import NOT_HERE
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
 FIRST_WAIT = 0.5  # seconds in which an error of the reading is answered with a status of its own
@@ -35,15 +38,30 @@ class JobRoutes:
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
         """POST /v1/jobs; answered when the job is on the disk."""
-        client, request = self._pool.job_client, requests.job(body, idempotency)
-        key = request.key or drawn_key()
-        model = await self._pool.models.get(request.model)
+        request = requests.job(body, idempotency)
+        model = await self._model(request)
+        client, key = self._pool.job_client, request.key or drawn_key()
         if request.kind == Generate.kind:
             job = await client.submit(model.name, key=key, **request.arguments)
         else:
             job = await client.submit_call(request.kind, model.name, key=key, **request.arguments)
         response.exchange.model, response.exchange.pool_id = model.name, job.id.hex()
         await response.json(job_body(await client.job(job)))
+
+    async def _model(self, request: JobRequest) -> ModelInfo:
+        """The model in the pool that keeps the job: that of its key, if it was submitted before."""
+        key = request.key
+        if key is None:
+            return await self._pool.models.get(request.model, keeps=True)
+        try:
+            await self._pool.find_kept(lambda client: client.job(key))
+        except NOT_HERE:
+            return await self._pool.models.get(request.model, keeps=True, key=key)
+        return await self._pool.models.get_here(request.model)
+
+    async def _row(self, id: str) -> dict[str, Any]:
+        """The job of this owner in the pool that keeps it. Raises PoolError if there is none."""
+        return await self._pool.find_kept(lambda client: client.job(job_ref(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
         """GET /v1/jobs."""
@@ -53,31 +71,39 @@ class JobRoutes:
         limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         if after is not None and (state or before):
             raise bad_request("'after' lists what ended: give no 'state' and no 'before'", "after")
+        pool = queries.integer(query, "pool", 1, MAX_POOLS) or 1
+        try:
+            self._pool.models.take(pool)
+        except IndexError:
+            message = f"'pool' is {pool}, and the gateway asks fewer pools"
+            raise bad_request(message, "pool") from None
         rows = await self._pool.job_client.jobs(
             after=after, before=before, state=state, limit=limit
         )
-        number = "seq" if after is None else "end_seq"
-        following = rows[-1][number] if len(rows) == limit else 0
+        counted = "seq" if after is None else "end_seq"
+        following = rows[-1][counted] if len(rows) == limit else 0
         await response.json(bodies.job_list(rows, following))
 
     async def read(self, id: str, response: ResponseWriter) -> None:
         """GET /v1/jobs/ID."""
-        await response.json(job_body(await self._pool.job_client.job(job_ref(id))))
+        await response.json(job_body(await self._row(id)))
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/jobs/ID/cancel; a job that has ended stays as it is."""
+        row = await self._row(id)
         client = self._pool.job_client
-        row = await client.job(job_ref(id))
         await client.cancel(key=str(row["key"]))
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
     async def retry(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/jobs/ID/retry."""
-        await response.json(job_body(await self._pool.job_client.retry(job_ref(id))))
+        row = await self._row(id)
+        await response.json(job_body(await self._pool.job_client.retry(bytes(row["job"]))))
 
     async def release(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/jobs/ID/release."""
-        await response.json(job_body(await self._pool.job_client.release(job_ref(id))))
+        row = await self._row(id)
+        await response.json(job_body(await self._pool.job_client.release(bytes(row["job"]))))
 
     async def events(
         self,
@@ -87,8 +113,8 @@ class JobRoutes:
         response: ResponseWriter,
     ) -> None:
         """GET /v1/jobs/ID/events; goes on behind the event that `last_event_id` names."""
+        row = await self._row(id)
         client = self._pool.job_client
-        row = await client.job(job_ref(id))
         if last_event_id:
             place = bodies.place_of(last_event_id)
         else:

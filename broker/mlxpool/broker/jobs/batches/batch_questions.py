@@ -20,6 +20,7 @@ from mlxpool.broker.store.batch_records import (
     BatchView,
     FileView,
     LineOutcomes,
+    Place,
 )
 from mlxpool.broker.store.records import DuplicateKey, KeyGone, Refused, Result, Scope, UnknownName
 from mlxpool.common.errors import (
@@ -126,15 +127,15 @@ class BatchQuestions:
     # ---- reading ---------------------------------------------------------------------------------
 
     def _list(self, event: ev.Asked, message: ListBatches) -> None:
-        def read(before: bytes) -> None:
+        def read(behind: Place | None) -> None:
             operation = store.ListBatches(
-                event.owner, message.tenant, count=message.limit, before=before
+                event.owner, message.tenant, count=message.limit, behind=behind
             )
             self._outbox.store(operation, then)
 
         def found(result: Result, now: float) -> None:
             if isinstance(result, BatchView):
-                read(result.id)
+                read((result.created, result.id))
             else:
                 self._fail(event, _error(KeyName(message.before, message.tenant), result))
 
@@ -144,7 +145,7 @@ class BatchQuestions:
                 return
             rows = [self._batches.row(batch).body() for batch in result.batches]
             shown = answers.fitting(rows)
-            more = bool(result.next) or len(shown) < len(rows)
+            more = result.more or len(shown) < len(rows)
             listed = messages.BatchList(shown, shown[-1]["key"] if more and shown else "")
             self._outbox.send(event.link, listed, event.id, event.attempt)
 
@@ -152,7 +153,7 @@ class BatchQuestions:
             scope = Scope(event.owner, message.tenant, message.before)
             self._outbox.store(store.ReadBatch(scope), found)
         else:
-            read(b"")
+            read(None if message.older is None else (message.older, b""))
 
     def _wait(self, event: ev.Asked, message: WaitForProgress, now: float) -> None:
         watcher = Watcher(event, message.seen, now + message.wait_ms / 1000)

@@ -17,6 +17,7 @@ from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.kept import file_messages as messages
 from mlxpool.common.protocol.kept.file_messages import (
     AboutFile,
+    FilePlace,
     FileRow,
     KeyName,
     ListFiles,
@@ -57,21 +58,32 @@ class FileQuestions:
     def _put(self, event: ev.Asked, message: PutFile) -> None:
         name = message.name
         id = file_id(event.owner, name.tenant, name.key)
+        policy = self._policy()
+        operation: store.CreateFile | store.AppendFile
         if message.start == 0:
-            create = store.CreateFile(
+            operation = store.CreateFile(
                 id,
                 event.owner,
                 name.tenant,
                 name.key,
                 message.title,
                 message.purpose,
-                keep=self._policy().kept(message.keep_ms),
+                policy.kept(message.keep_ms),
+                message.data,
+                message.last,
+                policy.quota_file_bytes,
             )
-            self._outbox.store(create, lambda result, now: None)
-        append = store.AppendFile(
-            id, event.owner, name.tenant, message.start, message.data, message.last
-        )
-        self._outbox.store(append, lambda result, now: self._answer(event, name, result))
+        else:
+            operation = store.AppendFile(
+                id,
+                event.owner,
+                name.tenant,
+                message.start,
+                message.data,
+                message.last,
+                policy.quota_file_bytes,
+            )
+        self._outbox.store(operation, lambda result, now: self._answer(event, name, result))
 
     def _read(self, event: ev.Asked, message: ReadFile) -> None:
         name = message.name
@@ -91,12 +103,26 @@ class FileQuestions:
     def _list(self, event: ev.Asked, message: ListFiles) -> None:
         def then(result: Result, now: float) -> None:
             if isinstance(result, FileList):
-                rows = answers.fitting([file_row(file) for file in result.files])
-                self._send(event, messages.FileList(rows))
+                shown = answers.fitting([file_row(file) for file in result.files])
+                more = result.more or len(shown) < len(result.files)
+                last = result.files[len(shown) - 1] if shown and more else None
+                following = None if last is None else FilePlace(last.created, last.key)
+                self._send(event, messages.FileList(shown, following))
             else:
                 self._answer(event, KeyName("", message.tenant), result)
 
-        self._outbox.store(store.ListFiles(event.owner, message.tenant, message.limit), then)
+        behind = message.behind
+        operation = store.ListFiles(
+            event.owner,
+            message.tenant,
+            message.limit,
+            message.purpose,
+            None
+            if behind is None
+            else (behind.created, file_id(event.owner, message.tenant, behind.key)),
+            message.oldest_first,
+        )
+        self._outbox.store(operation, then)
 
     def _about(self, event: ev.Asked, message: AboutFile) -> None:
         name = message.name
@@ -120,7 +146,8 @@ def _error(name: KeyName, result: Result) -> PoolError:
             " than were sent: take another key, or delete that file first"
         )
     if isinstance(result, UnknownName):
-        return UnknownJob(f"there is no file {name} of this owner")
+        details = None if result.created is None else {"created": result.created}
+        return UnknownJob(f"there is no file {name} of this owner", details=details)
     if isinstance(result, Refused):
         return answers.store_error(result)
     return Internal(f"the store answered with {type(result).__name__}")

@@ -32,6 +32,7 @@ from mlxpool.broker.store.batch_records import (
     BatchState,
     BatchView,
     Lines,
+    Place,
 )
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import JobView, Refused, Result
@@ -99,16 +100,16 @@ class Batches:
 
     # ---- the store opens and is lost -------------------------------------------------------------
 
-    def find(self, before: bytes = b"") -> None:
+    def find(self, behind: Place | None = None) -> None:
         """Find the batches that have not ended: the store was opened."""
         self._find_at = math.inf
-        operation = ListBatches(live=True, count=PAGE, before=before)
+        operation = ListBatches(live=True, count=PAGE, behind=behind)
 
         def then(result: Result, now: float) -> None:
             if isinstance(result, BatchList):
                 for view in result.batches:
                     self.see(view, now)
-                if result.next:
+                if result.more:
                     self.find(result.next)
             else:
                 self._find_at = now + RETRY_INTERVAL

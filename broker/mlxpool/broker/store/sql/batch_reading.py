@@ -84,15 +84,14 @@ def list_batches(database: Database, asked: ListBatches, now: float) -> BatchLis
         if value is not None:
             where.append(f"{column} = ?")
             values.append(value)
-    if asked.before:
-        last = database.one("SELECT created FROM batch WHERE id = ?", asked.before)
-        where.append("(created < ? OR (created = ? AND id > ?))")
-        created = 0.0 if last is None else last[0]
-        values += [created, created, asked.before]
+    if asked.behind is not None:
+        where.append("(created, id) < (?, ?)")
+        values += asked.behind
     found = database.execute(
-        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)} ORDER BY created DESC, id LIMIT ?",
+        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)}"
+        " ORDER BY created DESC, id DESC LIMIT ?",
         *values,
-        asked.count,
+        asked.count + 1,
     )
-    batches = tuple(view(database, row) for row in found)
-    return BatchList(batches, batches[-1].id if len(batches) == asked.count else b"")
+    batches = tuple(view(database, row) for row in found[: asked.count])
+    return BatchList(batches, len(found) > asked.count)

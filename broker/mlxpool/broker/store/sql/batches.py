@@ -35,7 +35,6 @@ from mlxpool.broker.store.sql import files, outbox, rows
 from mlxpool.broker.store.sql.batch_reading import LIVE, find, find_row, view
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names, submit
-from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
 # ---- begin and end -------------------------------------------------------------------------------
 
@@ -77,6 +76,7 @@ def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
         asked.keep,
         asked.notify,
     )
+    database.change("UPDATE file SET waits_since = NULL WHERE id = ?", asked.file)
     return BatchSubmitted(_again(database, asked.id), new=True)
 
 
@@ -199,17 +199,8 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
             now + key_life,
             id,
         )
-    # A gateway reads the lines that it has written for a batch as long as it has results.
-    old = database.execute(
-        f"SELECT {files.VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
-        " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
-        f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
-        " ORDER BY forget LIMIT 4",
-        now,
-    )
-    for row in old:
-        files.drop(database, files.view(row))
-    return len(found) == count or left <= 0 or len(old) == 4
+    more_files = files.sweep(database, now)
+    return len(found) == count or left <= 0 or more_files
 
 
 def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:

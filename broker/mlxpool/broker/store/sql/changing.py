@@ -64,7 +64,7 @@ def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swep
     for (seq,) in forgotten:
         _forget(database, seq, now, key_life)
     database.change("DELETE FROM poison WHERE until <= ?", now)
-    database.change("DELETE FROM usage WHERE jobs = 0 AND bytes = 0")
+    database.change("DELETE FROM usage WHERE jobs = 0 AND bytes = 0 AND file_bytes = 0")
     of_batches = batches.sweep(database, now, key_life, asked.count)
     more = asked.count in (len(overdue), len(forgotten)) or of_batches
     return Swept(expired, len(forgotten), more, _next(database, now))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker.store.batch_operations import (
@@ -16,8 +17,14 @@ from mlxpool.broker.store.records import Refused, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.submitting import check_names
+from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
 PART = 256 * 1024  # bytes of a stored part at most
+# Seconds after its last part until a file is deleted that is not complete, or that has the lines of
+# a batch which was never made: its sender is gone.
+UPLOAD_LIFE = 3600.0
+SWEPT = 4  # files that one sweep deletes of each kind: each may have 1 GiB
+DELETED_LIFE = 3600.0  # seconds for which it is known where in a list a deleted file was
 VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
 
 
@@ -37,12 +44,25 @@ def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -
     return file if fits else None
 
 
-def create_file(database: Database, asked: CreateFile, now: float) -> FileView:
-    """Begin a file; an id that is there already is answered as it is."""
+def create_file(database: Database, asked: CreateFile, now: float, room: int) -> Result:
+    """Begin a file with its first part; of one that is there already the part is compared."""
     check_names(Scope(asked.owner, asked.tenant, asked.key), asked.name, asked.purpose)
-    database.change(
+    part = AppendFile(
+        asked.id, asked.owner, asked.tenant, 0, asked.data, asked.last, asked.max_bytes
+    )
+    if find(database, asked.id, asked.owner, asked.tenant) is None:
+        refused = _no_room(database, part, len(part.data) + rows.ROW_BYTES, room)
+        if refused is not None:
+            return refused
+        _insert(database, asked, now)
+    return append_file(database, part, now, room)
+
+
+def _insert(database: Database, asked: CreateFile, now: float) -> None:
+    added = database.change(
         "INSERT INTO file (id, owner, tenant, key, name, purpose, size, complete, created,"
-        " forget) VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, ?) ON CONFLICT (id) DO NOTHING",
+        " forget, waits_since) VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, ?, ?)"
+        " ON CONFLICT (id) DO NOTHING",
         asked.id,
         asked.owner,
         asked.tenant,
@@ -51,11 +71,33 @@ def create_file(database: Database, asked: CreateFile, now: float) -> FileView:
         asked.purpose,
         now,
         None if asked.keep is None else now + asked.keep,
+        now,
     )
-    file = find(database, asked.id, asked.owner, asked.tenant)
-    if file is None:
+    if not added:
         raise ValueError(f"the id {asked.id.hex()} is a file of another owner")
-    return file
+    rows.count_usage(database, asked.owner, 0, 0, rows.ROW_BYTES)
+
+
+def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refused | None:
+    """Why a part that adds `size` bytes is refused; None if it is not."""
+    if len(part.data) > room:
+        return Refused(
+            "store_full",
+            f"the store has room for {max(0, room)} bytes, this part has {len(part.data)}",
+        )
+    if not part.max_bytes:
+        return None
+    used = database.number("SELECT file_bytes FROM usage WHERE owner = ?", part.owner)
+    if used + size <= part.max_bytes:
+        return None
+    return Refused(
+        "over_quota",
+        f"the files of this owner have {used} bytes, with this part {used + size}, at most"
+        f" {part.max_bytes} (quota_file_bytes); delete files that are not needed, or release"
+        " batches, whose lines count too",
+        used + size,
+        part.max_bytes,
+    )
 
 
 def append_file(database: Database, asked: AppendFile, now: float, room: int) -> Result:
@@ -73,25 +115,25 @@ def append_file(database: Database, asked: AppendFile, now: float, room: int) ->
         return FileDiffers(file, asked.start)
     if file.complete:
         return FileDiffers(file, asked.start) if ends > file.size else file
-    data = memoryview(asked.data)[known:]
-    if len(data) > room:
-        return Refused(
-            "store_full", f"the store has room for {max(0, room)} bytes, this part has {len(data)}"
-        )
+    data = asked.data[known:]
+    refused = _no_room(database, replace(asked, data=data), len(data), room)
+    if refused is not None:
+        return refused
     for start in range(0, len(data), PART):
         database.change(
             "INSERT INTO file_part (file, start, data) VALUES (?, ?, ?)",
             asked.id,
             file.size + start,
-            bytes(data[start : start + PART]),
+            data[start : start + PART],
         )
     database.change(
-        "UPDATE file SET size = size + ?, complete = ? WHERE id = ?",
+        "UPDATE file SET size = size + ?, complete = ?, waits_since = ? WHERE id = ?",
         len(data),
         int(asked.last),
+        None if asked.last and file.purpose != LINES_PURPOSE else now,
         asked.id,
     )
-    rows.count_usage(database, file.owner, 0, len(data))
+    rows.count_usage(database, file.owner, 0, len(data), len(data))
     found = find(database, asked.id, None, None)
     assert found is not None
     return found
@@ -118,18 +160,37 @@ def read_from(database: Database, id: bytes, start: int, max_bytes: int) -> byte
 def read_file(database: Database, asked: ReadFile, now: float) -> Result:
     file = find(database, asked.id, asked.owner, asked.tenant)
     if file is None:
-        return UnknownName()
+        return _unknown(database, asked)
     return FilePart(file, asked.start, read_from(database, file.id, asked.start, asked.max_bytes))
 
 
-def list_files(database: Database, asked: ListFiles, now: float) -> FileList:
-    found = database.execute(
-        f"SELECT {VIEW} FROM file WHERE owner = ? AND tenant = ? ORDER BY created DESC, id LIMIT ?",
+def _unknown(database: Database, asked: ReadFile) -> UnknownName:
+    """There is no such file; when it was created, if it was deleted lately."""
+    row = database.one(
+        "SELECT created FROM deleted_file WHERE id = ? AND owner = ? AND tenant = ?",
+        asked.id,
         asked.owner,
         asked.tenant,
-        asked.count,
     )
-    return FileList(tuple(map(view, found)))
+    return UnknownName(None if row is None else row[0])
+
+
+def list_files(database: Database, asked: ListFiles, now: float) -> FileList:
+    where, values = ["owner = ?", "tenant = ?"], list[Any]([asked.owner, asked.tenant])
+    if asked.purpose:
+        where.append("purpose = ?")
+        values.append(asked.purpose)
+    sign, order = (">", "ASC") if asked.oldest_first else ("<", "DESC")
+    if asked.behind is not None:
+        where.append(f"(created, id) {sign} (?, ?)")
+        values += asked.behind
+    found = database.execute(
+        f"SELECT {VIEW} FROM file WHERE {' AND '.join(where)}"
+        f" ORDER BY created {order}, id {order} LIMIT ?",
+        *values,
+        asked.count + 1,
+    )
+    return FileList(tuple(map(view, found[: asked.count])), len(found) > asked.count)
 
 
 def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
@@ -139,6 +200,16 @@ def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
     if is_read(database, file.id):
         return Refused("in_use", "an open batch reads this file; cancel the batch first")
     drop(database, file)
+    if file.complete:
+        database.change(
+            "INSERT INTO deleted_file (id, owner, tenant, created, forget) VALUES (?, ?, ?, ?, ?)"
+            " ON CONFLICT (id) DO UPDATE SET created = excluded.created, forget = excluded.forget",
+            file.id,
+            file.owner,
+            file.tenant,
+            file.created,
+            now + DELETED_LIFE,
+        )
     return file
 
 
@@ -151,4 +222,31 @@ def drop(database: Database, file: FileView) -> None:
     """Delete a file and its parts."""
     database.change("DELETE FROM file_part WHERE file = ?", file.id)
     database.change("DELETE FROM file WHERE id = ?", file.id)
-    rows.count_usage(database, file.owner, 0, -file.size)
+    rows.count_usage(database, file.owner, 0, -file.size, -file.size - rows.ROW_BYTES)
+
+
+def sweep(database: Database, now: float) -> bool:
+    """Delete files past their time, and those that have waited for UPLOAD_LIFE.
+
+    Also forget where files were that were deleted long ago. Returns whether more may be left.
+    """
+    # A gateway reads the lines that it has written for a batch as long as it has results.
+    expired = database.execute(
+        f"SELECT {VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
+        " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
+        f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
+        " ORDER BY forget LIMIT ?",
+        now,
+        SWEPT,
+    )
+    for row in expired:
+        drop(database, view(row))
+    abandoned = database.execute(
+        f"SELECT {VIEW} FROM file WHERE waits_since <= ? ORDER BY waits_since LIMIT ?",
+        now - UPLOAD_LIFE,
+        SWEPT,
+    )
+    for row in abandoned:
+        drop(database, view(row))
+    database.change("DELETE FROM deleted_file WHERE forget <= ?", now)
+    return SWEPT in (len(expired), len(abandoned))

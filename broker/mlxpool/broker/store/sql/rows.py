@@ -182,16 +182,18 @@ def drop_output(database: Database, job: JobView) -> None:
 # ---- what owners have stored ---------------------------------------------------------------------
 
 
-def count_usage(database: Database, owner: str, jobs: int, size: int) -> None:
-    """Add to what an owner has stored."""
-    if jobs or size:
+def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes: int = 0) -> None:
+    """Add to what an owner has stored: jobs, bytes of jobs and files, and what files count as."""
+    if jobs or size or file_bytes:
         database.change(
-            "INSERT INTO usage (owner, jobs, bytes) VALUES (?, ?, ?) ON CONFLICT (owner)"
-            " DO UPDATE SET jobs = usage.jobs + excluded.jobs,"
-            " bytes = usage.bytes + excluded.bytes",
+            "INSERT INTO usage (owner, jobs, bytes, file_bytes) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (owner) DO UPDATE SET jobs = usage.jobs + excluded.jobs,"
+            " bytes = usage.bytes + excluded.bytes,"
+            " file_bytes = usage.file_bytes + excluded.file_bytes",
             owner,
             jobs,
             size,
+            file_bytes,
         )
 
 

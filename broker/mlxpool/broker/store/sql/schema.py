@@ -60,6 +60,21 @@ OUTBOX = (
     "CREATE INDEX outbox_due ON outbox (origin, due, end_seq) WHERE given_up IS NULL",
 )
 
+# What pages of files and batches are read by, and what keeps a file.
+LISTED = (
+    "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
+    "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
+    "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
+    "CREATE INDEX batch_listed ON batch (owner, tenant, created, id)",
+    "CREATE INDEX batch_file ON batch (file)",
+)
+
+# Places in lists of files that were deleted, for those who read on behind them.
+DELETED_FILE = """CREATE TABLE deleted_file (
+        id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL,
+        created {real} NOT NULL, forget {real} NOT NULL
+    ) {strict}"""
+
 # Large columns come last: SQLite reads through a row up to the column that is asked for.
 TABLES = (
     """CREATE TABLE meta (
@@ -101,7 +116,8 @@ TABLES = (
         PRIMARY KEY (job, place)
     ) {clustered}""",
     """CREATE TABLE usage (
-        owner {text} PRIMARY KEY, jobs {integer} NOT NULL, bytes {integer} NOT NULL
+        owner {text} PRIMARY KEY, jobs {integer} NOT NULL, bytes {integer} NOT NULL,
+        file_bytes {integer} NOT NULL DEFAULT 0
     ) {strict}""",
     """CREATE TABLE poison (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
@@ -111,7 +127,8 @@ TABLES = (
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
-        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT ''
+        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT '',
+        waits_since {real}
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE file_part (
@@ -133,6 +150,9 @@ TABLES = (
         batch {blob} NOT NULL, line {integer} NOT NULL, label TEXT NOT NULL, cause TEXT NOT NULL,
         PRIMARY KEY (batch, line)
     ) {clustered}""",
+    DELETED_FILE,
+    "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
+    *LISTED,
 )
 
 # For each older version what makes the next one of it: statements, and functions of the database.
@@ -169,6 +189,16 @@ STEPS: Steps = {
         *OUTBOX,
         older_notices.copy_notices,
         "DROP TABLE outbox_2",
+        "ALTER TABLE file ADD COLUMN waits_since {real}",
+        "UPDATE file SET waits_since = created WHERE complete = 0",
+        "ALTER TABLE usage ADD COLUMN file_bytes {integer} NOT NULL DEFAULT 0",
+        "INSERT INTO usage (owner, jobs, bytes) SELECT DISTINCT owner, 0, 0 FROM file"
+        " WHERE owner IS NOT NULL ON CONFLICT (owner) DO NOTHING",
+        "UPDATE usage SET file_bytes = (SELECT COALESCE(SUM(size + 512), 0) FROM file"
+        " WHERE file.owner = usage.owner)",
+        DELETED_FILE,
+        "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
+        *LISTED,
     ),
 }
 

@@ -62,6 +62,9 @@ class SqlStore(Closing):
                     f"UPDATE {table} SET forget = forget + ? WHERE forget IS NOT NULL", away
                 )
             self.database.change("UPDATE outbox SET since = since + ? WHERE given_up IS NULL", away)
+            self.database.change(
+                "UPDATE file SET waits_since = waits_since + ? WHERE waits_since IS NOT NULL", away
+            )
             self.database.change("UPDATE meta SET boot = ?, wall_seen = ?", boot, now)
         self._boot, self.wall_seen = boot, now
 
@@ -179,7 +182,7 @@ class SqlStore(Closing):
             of_jobs.ListNotices: notices.list_notices,
             of_jobs.NoticeSent: notices.notice_sent,
             of_jobs.NoticeFailed: notices.notice_failed,
-            of_batches.CreateFile: files.create_file,
+            of_batches.CreateFile: with_room(files.create_file),
             of_batches.AppendFile: with_room(files.append_file),
             of_batches.ReadFile: files.read_file,
             of_batches.ListFiles: files.list_files,

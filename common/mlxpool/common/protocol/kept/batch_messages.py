@@ -16,7 +16,7 @@ from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.kept.batch_lines import check_defaults
-from mlxpool.common.protocol.kept.file_messages import KeyName
+from mlxpool.common.protocol.kept.file_messages import KeyName, is_time
 from mlxpool.common.protocol.kept.job_messages import (
     IDLE,
     MAX_KEEP_MS,
@@ -161,26 +161,36 @@ class ReadOutcomes(Content):
 
 @dataclass(frozen=True, slots=True)
 class ListBatches(Content):
-    """Ask for the batches of a tenant, the newest first; those behind the one with `before`."""
+    """Ask for the batches of a tenant, the newest first.
+
+    `before`: those behind the batch with this key; or `older`: those created before this time.
+    """
 
     kind: ClassVar[str] = "batches"
     tenant: str = ""
     before: str = ""
     limit: int = MAX_BATCHES
+    older: float | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
         body |= {"before": self.before} if self.before else {}
+        body |= {} if self.older is None else {"older": self.older}
         return {**body, "tenant": self.tenant} if self.tenant else body
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListBatches:
         """Raises BadRequest naming the key, its value and its bound."""
-        before = body.get("before")
+        before, older = body.get("before"), body.get("older")
+        if older is not None and not is_time(older):
+            raise BadRequest(f"older must be seconds since 1970, got {shown(older)}")
+        if older is not None and before not in (None, ""):
+            raise BadRequest("give one of before and older, not both")
         return cls(
             tenant_of(body),
             "" if before in (None, "") else job_key(before),
             integer(body, "limit", 1, MAX_BATCHES) or MAX_BATCHES,
+            None if older is None else float(older),
         )
 
 

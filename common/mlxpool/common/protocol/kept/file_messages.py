@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
-from mlxpool.common.checks import flag, integer, shown, text
+from mlxpool.common.checks import flag, integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.kept.job_messages import MAX_KEEP_MS, job_key, tenant_of
+from mlxpool.common.protocol.resume import MAX_TIME
 
 PART_BYTES = 256 * 1024  # of a file that one message sends or reads
 MAX_FILE = 1024 * 1024 * 1024  # bytes
 MAX_FILES = 1000  # in one answer
 LINES_PURPOSE = "batch_lines"  # of a file that stays as long as the results of its batch
 READ, DELETE = "file", "file_delete"
+
+
+def is_time(value: object) -> TypeGuard[int | float]:
+    """Whether a value is seconds since 1970."""
+    return is_number(value) and 0 <= value <= MAX_TIME
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +124,60 @@ class ReadFile(Content):
 
 
 @dataclass(frozen=True, slots=True)
+class FilePlace:
+    """A place in a list of files: when a file was created, and its key.
+
+    The file need not be there any more: those behind it are found all the same.
+    """
+
+    created: float
+    key: str
+
+    def body(self) -> list[Any]:
+        return [self.created, self.key]
+
+    @classmethod
+    def parse(cls, value: object) -> FilePlace:
+        """Raises BadRequest."""
+        if not isinstance(value, list | tuple) or len(value) != 2 or not is_time(value[0]):
+            raise BadRequest(
+                f"behind must be a list of a file's time and key, as `next` is; got {shown(value)}"
+            )
+        return cls(float(value[0]), job_key(value[1]))
+
+
+@dataclass(frozen=True, slots=True)
 class ListFiles(Content):
-    """Ask for the files of a tenant, the newest first."""
+    """Ask for the files of a tenant, the newest first, or the oldest.
+
+    `purpose` "": of all purposes. `behind`: those that follow this place in that order.
+    """
 
     kind: ClassVar[str] = "files"
     tenant: str = ""
     limit: int = MAX_FILES
+    purpose: str = ""
+    behind: FilePlace | None = None
+    oldest_first: bool = False
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"limit": self.limit}
+        body |= {"purpose": self.purpose} if self.purpose else {}
+        body |= {} if self.behind is None else {"behind": self.behind.body()}
+        body |= {"oldest_first": True} if self.oldest_first else {}
         return {**body, "tenant": self.tenant} if self.tenant else body
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListFiles:
         """Raises BadRequest naming the key, its value and its bound."""
-        return cls(tenant_of(body), integer(body, "limit", 1, MAX_FILES) or MAX_FILES)
+        behind = body.get("behind")
+        return cls(
+            tenant_of(body),
+            integer(body, "limit", 1, MAX_FILES) or MAX_FILES,
+            text(body, "purpose"),
+            None if behind is None else FilePlace.parse(behind),
+            flag(body, "oldest_first", False),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +237,20 @@ class FilePart(Content):
 
 @dataclass(frozen=True, slots=True)
 class FileList(Content):
-    """Answer to `files`: the map of each file."""
+    """Answer to `files`: the map of each file.
+
+    `next` is the `behind` of the following question; None: these are the last.
+    """
 
     kind: ClassVar[str] = "files"
     files: Sequence[Mapping[str, Any]]
+    next: FilePlace | None = None
 
     def body(self) -> dict[str, Any]:
-        return {"files": list(map(dict, self.files))}
+        following = None if self.next is None else self.next.body()
+        return {"files": list(map(dict, self.files)), "next": following}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> FileList:
+        following = body.get("next")
+        return cls(list(body["files"]), None if following is None else FilePlace.parse(following))

@@ -14,7 +14,9 @@ CLASSIFY, DECISIONS = "/v1/classify", "/v1/decisions"
 CALLS = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, DECISIONS)  # whose answers are numbers
 ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES, *CALLS)
 MAX_FILE = 200 * 1024 * 1024  # bytes of an upload
+MAX_FILES = 10_000  # in a page of a list
 MAX_LINES = 50_000  # of a batch
+MAX_LINE = 8 * 2**20  # bytes of a line as it is sent; the pool takes half of it, without escapes
 MAX_KEEP = 30 * 24 * 3600  # seconds until a file or a result expires
 MIN_KEEP = 3600
 WINDOW = r"^[1-9][0-9]{0,2}[hd]$"
@@ -37,5 +39,5 @@ BATCH = Body(
     },
     required=("input_file_id", "endpoint", "completion_window"),
 )
-FILES = Body({**page_fields(10_000), "purpose": TEXT})
+FILES = Body({**page_fields(MAX_FILES), "purpose": TEXT})
 BATCHES = Body({"limit": integer(1, 100), "after": TEXT})

@@ -7,19 +7,20 @@ from typing import Any
 
 from starlette.requests import Request
 
-from mlxpool.common.errors import UnknownJob
+from mlxpool.common.errors import Gone, UnknownJob
+from mlxpool.common.protocol.kept.file_messages import FilePlace
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.kept_answers import drawn_key
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.batches import bodies
+from mlxpool.gateway.openai.batches.fields import MAX_FILES
 from mlxpool.gateway.openai.batches.kept_batches import KeptBatches
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles
 from mlxpool.gateway.openai.batches.upload import Upload
 
 JSONL = "application/jsonl"
-DEFAULT_FILES = 10_000
 
 
 class FileRoutes:
@@ -30,20 +31,32 @@ class FileRoutes:
 
     async def upload(self, request: Request, response: ResponseWriter) -> None:
         """POST /v1/files; answered when the file is on the disk."""
-        files, id = KeptFiles(self._pool.job_client), bodies.file_id(drawn_key())
+        files, id = KeptFiles(await self._pool.take_keeper()), bodies.file_id(drawn_key())
         await Upload(files, id, self._pool.settings.body_time).run(request)
         await response.json(bodies.file_body(await files.row(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/files: those that were uploaded."""
-        purpose = query.get("purpose", bodies.UPLOADED)
-        rows = await KeptFiles(self._pool.job_client).rows()
-        shown = [
-            bodies.file_body(row)
-            for row in reversed(rows)
-            if row["complete"] and row["purpose"] == bodies.UPLOADED == purpose
-        ]
-        await response.json(queries.page(shown, query, DEFAULT_FILES, DEFAULT_FILES))
+        """GET /v1/files: those that were uploaded, of all pools in the order of their creation."""
+        limit = queries.integer(query, "limit", 1, MAX_FILES) or MAX_FILES
+        oldest_first = queries.word(query, "order", ("asc", "desc"), "desc") == "asc"
+        after = query.get("after")
+        behind = None if after is None else await self._place(after)
+        rows: list[dict[str, Any]] = []
+        if query.get("purpose", bodies.UPLOADED) == bodies.UPLOADED:
+            for pool in await self._pool.keepers():
+                rows += await KeptFiles(self._pool.client_of(pool)).listed(
+                    bodies.UPLOADED, limit + 1, behind, oldest_first=oldest_first
+                )
+        rows.sort(key=lambda row: row["created"], reverse=not oldest_first)
+        shown = [bodies.file_body(row) for row in rows[:limit]]
+        await response.listing(queries.listing(shown, more=len(rows) > limit))
+
+    async def _place(self, after: str) -> FilePlace:
+        """Where a file is, or was, in the list. Raises HttpError for one that is unknown."""
+        try:
+            return await self._pool.find_kept(lambda client: KeptFiles(client).place(after))
+        except UnknownJob:
+            raise _no_file(after, "after") from None
 
     async def retrieve(self, id: str, response: ResponseWriter) -> None:
         """GET /v1/files/ID."""
@@ -83,8 +96,8 @@ class FileRoutes:
     async def _row(self, id: str) -> dict[str, Any]:
         """An uploaded file of this owner. Raises HttpError if there is none."""
         try:
-            row = await KeptFiles(self._pool.job_client).row(id)
-        except UnknownJob:
+            row = await self._pool.find_kept(lambda client: KeptFiles(client).row(id))
+        except (UnknownJob, Gone):
             row = {}
         if not row.get("complete") or row["purpose"] != bodies.UPLOADED:
             raise _no_file(id)
@@ -94,13 +107,14 @@ class FileRoutes:
         self, id: str, batch: str, kind: str
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
         """The row of a batch, and the lines of one of its files. Raises HttpError without it."""
-        batches = KeptBatches(self._pool.job_client)
-        found = await batches.find(batch)
-        if found is None or bodies.batch_body(*found)[f"{kind}_file_id"] != id:
+        try:
+            found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
+        except (UnknownJob, Gone):
+            raise _no_file(id) from None
+        if bodies.batch_body(*found)[f"{kind}_file_id"] != id:
             raise _no_file(id)
-        row, request = found
-        return row, batches.results(row, request, kind)
+        return found[0], KeptBatches(self._pool.job_client).results(*found, kind)
 
 
-def _no_file(id: str) -> HttpError:
-    return HttpError(404, f"there is no file {id!r:.80}", "file_not_found", "id", retry=False)
+def _no_file(id: str, param: str = "id") -> HttpError:
+    return HttpError(404, f"there is no file {id!r:.80}", "file_not_found", param, retry=False)

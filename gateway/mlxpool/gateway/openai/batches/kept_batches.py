@@ -18,9 +18,11 @@ from mlxpool.common.protocol.kept.batch_messages import (
     SubmitBatch,
 )
 from mlxpool.common.protocol.kept.file_messages import KeyName
+from mlxpool.gateway.http import serve_others
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of
+from mlxpool.gateway.openai.batches.lines import SLICE_LINES
 from mlxpool.gateway.openai.batches.results import result_line
 from mlxpool.gateway.openai.batches.stored_lines import StoredLines
 
@@ -38,14 +40,18 @@ class KeptBatches:
         """Make a batch; the same once more is the same batch."""
         return self._known(await ask(self._client, message, row_of))
 
-    async def find(self, id: str) -> Found | None:
-        """A batch of this owner that was made over OpenAI's interface; None without one."""
-        try:
-            row = await ask(self._client, AboutBatch(messages.READ, KeyName(id)), row_of)
-        except (UnknownJob, Gone):
-            return None
+    async def find(self, id: str) -> Found:
+        """A batch of this owner that was made over OpenAI's interface.
+
+        Raises UnknownJob without one, and Gone if its results were deleted.
+        """
+        row = await ask(self._client, AboutBatch(messages.READ, KeyName(id)), row_of)
+        if row["state"] == "gone":
+            raise Gone(f"the results of the batch {id!r:.80} were deleted")
         request = BatchRequest.of(row)
-        return None if request is None or row["state"] == "gone" else (row, request)
+        if request is None:
+            raise UnknownJob(f"{id!r:.80} is no batch of this interface")
+        return row, request
 
     async def cancel(self, id: str) -> Found:
         """Cancel a batch that is known."""
@@ -57,18 +63,19 @@ class KeptBatches:
         assert request is not None
         return row, request
 
-    async def after(self, id: str) -> AsyncIterator[Found]:
-        """The batches made before the one with this id ("": all), the newest first."""
+    async def listed(self, count: int, before: str = "", older: float | None = None) -> list[Found]:
+        """At most `count` batches, the newest first: those made before a batch, or a time."""
+        found: list[Found] = []
+        asked = ListBatches(before=before, older=older)
         while True:
-            asked = ListBatches(before=id)
             page = await ask(self._client, asked, lambda answer: BatchList.parse(answer.body))
             for row in page.batches:
                 request = BatchRequest.of(row)
                 if request is not None and row["state"] != "gone":
-                    yield dict(row), request
-            if not page.next:
-                return
-            id = page.next
+                    found.append((dict(row), request))
+            if not page.next or len(found) >= count:
+                return found[:count]
+            asked = ListBatches(before=page.next)
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -81,7 +88,9 @@ class KeptBatches:
         while after >= -1:
             page = await ask(self._client, ReadOutcomes(KeyName(key), after, PAGE_LINES), Page.of)
             made = []
-            for outcome in page.rows:
+            for number, outcome in enumerate(page.rows):
+                if number % SLICE_LINES == 0:
+                    await serve_others()
                 line = await lines.line(int(outcome["line"]))
                 outcome, whole = await self._whole(dict(outcome))
                 answered, data = result_line(outcome, line, request.endpoint, whole)

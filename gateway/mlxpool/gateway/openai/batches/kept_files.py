@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from mlxpool.client import AsyncClient
 from mlxpool.client.request import Question
-from mlxpool.common.errors import QueueFull, StoreUnavailable
+from mlxpool.common.errors import OverQuota, PoolError, QueueFull, StoreUnavailable, UnknownJob
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.kept import file_messages as messages
 from mlxpool.common.protocol.kept.file_messages import (
+    MAX_FILES,
     PART_BYTES,
     AboutFile,
+    FileList,
+    FilePlace,
     KeyName,
     ListFiles,
     PutFile,
     ReadFile,
 )
-from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.openai.batches.fields import MAX_LINE
 
-MAX_LINE = 8 * 2**20  # bytes: what the pool takes as a line of a batch
+DISCARD_TIME = 10.0  # seconds for the deletion of what was written in vain
 ATTEMPTS = 60  # times in a row that a busy store is asked again, about a second apart
 
 Answer = TypeVar("Answer")
@@ -61,11 +66,30 @@ class KeptFiles:
     async def delete(self, key: str) -> None:
         await self._about(messages.DELETE, key)
 
-    async def rows(self) -> list[dict[str, Any]]:
-        """All files, the newest first."""
-        return await ask(
-            self._client, ListFiles(), lambda answer: [*map(dict, answer.body["files"])]
-        )
+    async def place(self, key: str) -> FilePlace:
+        """Where a file is in lists, or was until it was deleted lately."""
+        try:
+            return FilePlace((await self.row(key))["created"], key)
+        except UnknownJob as error:
+            created = (error.details or {}).get("created")
+            if created is None:
+                raise
+            return FilePlace(float(created), key)
+
+    async def listed(
+        self, purpose: str, count: int, behind: FilePlace | None, *, oldest_first: bool
+    ) -> list[dict[str, Any]]:
+        """At most `count` complete files of a purpose in the order of their creation."""
+        found: list[dict[str, Any]] = []
+        while len(found) < count:
+            limit = min(MAX_FILES, count - len(found))
+            asked = ListFiles("", limit, purpose, behind, oldest_first)
+            page = await ask(self._client, asked, lambda answer: FileList.parse(answer.body))
+            found += [dict(row) for row in page.files if row["complete"]]
+            if page.next is None:
+                break
+            behind = page.next
+        return found
 
     async def parts(self, key: str) -> AsyncIterator[bytes]:
         """The bytes of a file."""
@@ -78,24 +102,34 @@ class KeptFiles:
             yield data
             start += len(data)
 
-    async def lines(self, key: str) -> AsyncIterator[list[bytes]]:
-        """The lines of a file with their ends, those of a part at a time.
+    async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
+        """The lines of a file without their ends, those of a part at a time.
 
-        Raises HttpError for a line that is too long.
+        Of a line over MAX_LINE there are MAX_LINE bytes and at most a part more.
         """
-        held = b""
+        held: list[bytes] = []  # what is read of the last line
+        size = 0
         async for data in self.parts(key):
-            whole, mark, held = (held + data).rpartition(b"\n")
-            if len(held) > MAX_LINE:
-                raise bad_request(f"a line has more than {MAX_LINE} bytes", "input_file_id")
+            whole, mark, rest = data.rpartition(b"\n")
             if mark:
-                yield (whole + mark).splitlines(keepends=True)
-        if held:
-            yield [held]
+                yield b"".join((*held, whole)).split(b"\n")
+                held, size = [], 0
+            if size <= MAX_LINE:  # more of it is not needed to refuse it
+                held.append(rest)
+                size += len(rest)
+        if size:
+            yield [b"".join(held)]
 
     async def put(self, message: PutFile) -> dict[str, Any]:
-        """Send a part; returns the file's row. Raises HttpError if others write the same file."""
-        row = await ask(self._client, message, row_of)
+        """Send a part; returns the file's row.
+
+        Raises HttpError if others write the same file, or the owner's files have too many bytes.
+        """
+        try:
+            row = await ask(self._client, message, row_of)
+        except OverQuota as error:  # sending it again does not help, so clients are told not to
+            details = error.details or {}
+            raise HttpError(429, error.message, error.code, retry=False, details=details) from None
         end = message.start + len(message.data)
         if row["size"] < end:
             size = row["size"]
@@ -108,19 +142,20 @@ class KeptFiles:
 
 
 class FileWriter:
-    """Writes a file as its bytes come; holds one part of it."""
+    """Writes a file as its bytes come, under a key of its own; holds one part of it."""
 
     def __init__(
         self, files: KeptFiles, key: str, purpose: str, name: str = "", keep: float | None = None
     ) -> None:
         """`keep`: seconds, None: as the pool's settings say."""
         self.size = 0
+        self.key = key
         self._files = files
-        self._key, self._purpose, self._name = key, purpose, name
+        self._purpose, self._name = purpose, name
         self._keep_ms = None if keep is None else round(keep * 1000)
         self._held = bytearray()
         self._sent = 0
-        self._is_new = False  # whether this writer has made the file, which may be there already
+        self._is_begun = False  # a part went out: the pool may have the file
 
     async def add(self, data: bytes) -> None:
         self.size += len(data)
@@ -134,14 +169,18 @@ class FileWriter:
         await self._put(bytes(self._held), last=True)
 
     async def discard(self) -> None:
-        """Delete what was written, unless the file was there before."""
-        if self._is_new:
-            await self._files.delete(self._key)
+        """Delete what was written.
+
+        If the pool does not answer, it deletes what is not complete by itself after an hour.
+        """
+        if self._is_begun:
+            with contextlib.suppress(PoolError, TimeoutError):
+                async with asyncio.timeout(DISCARD_TIME):
+                    await self._files.delete(self.key)
 
     async def _put(self, data: bytes, *, last: bool) -> None:
-        name = KeyName(self._key)
+        name = KeyName(self.key)
         part = PutFile(name, self._sent, data, last, self._name, self._purpose, self._keep_ms)
-        row = await self._files.put(part)
+        self._is_begun = True
+        await self._files.put(part)
         self._sent += len(data)
-        if part.start == 0:
-            self._is_new = row["size"] == self._sent and row["complete"] == last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from mlxpool.gateway.openai.batches.fields import (
     COMPLETIONS,
     DECISIONS,
     EMBEDDINGS,
+    MAX_LINE,
     RERANK,
     RESPONSES,
     SCORE,
@@ -34,6 +35,8 @@ from mlxpool.gateway.openai.batches.fields import (
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
 
+SLICE_LINES = 16  # that are checked, or answered, without a look at other requests: 1 to 2 ms
+SLICE_BYTES = 16 * 1024  # the same; a longer line is a slice by itself
 LINE = Body(
     {"custom_id": NAME, "method": NAME, "url": NAME, "body": MAP},
     required=("custom_id", "method", "url", "body"),
@@ -88,8 +91,10 @@ class Asked:
 
 def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
     """A line as JSON, with its members checked. Raises HttpError."""
+    if len(data) > MAX_LINE:
+        raise bad_request(f"it has more than {MAX_LINE} bytes", code="line_too_large")
     try:
-        line = json.loads(data)
+        line = json.loads(str(data, "utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise bad_request(f"it is not JSON: {error}", code="invalid_json_line") from None
     if not isinstance(line, dict):
@@ -117,7 +122,8 @@ def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes
         raise unsupported_parameter("body.stream", "leave it out: results are in a file")
     members, asked = REQUESTS[endpoint](body, model)
     made = {"id": line["custom_id"], "model": model.name, **members, OF_CLIENTS: asked.body()}
-    data = json.dumps(made, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text = json.dumps(made, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode("utf-8", "surrogatepass")
     try:
         parse_line(data, {})
     except BadLine as bad:
@@ -255,3 +261,15 @@ REQUESTS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], tuple[dict[str, 
 def fault_of(number: int, error: HttpError) -> LineFault:
     """The fault of a line, with its number in the message."""
     return LineFault(number, error.code, f"line {number}: {error.message}", error.param)
+
+
+def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The lines in slices, of which each takes a short time to check."""
+    start = size = 0
+    for number, line in enumerate(lines):
+        size += len(line)
+        if number > start and (number - start >= SLICE_LINES or size > SLICE_BYTES):
+            yield lines[start:number]
+            start, size = number, len(line)
+    if start < len(lines):
+        yield lines[start:]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from mlxpool.common.protocol.kept.job_messages import Notify
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS
+from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS, BatchRequest
 from mlxpool.gateway.openai.batches.fields import BATCH, ENDPOINTS, MAX_LINES, WINDOW
 from mlxpool.gateway.openai.batches.lines import LineFault, fault_of, parsed_line, pool_line
 from mlxpool.gateway.openai.batches.upload import expiry
@@ -32,6 +34,17 @@ class NewBatch:
     metadata: Mapping[str, str]
     keep: float | None
     notify: Notify | None
+
+    @property
+    def digest(self) -> bytes:
+        """Tells the batch from one of another request, whatever file its lines are in."""
+        meaning = [self.file, self.endpoint, self.window, dict(self.metadata)]
+        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).digest()
+
+    def is_of(self, request: BatchRequest) -> bool:
+        """Whether a batch was made by the same request."""
+        mine = (self.file, self.endpoint, self.window, dict(self.metadata))
+        return mine == (request.input, request.endpoint, request.window, dict(request.metadata))
 
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
@@ -104,12 +117,12 @@ class LineReader:
     def pool_lines(
         self,
         parsed: Sequence[tuple[int, Mapping[str, Any]]],
-        models: Mapping[str, ModelInfo | HttpError],
+        model_of: Callable[[str], ModelInfo | HttpError],
     ) -> bytes:
-        """The lines of the pool; none once a line had a fault. `models`: by the names in lines."""
+        """The lines of the pool; none once one had a fault. `model_of`: by the name in a line."""
         made = []
         for number, line in parsed:
-            model = models[line["body"]["model"]]
+            model = model_of(line["body"]["model"])
             try:
                 if isinstance(model, HttpError):
                     raise model

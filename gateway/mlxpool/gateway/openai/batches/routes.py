@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from mlxpool.common.errors import PoolError, UnknownJob
+from mlxpool.client import AsyncClient
+from mlxpool.common.errors import Gone, PoolError, UnknownJob
 from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
 from mlxpool.common.protocol.kept.file_messages import KeyName
-from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.kept_answers import KEY_BYTES, drawn_key
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
-from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest, batch_body
-from mlxpool.gateway.openai.batches.kept_batches import KeptBatches
+from mlxpool.gateway.openai.batches.kept_batches import Found, KeptBatches
 from mlxpool.gateway.openai.batches.kept_files import FileWriter, KeptFiles
-from mlxpool.gateway.openai.batches.lines import LineFault
+from mlxpool.gateway.openai.batches.line_models import LineModels
+from mlxpool.gateway.openai.batches.lines import LineFault, slices_of
 from mlxpool.gateway.openai.batches.requests import LineReader, NewBatch, new_batch
 
 MAX_LISTED, DEFAULT_LISTED = 100, 20
@@ -38,28 +39,61 @@ class BatchRoutes:
     async def create(
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
-        """POST /v1/batches; answered when the lines are checked and the batch is on the disk."""
+        """POST /v1/batches; answered when the lines are checked and the batch is on the disk.
+
+        A request that is sent again with its header Idempotency-Key is answered with the batch of
+        the first one, as long as that is kept, also when the input file is not there any more.
+        """
         asked = new_batch(body)
-        client = self._pool.job_client
-        files = KeptFiles(client)
-        try:
-            row = await files.row(asked.file)
-        except UnknownJob:
-            row = {}
-        if not row.get("complete") or row["purpose"] != bodies.UPLOADED:
-            message = f"there is no file {asked.file!r:.80} with the purpose {bodies.UPLOADED!r}"
-            raise HttpError(404, message, "file_not_found", "input_file_id", retry=False)
         hex = drawn_key()
         if idempotency:
             hex = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
-        reader, file = await self._check(files, asked, hex)
+            earlier = await self._earlier(bodies.batch_id(hex), asked)
+            if earlier is not None:
+                return await response.json(batch_body(*earlier))
+        found = await self._make(asked, hex, idempotency)
+        response.exchange.pool_id = bytes(found[0]["batch"]).hex()
+        await response.json(batch_body(*found))
+
+    async def _earlier(self, id: str, asked: NewBatch) -> Found | None:
+        """The batch that an earlier request with this header has made; None: there was none.
+
+        Raises HttpError if that was another request, Gone if its results were deleted.
+        """
+        try:
+            row, request = await self._pool.find_kept(lambda client: KeptBatches(client).find(id))
+        except UnknownJob:
+            return None
+        if not asked.is_of(request):
+            message = (
+                f"an earlier request with this Idempotency-Key has made the batch {id}, of another"
+                " file or with other settings: take another key"
+            )
+            raise HttpError(409, message, "duplicate_id", retry=False)
+        return row, request
+
+    async def _make(self, asked: NewBatch, hex: str, idempotency: str | None) -> Found:
+        """Write the lines as the pool takes them, and submit them. Nothing is left if that fails.
+
+        Raises HttpError and PoolError.
+        """
+        among, key = await self._pool.keepers(), f"lines_{drawn_key()}"
+        models = LineModels(self._pool.models, among, idempotency or "")
+        try:
+            await self._pool.find_kept(lambda client: _check_input(client, asked.file))
+            files = KeptFiles(self._pool.job_client)
+            reader, writer = await self._written(files, asked, models, key)
+        except UnknownJob:
+            message = f"there is no file {asked.file!r:.80} with the purpose {bodies.UPLOADED!r}"
+            raise HttpError(404, message, "file_not_found", "input_file_id", retry=False) from None
         request = BatchRequest(
             asked.endpoint, asked.file, asked.window, reader.total, asked.metadata, reader.faults
         )
         id = bodies.batch_id(hex)
         batch = SubmitBatch(
             KeyName(id),
-            file,
+            key,
+            asked.digest,
             lines=0 if reader.faults else reader.total,
             keep_ms=None if asked.keep is None else round(asked.keep * 1000),
             deadline_ms=asked.seconds * 1000,
@@ -68,26 +102,36 @@ class BatchRoutes:
             output_file="" if reader.faults else bodies.results_id(id, bodies.OUTPUT),
             error_file="" if reader.faults else bodies.results_id(id, bodies.ERROR),
         )
-        found = await KeptBatches(client).submit(batch)
-        response.exchange.pool_id = bytes(found[0]["batch"]).hex()
-        await response.json(batch_body(*found))
+        kept = KeptBatches(self._pool.client_of(models.chosen))
+        submitting = asyncio.ensure_future(kept.submit(batch))
+        try:
+            found = await asyncio.shield(submitting)
+        except BaseException:
+            self._pool.later(_discard_unless_used(submitting, kept, writer), "deleting lines")
+            raise
+        if found[0]["file"] != key:  # another request with the same Idempotency-Key was faster
+            await writer.discard()
+        return found
 
     async def retrieve(self, id: str, response: ResponseWriter) -> None:
         """GET /v1/batches/ID."""
         await response.json(batch_body(*await self._find(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/batches: the newest first."""
+        """GET /v1/batches: the newest first, of all pools."""
         limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         after = query.get("after", "")
-        if after:
-            await self._find(after, "after")
-        shown: list[dict[str, Any]] = []
-        async for found in KeptBatches(self._pool.job_client).after(after):
-            if len(shown) == limit:
-                return await response.json(queries.listing(shown, more=True))
-            shown.append(batch_body(*found))
-        await response.json(queries.listing(shown, more=False))
+        created = None if not after else float((await self._find(after, "after"))[0]["created"])
+        found: list[Found] = []
+        for pool in await self._pool.keepers():
+            batches = KeptBatches(self._pool.client_of(pool))
+            if after and pool is self._pool.models.chosen:
+                found += await batches.listed(limit + 1, before=after)
+            else:
+                found += await batches.listed(limit + 1, older=created)
+        found.sort(key=lambda one: float(one[0]["created"]), reverse=True)
+        shown = [batch_body(*one) for one in found[:limit]]
+        await response.listing(queries.listing(shown, more=len(found) > limit))
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/batches/ID/cancel; a batch that has ended stays as it is."""
@@ -96,51 +140,81 @@ class BatchRoutes:
             row, request = await KeptBatches(self._pool.job_client).cancel(id)
         await response.json(batch_body(row, request))
 
-    async def _find(self, id: str, param: str = "id") -> tuple[dict[str, Any], BatchRequest]:
-        found = await KeptBatches(self._pool.job_client).find(id)
-        if found is None:
+    async def _find(self, id: str, param: str = "id") -> Found:
+        try:
+            return await self._pool.find_kept(lambda client: KeptBatches(client).find(id))
+        except (UnknownJob, Gone):
             message = f"there is no batch {id!r:.80}"
-            raise HttpError(404, message, "batch_not_found", param, retry=False)
-        return found
+            raise HttpError(404, message, "batch_not_found", param, retry=False) from None
 
     # ---- the lines of a new batch --------------------------------------------------------------
 
-    async def _check(self, files: KeptFiles, asked: NewBatch, hex: str) -> tuple[LineReader, str]:
-        """Write the lines as the pool takes them; returns the key of their file.
+    async def _written(
+        self, files: KeptFiles, asked: NewBatch, models: LineModels, key: str
+    ) -> tuple[LineReader, FileWriter]:
+        """Write the lines of the batch into the pool that is chosen, under this key.
 
         If any has a fault, a file with one line that is none takes their place.
         """
-        reader, models = LineReader(asked.endpoint), dict[str, ModelInfo | HttpError]()
-        key = f"lines_{hex}"
-        writer = FileWriter(files, key, bodies.LINES)
-        try:
-            async for lines in files.lines(asked.file):
-                parsed = await asyncio.to_thread(reader.parse, lines)
-                for name in {line["body"]["model"] for _, line in parsed} - models.keys():
-                    models[name] = await self._model(name)
-                made = await asyncio.to_thread(reader.pool_lines, parsed, models)
-                if reader.given_up:
-                    break
-                await writer.add(made)
-            if not reader.total:
-                reader.faults.append(EMPTY)
-            if not reader.faults:
-                await writer.finish()
-                return reader, key
-        except BaseException:
+        while True:
+            target = models.chosen
+            reader = LineReader(asked.endpoint)
+            writer = FileWriter(KeptFiles(self._pool.client_of(target)), key, bodies.LINES)
+            try:
+                async with contextlib.aclosing(files.lines(asked.file)) as parts:
+                    await self._write_lines(parts, reader, writer, models)
+                if models.chosen is target and not reader.faults:
+                    await writer.finish()
+                    return reader, writer
+            except BaseException:
+                await writer.discard()
+                raise
             await writer.discard()
-            raise
-        await writer.discard()
-        key = f"faults_{hex}"
-        writer = FileWriter(files, key, bodies.LINES)
+            if models.chosen is target:
+                break
+        writer = FileWriter(KeptFiles(self._pool.client_of(models.chosen)), key, bodies.LINES)
         await writer.add(NOT_A_LINE)
         await writer.finish()
-        return reader, key
+        return reader, writer
 
-    async def _model(self, name: str) -> ModelInfo | HttpError:
-        try:
-            return await self._pool.models.get(name)
-        except PoolError as error:
-            if error.retryable:
-                raise
-            return errors.from_pool_error(error)
+    async def _write_lines(
+        self,
+        parts: AsyncIterator[Sequence[bytes]],
+        reader: LineReader,
+        writer: FileWriter,
+        models: LineModels,
+    ) -> None:
+        """Write lines until one has a fault, or another pool is chosen for them."""
+        target = models.chosen
+        async for lines in parts:
+            for some in slices_of(lines):
+                parsed = await asyncio.to_thread(reader.parse, some)
+                await models.add({line["body"]["model"] for _, line in parsed})
+                if models.chosen is not target:
+                    return
+                made = await asyncio.to_thread(reader.pool_lines, parsed, models.model)
+                if reader.given_up:
+                    return
+                await writer.add(made)
+        if not reader.total:
+            reader.faults.append(EMPTY)
+
+
+async def _check_input(client: AsyncClient, key: str) -> None:
+    """Raises UnknownJob unless this is an upload that is complete."""
+    row = await KeptFiles(client).row(key)
+    if not row["complete"] or row["purpose"] != bodies.UPLOADED:
+        raise UnknownJob(f"there is no such upload {key!r:.80}")
+
+
+async def _discard_unless_used(
+    submitting: asyncio.Future[Found], kept: KeptBatches, writer: FileWriter
+) -> None:
+    """Delete the lines of a batch that was not made."""
+    try:
+        found = await submitting
+    except PoolError:
+        await writer.discard()
+        return
+    if found[0]["file"] != writer.key:
+        await writer.discard()

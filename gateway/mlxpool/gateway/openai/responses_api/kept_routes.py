@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
+from mlxpool.client import AsyncClient, Job
 from mlxpool.common.errors import Gone, JobsOff, PoolError, UnknownJob
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation import queries
@@ -28,15 +28,15 @@ from mlxpool.gateway.generation.kept_answers import (
 from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.responses_api.bodies import response_id
 from mlxpool.gateway.openai.responses_api.items import Earlier
 from mlxpool.gateway.openai.responses_api.kept import KeptResponse, ResponseNote
 from mlxpool.gateway.openai.responses_api.requests import ResponseRequest
 from mlxpool.gateway.openai.responses_api.stored_items import items_of
 from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
+from mlxpool.gateway.pools import NOT_HERE
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
-
-log = logging.getLogger("mlxpool.gateway")
 
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # of a list
 MAX_NUMBER = 2**53  # of an event
@@ -47,7 +47,20 @@ class KeptResponseRoutes:
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
-        self._cancelling: set[asyncio.Task[Any]] = set()
+
+    async def model(self, name: str, idempotency: str | None) -> ModelInfo:
+        """The model of a response that is to be kept, in a pool that keeps things.
+
+        A request that is sent again with its `idempotency` goes to the pool of the first one.
+        """
+        if not idempotency:
+            return await self._pool.models.get(name, keeps=True)
+        key = response_id(_hex_of(idempotency))
+        try:
+            await self._pool.find_kept(lambda client: client.job(key))
+        except NOT_HERE:
+            return await self._pool.models.get(name, keeps=True, key=key)
+        return await self._pool.models.get_here(name)
 
     async def create(
         self,
@@ -58,13 +71,12 @@ class KeptResponseRoutes:
     ) -> None:
         """Make a response that is kept. One that is not in the background ends with its client.
 
-        A second request with the same key in `idempotency` is answered with the first one's; so
-        such a response goes on without its client.
+        One whose client is gone before it could know the id is deleted: nobody could read it. A
+        second request with the same key in `idempotency` is answered with the first one's; so such
+        a response goes on without its client.
         """
         client = self._pool.job_client
-        id = drawn_key()
-        if idempotency:
-            id = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
+        id = _hex_of(idempotency) if idempotency else drawn_key()
         formats = (choice.chat.tools, choice.chat.thinking)
         note = ResponseNote(
             int(time.time()), request.echoed, request.summary, formats, choice.tools,
@@ -72,16 +84,24 @@ class KeptResponseRoutes:
         )  # fmt: skip
         arguments = stream_arguments(choice, None)
         key, packed = response_id(id), note.packed()
-        job = await client.submit(choice.model, key=key, note=packed, **arguments)
-        response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
-        kept = await self._find(key)
-        if request.background and not request.stream:
-            return await response.json(kept.frame.begun("queued"))
+        submitting = asyncio.ensure_future(
+            client.submit(choice.model, key=key, note=packed, **arguments)
+        )
         try:
+            job = await asyncio.shield(submitting)
+            response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
+            kept = KeptResponse.of(await client.submitted(key))
+            if kept is None:
+                message = f"the key {key!r} is that of a job which is no response: take another"
+                raise HttpError(409, message, "duplicate_id", retry=False)
+            if request.background and not request.stream:
+                return await response.json(kept.frame.begun("queued"))
             await self._answer(kept, response, stream=request.stream, made=True)
-        except asyncio.CancelledError:
-            if not request.background and not idempotency:  # others may read it under that key
-                self._cancel_later(key)
+        except BaseException:
+            told = response.started  # from then on the client may know the id
+            if not idempotency and not (request.background and told):
+                ending = _end(client, key, submitting, release=not told)
+                self._pool.later(ending, f"cancelling {key}")
             raise
 
     async def retrieve(self, id: str, query: Mapping[str, str], response: ResponseWriter) -> None:
@@ -108,7 +128,8 @@ class KeptResponseRoutes:
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
         """DELETE /v1/responses/ID; one that has not ended is cancelled."""
-        client, kept = self._pool.job_client, await self._find(id)
+        kept = await self._find(id)
+        client = self._pool.job_client
         if kept.waiting is not None:
             await client.cancel(key=id)
         await client.release(id)
@@ -143,9 +164,9 @@ class KeptResponseRoutes:
 
         `off` False: raises JobsOff where nothing is kept.
         """
-        client = self._pool.job_client
         try:
-            found = KeptResponse.of(await client.submitted(id))
+            submitted = await self._pool.find_kept(lambda client: client.submitted(id))
+            found = KeptResponse.of(submitted)
         except (UnknownJob, Gone):
             found = None
         except JobsOff as error:
@@ -219,16 +240,21 @@ class KeptResponseRoutes:
         await response.write(events.failed(error) if ended else events.broken_off(error))
         await response.close()
 
-    def _cancel_later(self, key: str) -> None:
-        """Cancel the job of a client that is gone, in a task of its own."""
-        client = self._pool.job_client
 
-        async def cancel() -> None:
-            try:
-                await client.cancel(key=key)
-            except PoolError as error:
-                log.warning("a response goes on", extra={"id": key, "why": error.message})
+def _hex_of(idempotency: str) -> str:
+    """The id of a response that is the same for the same header Idempotency-Key."""
+    return hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
 
-        task = asyncio.create_task(cancel())
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
+
+async def _end(
+    client: AsyncClient, key: str, submitting: asyncio.Future[Job], *, release: bool
+) -> None:
+    """Cancel the job of a client that is gone; `release`: it was told nothing of it, nobody is."""
+    with contextlib.suppress(PoolError):  # whether there is a job under the key is seen below
+        await submitting
+    try:
+        await client.cancel(key=key)
+        if release:
+            await client.release(key)
+    except UnknownJob:
+        pass

@@ -57,7 +57,11 @@ class ResponseRoutes:
             with _needs_store("previous_response_id"):
                 earlier = await self._kept.earlier(previous)
             request = requests.response(body, earlier)
-        model = await self._pool.models.get(request.chat.model)
+        if request.store:
+            with _needs_store("background" if request.background else "store"):
+                model = await self._kept.model(request.chat.model, idempotency)
+        else:
+            model = await self._pool.models.get(request.chat.model)
         if request.truncates:
             chat = await fitted(self._pool, request.chat, model, "truncation")
             request = replace(request, chat=chat)

@@ -1,0 +1,268 @@
+"""Batches while broker and gateway are killed, and files are deleted under them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from mlxpool.client import Client
+from mlxpool.gateway.openai.batches import kept_batches
+from support.counting_checker import expected_ids, text_of
+from support.http_owners import openai_client
+from support.pool import Pool, until
+
+CONFIG = """
+[pool]
+restart_delay = 0.05
+[models.m]
+path = "builtin:counting"
+sequences = 64
+counting.step_us = 500
+[models.stuck]
+path = "builtin:counting"
+counting.step_us = 60000000
+"""
+COMPLETIONS = "/v1/completions"
+TOKENS = 3
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    folder = tmp_path_factory.mktemp("pool")
+    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
+        yield running
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai_client(url) as made:
+        yield made
+
+
+@pytest.fixture
+def native(pool: Pool) -> Iterator[Client]:
+    with pool.client() as made:
+        yield made
+
+
+def lines(count: int, model: str = "m", padding: int = 0) -> bytes:
+    """Lines of which the text says the number."""
+    return "\n".join(
+        json.dumps(
+            {
+                "custom_id": f"l{number}",
+                "method": "POST",
+                "url": COMPLETIONS,
+                "body": {
+                    "model": model,
+                    "prompt": prompt(number, padding),
+                    "max_tokens": TOKENS,
+                    "seed": 7,
+                },
+            }
+        )
+        for number in range(count)
+    ).encode()
+
+
+def prompt(number: int, padding: int = 0) -> str:
+    return f"p{number}" + " " * padding
+
+
+def upload(client: openai.OpenAI, data: bytes) -> str:
+    return client.files.create(file=("a", data), purpose="batch").id
+
+
+def begin(client: openai.OpenAI, file: str, **more: Any) -> Any:
+    given: Any = {"endpoint": COMPLETIONS, "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file, **given)
+
+
+def over(client: openai.OpenAI, id: str) -> Any:
+    def ended() -> Any:
+        batch = client.batches.retrieve(id)
+        return batch if batch.status in ("completed", "failed", "cancelled") else None
+
+    return until(ended, "the batch has ended")
+
+
+def written(native: Client) -> dict[str, int]:
+    """The files that were written for batches, with their sizes."""
+    return {row["key"]: row["size"] for row in native.files(purpose="batch_lines")}
+
+
+def check(client: openai.OpenAI, batch: Any, count: int, padding: int = 0) -> None:
+    """Every line was answered once, with the text that its prompt has."""
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert (batch.request_counts.total, batch.request_counts.completed) == (count, count)
+    text = client.files.content(batch.output_file_id).text
+    found = [json.loads(one) for one in text.splitlines()]
+    assert [one["custom_id"] for one in found] == [f"l{number}" for number in range(count)]
+    for number, one in enumerate(found):
+        wanted = text_of(expected_ids(prompt(number, padding), 7, TOKENS))
+        assert one["response"]["body"]["choices"][0]["text"] == wanted
+
+
+# ---- a broker that is killed ---------------------------------------------------------------------
+
+
+def test_a_broker_that_is_killed_while_a_batch_is_made(
+    pool: Pool, client: openai.OpenAI, native: Client
+) -> None:
+    count, padding = 600, 2000
+    file, before = upload(client, lines(count, padding=padding)), written(native)
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(begin, client, file)
+        until(lambda: making.done() or written(native) != before, "its lines are written")
+        pool.kill()
+        pool.start()
+        batch = making.result(60)
+    assert len(written(native)) == len(before) + 1
+    check(client, over(client, batch.id), count, padding)
+
+
+def test_a_broker_that_is_killed_while_it_cancels(pool: Pool, client: openai.OpenAI) -> None:
+    file = upload(client, lines(200, "stuck"))
+    batch = begin(client, file)
+    client.batches.cancel(batch.id)
+    pool.kill()
+    pool.start()
+    batch = over(client, batch.id)
+    assert batch.status == "cancelled" and batch.output_file_id is None
+    assert batch.request_counts.failed <= 200
+
+
+def test_a_broker_that_is_killed_while_results_are_read(
+    pool: Pool, client: openai.OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_batches, "PAGE_LINES", 20)
+    batch = over(client, begin(client, upload(client, lines(300))).id)
+    check(client, batch, 300)
+    whole = client.files.content(batch.output_file_id).read()
+    path = f"{url}/v1/files/{batch.output_file_id}/content"
+    with httpx.stream("GET", path, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        read = next(pieces)
+        pool.kill()
+        pool.start()
+        read += b"".join(pieces)
+    assert read == whole
+
+
+def test_a_cancel_that_meets_the_end(client: openai.OpenAI) -> None:
+    """Whichever is first: the batch ends once, and what was answered is there."""
+    file = upload(client, lines(40))
+    states = Counter[str]()
+    for done in (0, 1, 20, 38, 39, 40):
+        made = begin(client, file)
+
+        def far_enough(id: str = made.id, done: int = done) -> bool:
+            counts = client.batches.retrieve(id).request_counts
+            return counts is not None and counts.completed >= done
+
+        until(far_enough, f"{done} lines are done")
+        client.batches.cancel(made.id)
+        batch = over(client, made.id)
+        states[batch.status] += 1
+        counts: Any = batch.request_counts
+        assert counts.completed + counts.failed <= 40
+        names: list[str] = []
+        for name in (batch.output_file_id, batch.error_file_id):
+            text = "" if name is None else client.files.content(name).text
+            names += [json.loads(one)["custom_id"] for one in text.splitlines()]
+        assert len(names) == len(set(names)) and len(names) >= counts.completed
+        again = client.batches.cancel(made.id)
+        assert (again.status, again.request_counts) == (batch.status, counts)
+    assert states["cancelled"] + states["completed"] == 6
+
+
+# ---- files that go under a batch -----------------------------------------------------------------
+
+
+def test_a_file_that_is_deleted_while_its_batch_is_made(
+    client: openai.OpenAI, native: Client
+) -> None:
+    count, padding = 600, 2000
+    file, before = upload(client, lines(count, padding=padding)), written(native)
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(begin, client, file)
+        until(lambda: making.done() or written(native) != before, "its lines are written")
+        client.files.delete(file)
+        try:
+            batch = making.result(60)
+        except openai.NotFoundError as error:
+            assert error.code == "file_not_found" and error.param == "input_file_id"
+            until(lambda: written(native) == before, "its lines are deleted")
+        else:
+            check(client, over(client, batch.id), count, padding)
+
+
+def test_two_batches_of_a_file_that_is_deleted_while_they_run(client: openai.OpenAI) -> None:
+    file = upload(client, lines(100))
+    made = [begin(client, file) for _ in range(2)]
+    client.files.delete(file)
+    for batch in made:
+        check(client, over(client, batch.id), 100)
+
+
+def test_a_client_that_leaves_while_its_batch_is_made(
+    url: str, client: openai.OpenAI, native: Client
+) -> None:
+    """It was made before that, or nothing is left of it."""
+    file, before = upload(client, lines(5000, padding=1000)), written(native)
+    listed = [batch.id for batch in client.batches.list()]
+    body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    at = urlsplit(url)
+    connection = HTTPConnection(at.hostname or "", at.port)
+    kind = {"content-type": "application/json"}
+    connection.request("POST", "/v1/batches", json.dumps(body), kind)
+    until(lambda: written(native) != before, "its lines are written")
+    connection.close()
+    metric = 'mlxpool_gateway_requests_in_flight{route="/v1/batches"} 0.0'
+    until(lambda: metric in httpx.get(f"{url}/metrics").text, "nobody waits for it")
+    made = [batch.id for batch in client.batches.list()]
+    if made == listed:
+        until(lambda: written(native) == before, "its lines are deleted")
+    else:
+        client.batches.cancel(made[0])
+
+
+# ---- a gateway that is killed --------------------------------------------------------------------
+
+
+def test_a_gateway_that_is_killed_while_a_batch_is_made(
+    pool: Pool, url: str, native: Client
+) -> None:
+    """The same request to another gateway makes the batch, once."""
+    count, padding = 2000, 1000
+    command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(pool.run_dir), "gateway"]
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    key = {"Idempotency-Key": "killed"}
+    with process, openai_client(url) as second:
+        assert process.stdout is not None
+        first = openai_client(process.stdout.readline().split()[-1])
+        with first, ThreadPoolExecutor(1) as threads:
+            file = upload(first, lines(count, padding=padding))
+            before = written(native)
+            making = threads.submit(begin, first, file, extra_headers=key)
+            until(lambda: making.done() or written(native) != before, "its lines are written")
+            process.kill()
+            made = making.exception(60) is None
+        one, two = (begin(second, file, extra_headers=key) for _ in range(2))
+        assert one.id == two.id
+        check(second, over(second, one.id), count, padding)
+        left = [row for row in native.files(purpose="batch_lines") if not row["complete"]]
+        assert len(left) <= (0 if made else 1)  # which is deleted after an hour
+        for row in left:
+            native.delete_file(row["key"])
