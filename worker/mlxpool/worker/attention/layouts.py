@@ -42,7 +42,7 @@ from mlxpool.worker.attention.row_copies import RowStore
 from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
-from mlxpool.worker.caches.specs import RecurrentSpec
+from mlxpool.worker.caches.specs import KeyValueSpec, RecurrentSpec
 from mlxpool.worker.kernels.block_write import makes_tables
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
 from mlxpool.worker.layers.model_plan import Model
@@ -73,11 +73,13 @@ class Layout:
     _upload: Upload = staticmethod(upload_copy)
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
+    reads_int8 = False  # whether kernels of a GPU read keys and values as integers
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
         self._model = model
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
+        self.dequantised = _dequantised_bytes(shape)  # that a pass dequantises at a time, at most
         self._deterministic = deterministic
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
@@ -194,7 +196,7 @@ class SlabLayout(Layout):
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
-        self._runner = SlabRunner(model)
+        self._runner = SlabRunner(model, shape)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """See Layout. The unused blocks of slabs count as used."""
@@ -221,7 +223,7 @@ class SlabLayout(Layout):
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
         """See Layout."""
         slabs = {slab: None for row in rows for slab, _ in row.table}
-        return [array for slab in slabs for array in (*slab.keys, *slab.values)]
+        return [array for slab in slabs for array in slab.arrays()]
 
     def invalidate(self) -> None:
         """See Layout."""
@@ -263,6 +265,9 @@ class PagedLayout(Layout):
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)
+        self.reads_int8 = self.ragged is not None
+        if self.reads_int8:
+            self.dequantised = 0
 
     def _make_store(self) -> PagedStore:
         return PagedStore(self.pool)
@@ -290,7 +295,8 @@ class PagedLayout(Layout):
 
     def _ragged_runner(self, rows: int, uploads: Uploads) -> RaggedRunner | None:
         """Returns the runner of ragged passes; None where our kernel does not serve the model."""
-        found = attention_of(self._model, self.pool.shape.dtype)
+        shape = self.pool.shape
+        found = attention_of(self._model, shape.dtype, quantised=shape.quantised)
         if not found.supported:
             return None
         store = cast(PagedStore, self.store)
@@ -417,6 +423,19 @@ class PagedLayout(Layout):
     def close(self) -> None:
         """See Layout."""
         self.pool.arrays = []
+
+
+def _dequantised_bytes(shape: RowShape) -> int:
+    """Returns the bytes of the numbers that a pass reads at a time of rows stored as integers.
+
+    MLX's operations take the model's numbers: those of a layer of one row are made and used while
+    those of the row before are still there.
+    """
+    if not shape.quantised:
+        return 0
+    caches = [one for one in shape.caches if isinstance(one, KeyValueSpec)]
+    widest = max(one.heads * (one.key_dim + one.value_dim) for one in caches)
+    return 2 * widest * shape.dtype.size * shape.capacity
 
 
 def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:

@@ -16,12 +16,12 @@ is contiguous inside a block. "The model's" numbers are those that the model com
 on a CPU, float16 or bfloat16 on a GPU.
 
 With int8, number d of a head of a token is `keys[head, token, d] * key_scales[head, token, 0]`, and
-the same of values. A scale belongs to one token and one head: what is stored of a token depends on its own keys and
-values alone, is written once and never changed, whatever follows in its block, however a prompt is
-divided into passes, and whatever is removed behind it. The scale is the head's greatest absolute
-number divided by 127, rounded to bfloat16; the numbers are divided by the rounded scale and rounded
-to the nearest integer, ties to even. Attention reads what is stored, also that of the pass which
-stores it. attention/int8_numbers.py and the CUDA kernels `rotate_and_quantise` and
+the same of values. A scale belongs to one token and one head: what is stored of a token depends on
+its own keys and values alone, is written once and never changed, whatever follows in its block,
+however a prompt is divided into passes, and whatever is removed behind it. The scale is the head's
+greatest absolute number divided by 127, rounded to bfloat16; the numbers are divided by the rounded
+scale and rounded to the nearest integer, ties to even. Attention reads what is stored, also that of
+the pass which stores it. attention/int8_numbers.py and the CUDA kernels `rotate_and_quantise` and
 `ragged_attention` compute it.
 """
 

@@ -32,6 +32,7 @@ from mlxpool.worker.engine.description import (
     tokenizer_kind,
 )
 from mlxpool.worker.engine.encoder_description import describe_encoder
+from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
 from mlxpool.worker.system import parent_death
@@ -55,10 +56,12 @@ def check(
     """
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
+    problems = Problems()
     if config.path == COUNTING:
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
+        problems.attempt(require_no_kv, config.kv, "the counting model")
+        report["problems"] = list(problems.found)
         return report
-    problems = Problems()
     location = problems.attempt(locate, config)
     folder = None
     if location is not None:
@@ -70,7 +73,7 @@ def check(
         folder, found = find_problems(location, config.engine)
         problems.add(found)
     if folder is not None:
-        report["model"] = problems.attempt(describe, folder, config.prefix_cache)
+        report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
         if config.context > folder.context:
             report["notes"].append(
                 f"context is {config.context} tokens, the model's own is {folder.context}, which"
@@ -78,6 +81,7 @@ def check(
             )
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
+        problems.attempt(require_kv, config.kv, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if machine:
@@ -105,6 +109,7 @@ def _check_encoder(
 ) -> dict[str, Any]:
     """The report on an encoder model; only its first problem is found."""
     files = open_files(location)
+    problems.attempt(require_no_kv, config.kv, "a model of texts")
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
@@ -164,6 +169,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         chunk=device.prefill_chunk(config.batch),
         float32=not device.on_gpu(),
         deterministic=config.deterministic,
+        kv=config.kv,
     )
     why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     if config.deterministic and "deterministic" in features(folder) and device.on_gpu():
