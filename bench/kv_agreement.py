@@ -121,7 +121,7 @@ def log_probabilities(
     """
     row, start = layout.store.new_row(), 0
     for count in counts:
-        inputs = mx.array(ids[start : start + count], dtype=mx.int32)
+        inputs = mx.array(list(ids[start : start + count]), dtype=mx.int32)
         logits = layout.forward([RowSpan(row, count, lines=count)], inputs, [0]).logits
         logits = logits.astype(mx.float32)
         found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

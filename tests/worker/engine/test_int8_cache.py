@@ -180,12 +180,6 @@ def test_another_kind_of_cache_is_another_digest(
     assert source.opened.digest == report["model"]["digest"] == quantised
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "glm4_moe_lite": (GLM, "latent vectors"),
-    "unknown to us": ({"model_type": "phi"}, "mlx-lm's code"),
-}
-
-
 @pytest.mark.parametrize("name", ["builtin:counting", "builtin:demo-embed", "glm4_moe_lite"])
 def test_models_without_keys_and_values_refuse_it(name: str, tmp_path: Path) -> None:
     """By name at load, and in `mlxpool check`."""
@@ -202,5 +196,5 @@ def test_a_gpu_without_kernels_for_the_heads_refuses_it(
 ) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: False)
-    with pytest.raises(ModelLoadFailed, match="no kernel of ours reads .* 2 of 8 and 8 numbers"):
+    with pytest.raises(ModelLoadFailed, match=r"no kernel of ours reads .* 2 of 8 and 8 numbers"):
         ModelEngine(models["llama"], kv="int8")

@@ -137,8 +137,8 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
     folder = inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
     kv, suffix = ("int8", ", int8") if "int8" in name else ("auto", "")
-    exact = ModelEngine(load(folder), layout="rows", lookahead=False, kv=kv)
-    plain = drawn(exact, set(), fused=False)
+    alone = ModelEngine(load(folder), layout="rows", lookahead=False, kv=kv)
+    plain = drawn(alone, set(), fused=False)
     loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:

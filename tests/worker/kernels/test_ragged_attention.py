@@ -482,6 +482,6 @@ def test_shapes_that_ragged_attention_supports() -> None:
     for size, group in itertools.product(ragged_attention.HEAD_SIZES, (1, 16)):
         tiles = ragged_attention.tile_shape(8 * group, 8, size)
         for hopper in (False, *([True] if size in ragged_attention.HOPPER_SIZES else [])):
-            shared = ragged_attention.shared_bytes(tiles, size, hopper)
-            less = ragged_attention.shared_bytes(tiles, size, hopper, quantised=True)
+            shared = work_list.shared_bytes(tiles, size, hopper)
+            less = work_list.shared_bytes(tiles, size, hopper, quantised=True)
             assert less <= shared <= 110_000  # two thread blocks of a multiprocessor of Hopper

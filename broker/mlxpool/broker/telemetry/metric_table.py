@@ -166,6 +166,12 @@ def _kv_usage(snapshot: Snapshot) -> Rows:
             yield (worker.model, worker.slot), memory.get("kv_used", memory["kv"]) / for_sequences
 
 
+def _layouts(snapshot: Snapshot) -> Rows:
+    for worker in snapshot.workers:
+        if worker.beat is not None and worker.beat.layout:
+            yield (worker.model, worker.slot, worker.beat.layout), 1
+
+
 def _queries(worker: WorkerSnapshot) -> int | None:
     prefix = worker.prefix
     return prefix.get("hits", 0) + prefix.get("misses", 0) if prefix else None
@@ -287,6 +293,8 @@ WORKERS = (
     Family("mlxpool_kv_cache_usage_ratio", GAUGE,
            "Keys and values of running requests in what weights leave of the limit, 0 to 1",
            _WORKER, _kv_usage),
+    Family("mlxpool_kv_cache_info", GAUGE, "How keys and values are stored; always 1",
+           ("model", "worker", "layout"), _layouts),
     Family("mlxpool_preemptions_total", COUNTER, "Sequences that gave way to older ones",
            _WORKER, _beat(lambda worker: worker.memory.get("preemptions"))),
     Family("mlxpool_prefix_cache_queries_total", COUNTER, "Prompts looked up",

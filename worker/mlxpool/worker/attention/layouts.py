@@ -42,7 +42,7 @@ from mlxpool.worker.attention.row_copies import RowStore
 from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
-from mlxpool.worker.caches.specs import KeyValueSpec, RecurrentSpec
+from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.kernels.block_write import makes_tables
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
 from mlxpool.worker.layers.model_plan import Model
@@ -79,7 +79,7 @@ class Layout:
         self._model = model
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
-        self.dequantised = _dequantised_bytes(shape)  # that a pass dequantises at a time, at most
+        self.dequantised = shape.dequantised_bytes  # see there; 0 where kernels read integers
         self._deterministic = deterministic
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
@@ -423,19 +423,6 @@ class PagedLayout(Layout):
     def close(self) -> None:
         """See Layout."""
         self.pool.arrays = []
-
-
-def _dequantised_bytes(shape: RowShape) -> int:
-    """Returns the bytes of the numbers that a pass reads at a time of rows stored as integers.
-
-    MLX's operations take the model's numbers: those of a layer of one row are made and used while
-    those of the row before are still there.
-    """
-    if not shape.quantised:
-        return 0
-    caches = [one for one in shape.caches if isinstance(one, KeyValueSpec)]
-    widest = max(one.heads * (one.key_dim + one.value_dim) for one in caches)
-    return 2 * widest * shape.dtype.size * shape.capacity
 
 
 def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:

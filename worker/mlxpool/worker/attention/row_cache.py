@@ -74,6 +74,17 @@ class RowShape:
         size = self.dtype.size
         return sum(cache.fixed_bytes(size, self.chunk, self.kv) for cache in self._kept)
 
+    @property
+    def dequantised_bytes(self) -> int:
+        """Bytes of what MLX's operations make of integers at a time: the numbers of a layer of one
+        row, while those of the row before are still there.
+        """
+        if not self.quantised:
+            return 0
+        caches = [one for one in self.caches if isinstance(one, KeyValueSpec)]
+        widest = max(one.heads * (one.key_dim + one.value_dim) for one in caches)
+        return 2 * widest * self.dtype.size * self.capacity
+
     def window(self, layer: int) -> int:
         """Returns the window of a layer in tokens; 0: none."""
         cache = self.caches[layer]

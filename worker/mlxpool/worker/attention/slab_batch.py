@@ -149,7 +149,8 @@ class SlabReader:
         rows, heads, size = q.shape
         pairs = self._slabs[0][layer][0].shape[0]
         q = (q * scores.scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
-        found, values = [], []
+        found: list[mx.array] = []
+        values: list[mx.array] = []
         for reading, layers in zip(self._readings, self._slabs, strict=True):
             asked = q if self._member is None else q[:, reading.owner]
             held = tuple(_read(array, reading) for array in layers[layer])

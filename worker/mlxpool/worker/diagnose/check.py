@@ -32,7 +32,13 @@ from mlxpool.worker.engine.description import (
     tokenizer_kind,
 )
 from mlxpool.worker.engine.encoder_description import describe_encoder
-from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv
+from mlxpool.worker.caches.stored import INT8
+from mlxpool.worker.engine.kv_kinds import (
+    kernels_read_int8,
+    no_int8_kernels,
+    require_kv,
+    require_no_kv,
+)
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
 from mlxpool.worker.system import parent_death
@@ -174,6 +180,8 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
     why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     if config.deterministic and "deterministic" in features(folder) and device.on_gpu():
         why.append(NOT_ON_A_GPU)
+    if config.kv == INT8 and device.on_gpu() and not kernels_read_int8(folder):
+        why.append(no_int8_kernels(folder))
     machine = {
         "device": "gpu" if device.on_gpu() else "cpu",
         "total": total,
@@ -184,7 +192,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "fits": not why,
         "why": why,
     }
-    memory: dict[str, int | None] = {**asdict(need), "least": need.least}
+    memory: dict[str, int | str | None] = {**asdict(need), "least": need.least, "kv": config.kv}
     if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}

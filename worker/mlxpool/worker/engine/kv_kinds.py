@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
-from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.caches.stored import AUTO, INT8
+from mlxpool.worker.kernels.work_list import QUANTISED_SIZES
 from mlxpool.worker.weights.inspect import ModelFolder
 
 NO_KV = "kv = {kv!r} is not built for {what}, {why}; leave it out"
@@ -32,7 +33,15 @@ def require_no_kv(kv: str, what: str) -> None:
         raise ModelLoadFailed(NO_KV.format(kv=kv, what=what, why="which stores no keys and values"))
 
 
-def no_int8_kernels(folder: ModelFolder, dtype: str) -> str:
+def kernels_read_int8(folder: ModelFolder) -> bool:
+    """Whether a GPU's kernels may read 8-bit keys and values of the model; a load tries them."""
+    layers = [one for one in folder.plan.caches if isinstance(one, KeyValueSpec)]
+    return len(layers) == len(folder.plan.caches) and all(
+        one.key_dim == one.value_dim and one.key_dim in QUANTISED_SIZES for one in layers
+    )
+
+
+def no_int8_kernels(folder: ModelFolder) -> str:
     """The error of a model on a GPU for which our kernels do not read 8-bit keys and values."""
     heads = sorted(
         {
@@ -42,11 +51,11 @@ def no_int8_kernels(folder: ModelFolder, dtype: str) -> str:
         }
     )
     return NO_KV.format(
-        kv="int8",
+        kv=INT8,
         what=f"model_type {folder.model_type!r} on this GPU",
         why=(
             f"as no kernel of ours reads its keys and values as integers (heads: {', '.join(heads)}"
-            f" numbers; computed in {dtype}): they read heads of 32 to 256 numbers, a multiple of"
-            " 32, in float16 or bfloat16, of models without recurrent layers"
+            " numbers): they read heads of 32 to 256 numbers, a multiple of 32, in float16 or"
+            " bfloat16, of models without recurrent layers"
         ),
     )

@@ -124,7 +124,7 @@ class ModelEngine(WarmedEngine):
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
         if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
-            raise ModelLoadFailed(no_int8_kernels(folder, str(loaded.dtype)))
+            raise ModelLoadFailed(no_int8_kernels(folder))
         if self._layout.sizes:  # attention of compiled passes keeps no scores
             self.chunk = min(self.chunk, self._layout.sizes[-1])
             self._pairs = self.chunk**2

@@ -23,12 +23,19 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_values
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import (
+    HOPPER_ROWS,
     PART_UNITS,
+    QUANTISED_SIZES,
     TILE_ROWS,
     UNIT_ROWS,
+    WIDE,
     Spans,
     TileShape,
+    decode_stages,
+    keys_of,
+    shared_bytes,
     visible_ranges,
+    warps_of,
     work_items,
 )
 
@@ -38,17 +45,9 @@ INPUTS = (
 )  # fmt: skip
 QUANTISED_INPUTS = (*INPUTS[:5], "key_scales", "value_scales", *INPUTS[5:])
 HEAD_SIZES = range(16, 257, 16)
-QUANTISED_SIZES = range(32, 257, 32)  # of heads that are stored as 8-bit integers
 MAX_GROUP = 16  # query heads of a key head
-WARPS = 4  # of a thread block, 8 with Hopper's tiles
-WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
-DECODE_KEYS = 16  # of a decode tile that a warp multiplies at a time
-LINE_GAP = 8  # numbers between lines of shared memory
-INTEGER_GAP, SCALE_BYTES = 16, 2  # bytes between lines of integers, and of the scale of each
 HOPPER = "sm_90a"
 HOPPER_SIZES = (64, 128)  # of heads whose chunks have tiles of their own on Hopper
-HOPPER_ROWS = 128  # of such a tile, two groups of four warps
-SHARED_ALIGNMENT = 1024  # bytes, of swizzled matrices
 MULTIPROCESSORS = 132  # of a large GPU
 
 
@@ -189,8 +188,8 @@ def attend_fresh(
             lines, lines, lines, *pools, plan.begins, plan.ends, plan.tables, plan.items,
             turns.cosines, turns.sines, _sinks(scores, plan), plan.arrived, plan.partial,
         ],
-        grid=(pairs * WARPS * WARP_SIZE, plan.items.shape[0], 1),
-        threadgroup=(WARPS * WARP_SIZE, 1, 1),
+        grid=(pairs * warps_of(False) * WARP_SIZE, plan.items.shape[0], 1),
+        threadgroup=(warps_of(False) * WARP_SIZE, 1, 1),
         output_shapes=[(lines.shape[0], heads * size)],
         output_dtypes=[dtype],
     )  # fmt: skip
@@ -253,7 +252,7 @@ def _attend(
     turns = None if fresh is None else fresh.turns
     group = heads // pairs
     made = _kernel_of(group, pools, dtype, window, scores, hopper, turns, fresh=fresh is not None)
-    threads = _warps(hopper) * WARP_SIZE
+    threads = warps_of(hopper) * WARP_SIZE
     q, unused = q.astype(dtype), plan.arrived
     k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
     cosines, sines = (unused, unused) if turns is None else (turns.cosines, turns.sines)
@@ -377,41 +376,6 @@ def _fresh_is_right(
     return all(mx.allclose(one, other, 0.05, 0.05).item() for one, other in pairs_of)
 
 
-def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = False) -> int:
-    """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
-
-    Queries that do not stay in registers have memory, too.
-    """
-    sums = _warps(hopper) * shape.decode_rows * (size + 2) * 4
-    if hopper:
-        tiles = (4 * keys_of(size) + shape.rows) * size * 2 + SHARED_ALIGNMENT
-        return max(tiles, sums, 2 * _decode_bytes(size, hopper) if size < WIDE else 0)
-    stages, queries = 4 * keys_of(size) * _line_bytes(size, quantised), shape.rows * 2
-    queries *= size + LINE_GAP
-    if shape.rows * size > TILE_ROWS * WIDE:
-        return max(stages + queries, sums)
-    return max(stages, stages // 2 + queries, sums)  # queries are behind the first stage at first
-
-
-def _line_bytes(size: int, quantised: bool) -> int:
-    """Returns the shared memory of a head of a key or a value, with the scale of integers."""
-    return size + INTEGER_GAP + SCALE_BYTES if quantised else (size + LINE_GAP) * 2
-
-
-def _decode_bytes(size: int, hopper: bool, quantised: bool = False) -> int:
-    """Returns the shared memory of a stage of the decode tiles of all warps."""
-    return _warps(hopper) * 2 * DECODE_KEYS * _line_bytes(size, quantised)
-
-
-def _warps(hopper: bool) -> int:
-    return HOPPER_ROWS // 16 if hopper else WARPS
-
-
-def keys_of(size: int) -> int:
-    """Returns the keys of `size` numbers that are in shared memory at a time."""
-    return 64 if size <= WIDE else 32
-
-
 @cache
 def _kernel(
     group: int,
@@ -447,9 +411,9 @@ def _kernel(
         "TRADITIONAL": traditional,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
-        "DECODE_STAGES": min(2, shared // _decode_bytes(size, hopper, quantised)),
-        "WARPS": _warps(hopper),
-        "MATRICES": tiles.rows // (16 * WARPS),
+        "DECODE_STAGES": decode_stages(shared, size, hopper, quantised),
+        "WARPS": warps_of(hopper),
+        "MATRICES": tiles.rows // (16 * warps_of(False)),
         "TILE_UNITS": tiles.rows // UNIT_ROWS,
         "UNIT_ROWS": UNIT_ROWS,
         "UNITS": PART_UNITS,
@@ -469,6 +433,6 @@ def _kernel(
         constants,
         shared=shared,
         header=header,
-        bounds=(_warps(hopper) * WARP_SIZE, _blocks(size, tiles.rows, hopper)),
+        bounds=(warps_of(hopper) * WARP_SIZE, _blocks(size, tiles.rows, hopper)),
         ends=(*parts, "part_sums.cuh"),
     )
