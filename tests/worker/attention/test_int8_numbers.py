@@ -60,6 +60,11 @@ def test_heads_of_zeros_are_zeros(numbers: list[float]) -> None:
     assert not quantised([numbers])[2].any()
 
 
+def test_ties_are_rounded_to_even() -> None:
+    integers, scales, _ = quantised([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert scales.item() == 1 and integers.tolist() == [[127, 0, 2, 2, 0, -2]]
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_read_as_none(number: float) -> None:
     """Of that head alone: a model that has failed is noticed as without quantisation."""

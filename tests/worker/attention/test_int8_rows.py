@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+from mlxpool.worker.attention import kernel_trials  # noqa: E402
 from mlxpool.worker.attention.dot_product import causal_attention  # noqa: E402
 from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
 from mlxpool.worker.attention.layouts import cache_kinds  # noqa: E402
@@ -167,3 +168,14 @@ def test_blocks_of_a_pool_are_copied_with_their_scales() -> None:
         for array in arrays:
             assert mx.array_equal(array[2], array[row.table[0]]).item() and mx.any(array[2]).item()
     assert pool.nbytes == 4 * KV_BLOCK_TOKENS * FULL.token_bytes
+
+
+@pytest.mark.usefixtures("machine")
+def test_kernels_write_integers_and_scales_into_blocks() -> None:
+    """What passes with images need, which no kernel of ours rotates; and the trial before it."""
+    assert kernel_trials.kernels_write(FULL)
+    row = PagedStore(KVPool(FULL, 3, in_place=True)).new_row()
+    for count in (250, 20, 1):
+        for layer, read in enumerate(append(row, count)):
+            for one, other in zip(read, expected(layer, 0, row.offset), strict=True):
+                assert mx.array_equal(one, other).item()

@@ -79,7 +79,8 @@ class Layout:
         self._model = model
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
-        self.dequantised = shape.dequantised_bytes  # see there; 0 where kernels read integers
+        # Bytes of what integers become while a pass reads them; none where kernels read integers.
+        self.dequantised = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
@@ -197,6 +198,8 @@ class SlabLayout(Layout):
         # At worst the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
         self._runner = SlabRunner(model, shape)
+        read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
+        self.dequantised = shape.dequantised_bytes(read)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """See Layout. The unused blocks of slabs count as used."""

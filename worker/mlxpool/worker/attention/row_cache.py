@@ -25,6 +25,7 @@ from mlxpool.worker.caches.stored import AUTO, INT8, StoredArray
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
+READS_AT_A_TIME = 3  # of integers that become numbers of the model, measured over slabs
 Arrays = tuple[mx.array, ...]
 
 
@@ -74,16 +75,16 @@ class RowShape:
         size = self.dtype.size
         return sum(cache.fixed_bytes(size, self.chunk, self.kv) for cache in self._kept)
 
-    @property
-    def dequantised_bytes(self) -> int:
-        """Bytes of what MLX's operations make of integers at a time: the numbers of a layer of one
-        row, while those of the row before are still there.
+    def dequantised_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the numbers that MLX's operations make of integers at a time, where
+        they read so many tokens of a layer at once: MLX begins to read the next ones before those
+        that were read before are used and freed.
         """
         if not self.quantised:
             return 0
         caches = [one for one in self.caches if isinstance(one, KeyValueSpec)]
         widest = max(one.heads * (one.key_dim + one.value_dim) for one in caches)
-        return 2 * widest * self.dtype.size * self.capacity
+        return READS_AT_A_TIME * widest * self.dtype.size * tokens
 
     def window(self, layer: int) -> int:
         """Returns the window of a layer in tokens; 0: none."""

@@ -19,6 +19,7 @@ from typing import Any
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch, require_context
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -32,7 +33,6 @@ from mlxpool.worker.engine.description import (
     tokenizer_kind,
 )
 from mlxpool.worker.engine.encoder_description import describe_encoder
-from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.engine.kv_kinds import (
     kernels_read_int8,
     no_int8_kernels,
