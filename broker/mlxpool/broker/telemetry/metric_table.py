@@ -166,10 +166,8 @@ def _kv_usage(snapshot: Snapshot) -> Rows:
             yield (worker.model, worker.slot), memory.get("kv_used", memory["kv"]) / for_sequences
 
 
-def _layouts(snapshot: Snapshot) -> Rows:
-    for worker in snapshot.workers:
-        if worker.beat is not None and worker.beat.layout:
-            yield (worker.model, worker.slot, worker.beat.layout), 1
+def _kinds_of_kv(snapshot: Snapshot) -> Rows:
+    return (((model.name, model.kv), 1) for model in snapshot.models)
 
 
 def _queries(worker: WorkerSnapshot) -> int | None:
@@ -293,8 +291,8 @@ WORKERS = (
     Family("mlxpool_kv_cache_usage_ratio", GAUGE,
            "Keys and values of running requests in what weights leave of the limit, 0 to 1",
            _WORKER, _kv_usage),
-    Family("mlxpool_kv_cache_info", GAUGE, "How keys and values are stored; always 1",
-           ("model", "worker", "layout"), _layouts),
+    Family("mlxpool_kv_cache_info", GAUGE, "The setting kv of a model; always 1",
+           ("model", "kv"), _kinds_of_kv),
     Family("mlxpool_preemptions_total", COUNTER, "Sequences that gave way to older ones",
            _WORKER, _beat(lambda worker: worker.memory.get("preemptions"))),
     Family("mlxpool_prefix_cache_queries_total", COUNTER, "Prompts looked up",
