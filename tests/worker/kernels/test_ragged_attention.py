@@ -205,7 +205,7 @@ MORE = [
         ("float16", "bfloat16"),
     )
 ]
-MORE += [replace(one, kv=INT8) for one in MORE if one.size in ragged_attention.QUANTISED_SIZES]
+MORE += [replace(one, kv=INT8) for one in MORE if one.size in work_list.QUANTISED_SIZES]
 
 
 def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
