@@ -337,7 +337,7 @@ def test_check_shows_a_dash_for_unknown_figures() -> None:
     model = {"type": "phi3", "size": 5, "quantisation": "f32", "context": 9, "vocabulary": 7}
     model |= {"tokenizer": "BPE", "templates": [], "eos_ids": [], "digest": "0", "features": []}
     memory: dict[str, Any] = {"context": 9, "sequences": 2, "weights": 5, "prefix_cache": 3}
-    memory |= dict.fromkeys(("token", "fixed", "sequence", "all_sequences"))
+    memory |= dict.fromkeys(("token", "fixed", "sequence", "all_sequences")) | {"kv": "auto"}
     machine = {"device": "cpu", "total": 8, "free": 8, "limit": 8, "pool_limit": 8, "longest": None}
     report = {"name": "m", "path": "/m", "problems": [], "machine": {**machine, "fits": True}}
     report |= {"model": {**model, "layers": None, "parameters": None}, "memory": memory}

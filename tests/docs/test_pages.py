@@ -105,6 +105,7 @@ PAGES = {
         needs=("anthropic", "ollama", "openai"),
         programs=("curl",),
     ),
+    "docs/kv-cache.md": Page(),
     "docs/models.md": Page(
         (
             "mkdir -p ~/models/org/small-3b /data/large",

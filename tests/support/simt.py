@@ -36,7 +36,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 HOPPER = "sm_90a"
 TYPES = {
     mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.int32: "int",
-    mx.uint32: "unsigned", mx.uint8: "unsigned char",
+    mx.uint32: "unsigned", mx.uint8: "unsigned char", mx.int8: "signed char",
 }  # fmt: skip
 REPLACED = ("machine.cuh",)  # files that simt.h replaces
 WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}

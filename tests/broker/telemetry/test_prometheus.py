@@ -121,6 +121,7 @@ def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     assert value(metrics, "mlxpool_worker_memory_bytes", kind="prepare", **at) == 70
     assert value(metrics, "mlxpool_worker_memory_limit_bytes", **at) == 1000
     assert value(metrics, "mlxpool_kv_cache_usage_ratio", **at) == 0.25
+    assert value(metrics, "mlxpool_kv_cache_info", model="m", kv="auto") == 1
     assert value(metrics, "mlxpool_preemptions_total", **at) == 3
     assert value(metrics, "mlxpool_prefix_cache_queries_total", **at) == 10
     assert value(metrics, "mlxpool_prefix_cache_hits_total", **at) == 4

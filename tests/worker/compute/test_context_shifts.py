@@ -30,6 +30,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
+INT8_TIE = 0.1  # the same, where rounding moves a number to the next integer
 TIE = 0.1 if device.on_gpu() else 1e-4  # a margin between the two best that rounding may close
 CONTEXT, KEEP, STEPS = 24, 5, 75
 SHIFT = {"shift": True, "num_ctx": CONTEXT, "num_keep": KEEP, "ignore_eos": True}
@@ -154,6 +155,10 @@ LAYOUTS = [
     ("windows", {}),
     ("latent", {}),
     ("latent", {"lookahead": True}),
+    ("keys and values", {"kv": "int8"}),
+    ("keys and values", {"kv": "int8", "layout": "pool"}),
+    ("recurrent", {"kv": "int8"}),
+    ("windows", {"kv": "int8"}),
 ]
 
 
@@ -191,9 +196,12 @@ def prompt_of(size: int, salt: int) -> list[int]:
     return [int(token) for token in np.random.default_rng([size, salt]).integers(0, 256, size)]
 
 
-def assert_read(loaded: LoadedModel, prompt: list[int], ids: list[int], context: int) -> None:
+def assert_read(
+    loaded: LoadedModel, prompt: list[int], ids: list[int], context: int, kv: str = "auto"
+) -> None:
     """Each id is the best after the tokens in the context, as an empty engine reads them."""
-    engine = ModelEngine(loaded, prefix="off", lookahead=False)
+    engine = ModelEngine(loaded, prefix="off", lookahead=False, kv=kv)
+    tie = TIE if kv == "auto" else INT8_TIE
     options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
     for count, token in enumerate(ids):
         inputs = window([*prompt, *ids[:count]], context, KEEP)
@@ -203,7 +211,7 @@ def assert_read(loaded: LoadedModel, prompt: list[int], ids: list[int], context:
         engine.release(seq)
         assert drawn.logprob is not None
         (best, first), (other, second) = drawn.logprob.top
-        assert token == best or (token == other and first - second < TIE), count
+        assert token == best or (token == other and first - second < tie), count
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def assert_read(loaded: LoadedModel, prompt: list[int], ids: list[int], context:
 def test_a_shifted_stream_is_that_of_its_context_read_again(
     model: str, settings: dict[str, Any], loaded: dict[str, LoadedModel]
 ) -> None:
-    harness = harness_of(loaded[model].folder, **settings)
+    harness, kv = harness_of(loaded[model].folder, **settings), settings.get("kv", "auto")
     greedy = {**SHIFT, "temperature": 0.0}
     prompts = {1: prompt_of(10, 1), 2: prompt_of(23, 2), 3: prompt_of(3, 3)}
     for name, prompt in prompts.items():
@@ -222,8 +230,8 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
     for name, prompt in prompts.items():
         ids = ids_of(found[name])
         assert len(ids) == STEPS
-        assert_read(loaded[model], prompt, ids, CONTEXT)
-    assert_read(loaded[model], prompt_of(40, 4), ids_of(found[4]), 512)
+        assert_read(loaded[model], prompt, ids, CONTEXT, kv)
+    assert_read(loaded[model], prompt_of(40, 4), ids_of(found[4]), 512, kv)
     # A worker that goes on in the middle: before, at and behind a cut.
     begun = {name: ids_of(found[1])[:had] for name, had in enumerate((14, 15, 16, 40), 5)}
     for name, ids in begun.items():
@@ -232,12 +240,14 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
     for name, ids in begun.items():
         whole = [*ids, *ids_of(resumed[name])]
         assert len(whole) == STEPS
-        assert_read(loaded[model], prompts[1], whole, CONTEXT)
+        assert_read(loaded[model], prompts[1], whole, CONTEXT, kv)
 
 
 @pytest.mark.skipif(device.on_gpu(), reason="a GPU refuses `deterministic`")
-@pytest.mark.parametrize("had", [1, 14, 15, 30, 74])
-def test_a_resume_of_a_shifted_stream_is_exact(had: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("had", "kv"), [*((had, "auto") for had in (1, 14, 15, 30, 74)), (15, "int8"), (40, "int8")]
+)
+def test_a_resume_of_a_shifted_stream_is_exact(had: int, kv: str, tmp_path: Path) -> None:
     """Also sampled, with penalties, whose window is longer than the context."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
     folder = inspect(write_checkpoint(tmp_path, **sizes))
@@ -249,10 +259,10 @@ def test_a_resume_of_a_shifted_stream_is_exact(had: int, tmp_path: Path) -> None
         "repeat_last_n": 40,
         "logprobs": True,
     }
-    prompt, harness = prompt_of(10, 1), harness_of(folder, deterministic=True)
+    prompt, harness = prompt_of(10, 1), harness_of(folder, deterministic=True, kv=kv)
     harness.admit(1, prompt, STEPS, **options)
     whole = harness.until_ended({1})[1]
-    other = harness_of(folder, deterministic=True)
+    other = harness_of(folder, deterministic=True, kv=kv)
     other.admit(2, prompt_of(20, 2), 30, temperature=0.0)  # in the same batch
     other.resume(1, ids_of(whole)[:had], prompt, STEPS, **options)
     rest = other.until_ended({1, 2})[1]

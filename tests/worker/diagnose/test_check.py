@@ -35,7 +35,7 @@ MODEL = {
 }  # fmt: skip
 MAX_RENDERER_MEMORY = {
     "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
-    "prefix_cache", "least",
+    "prefix_cache", "least", "kv",
 }  # fmt: skip
 MACHINE = {"device", "total", "free", "limit", "pool_limit", "longest", "fits", "why"}
 
@@ -364,6 +364,16 @@ def reckoned(folder: Path, **changes: Any) -> MemoryEstimate:
         "float32": True,
     }
     return memory_estimate.estimate_memory(inspect(folder), **{**settings, **changes})
+
+
+def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
+    """And a report says so."""
+    heads, layers = 2 * 2, 2  # keys and values
+    assert reckoned(good, kv="int8").token == heads * layers * (8 + 2)  # width, and a scale
+    report = check("name", ModelConfig(path=str(good), kv="int8"), machine=True)
+    plain = check("name", ModelConfig(path=str(good)), machine=True)
+    assert (report["memory"]["kv"], plain["memory"]["kv"]) == ("int8", "auto")
+    assert report["memory"]["token"] == heads * layers * 10
 
 
 def test_memory_is_weights_and_keys_and_values(good: Path) -> None:

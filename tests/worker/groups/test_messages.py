@@ -38,7 +38,7 @@ PASS = Pass(
     builds=False,
 )
 MESSAGES: list[Message] = [
-    MakePool(24, 8, 512, 128, "pool"),
+    MakePool(24, 8, 512, 128, "pool", "int8"),
     CopyBlock(3, 17),
     PASS,
     Ended(),

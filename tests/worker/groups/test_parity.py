@@ -57,6 +57,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "glm4_moe_lite": GLM,
     "llama, a pass ahead": {},
+    "llama, int8 keys and values": {},
+    "gpt_oss, int8 keys and values": GPT_OSS,
 }
 
 
@@ -106,10 +108,11 @@ def engines(
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder, weights=weights_of(request.param, changes), **changes)
     ahead = "a pass ahead" in request.param
-    with pair.engine(folder, lookahead=ahead) as group:
+    kv = "int8" if "int8" in request.param else "auto"
+    with pair.engine(folder, lookahead=ahead, kv=kv) as group:
         if ahead:  # as on a GPU: a pass begins before rank 0 has read the tokens of the last
             group.warm_up()
-        whole = single(folder)
+        whole = single(folder, kv=kv)
         yield group, whole
         whole.close()
 
@@ -187,4 +190,4 @@ def test_a_rank_has_its_part_of_weights_and_cache(
     group, whole = engines
     mine, all_of_it = group.memory().weights / 2, whole.memory().weights
     assert 0.49 < mine / all_of_it < 0.6
-    assert group.layout == "pool" and re.match("slabs|rows", whole.layout)
+    assert re.fullmatch("pool(, int8)?", group.layout) and re.match("slabs|rows", whole.layout)

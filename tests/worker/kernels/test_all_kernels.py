@@ -57,6 +57,12 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
         # Products of so many dequantised lines do not compute the gate.
         RAGGED | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise", "swiglu"},
     ),
+    "llama, int8 keys and values": (
+        SIZES,
+        False,
+        (RAGGED - {"rotate_and_write", "paged_attention", "block_write"})
+        | {"rotate_and_quantise", "matmul_small", "matmul_tiled"},
+    ),
     "glm": (
         LATENT,
         False,
@@ -130,13 +136,15 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
         weights = quantised(weights)
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
     folder = inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
-    plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False), set(), fused=False)
+    kv, suffix = ("int8", ", int8") if "int8" in name else ("auto", "")
+    alone = ModelEngine(load(folder), layout="rows", lookahead=False, kv=kv)
+    plain = drawn(alone, set(), fused=False)
     loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
         monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
-        engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30)
-        assert engine.layout == "pool, own kernels"
+        engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
+        assert engine.layout == f"pool, own kernels{suffix}"
         ours = drawn(engine, called, fused="latent_attention" not in expected)
     assert called == (set() if ON_GPU else expected)  # a GPU does not report it
     errors = []

@@ -21,6 +21,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "task",
     "prefix_cache",
     "prefix_bytes",
+    "kv",
     "step_target",
     "deterministic",
     "counting",

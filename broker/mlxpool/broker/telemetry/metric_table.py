@@ -166,6 +166,10 @@ def _kv_usage(snapshot: Snapshot) -> Rows:
             yield (worker.model, worker.slot), memory.get("kv_used", memory["kv"]) / for_sequences
 
 
+def _kinds_of_kv(snapshot: Snapshot) -> Rows:
+    return (((model.name, model.kv), 1) for model in snapshot.models)
+
+
 def _queries(worker: WorkerSnapshot) -> int | None:
     prefix = worker.prefix
     return prefix.get("hits", 0) + prefix.get("misses", 0) if prefix else None
@@ -290,6 +294,8 @@ WORKERS = (
     Family("mlxpool_kv_cache_usage_ratio", GAUGE,
            "Keys and values of running requests in what weights leave of the limit, 0 to 1",
            _WORKER, _kv_usage),
+    Family("mlxpool_kv_cache_info", GAUGE, "The setting kv of a model; always 1",
+           ("model", "kv"), _kinds_of_kv),
     Family("mlxpool_preemptions_total", COUNTER, "Sequences that gave way to older ones",
            _WORKER, _beat(lambda worker: worker.memory.get("preemptions"))),
     Family("mlxpool_prefix_cache_queries_total", COUNTER, "Prompts looked up",

@@ -78,6 +78,7 @@ class ModelSnapshot:
     counts: Mapping[str, int]  # the integer counters of metrics.histograms.Figures, by name
     outcomes: Mapping[str, int]
     histograms: Mapping[str, Frozen]
+    kv: str  # the setting of this name: what is stored of keys and values
 
     @property
     def failed(self) -> int:
@@ -276,6 +277,7 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
         {name: value for name, value in vars(figures).items() if type(value) is int},
         dict(figures.outcomes),
         _histograms(figures) if figures.accepted else {},
+        model.config.kv,
     )
 
 

@@ -155,11 +155,16 @@ def _figure(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
+def _kind_of_kv(kv: str) -> str:
+    """What is said of keys and values that are not stored as the model computes them."""
+    return "" if kv == "auto" else f", kv = {kv}"
+
+
 def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     many = f"{memory['sequences']} of {memory['context']:,} tokens"
     return [
         ("weights in memory", size(memory["weights"])),
-        ("one token", size(memory["token"])),
+        ("one token", f"{size(memory['token'])}{_kind_of_kv(memory['kv'])}"),
         ("of any length", size(memory["fixed"])),
         ("one sequence", f"{size(memory['sequence'])} with {memory['context']:,} tokens"),
         ("all sequences", f"{size(memory['all_sequences'])}, {many}"),

@@ -128,6 +128,9 @@ class ModelConfig:
     prefix_cache: Annotated[str, OneOf(("tree", "single", "off"))] = "tree"
     # Of the prefix cache; 0: a quarter of what the weights leave.
     prefix_bytes: Annotated[Bytes, Within(0, 2**62)] = 0
+    # What is stored of keys and values. auto: numbers as the model computes them; int8: 8-bit
+    # integers with a scale for each token and head, about half of the bytes of 16-bit numbers.
+    kv: Annotated[str, OneOf(("auto", "int8"))] = "auto"
     # Seconds that prompts may add to a step of streams: with more, prompts are read sooner; with
     # less, a stream waits less for the prompts of others. 0: six decode steps of the model, 8 to
     # 40 ms, on a GPU and 200 ms elsewhere.

@@ -11,7 +11,13 @@ from mlxpool.worker.attention.dot_product import unfused_attention
 from mlxpool.worker.attention.kv_pool import KVPool
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, LatentSpec
-from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
+from mlxpool.worker.kernels import (
+    block_write,
+    float32_attention,
+    latent_attention,
+    paged_attention,
+    ragged_attention,
+)
 from mlxpool.worker.kernels.kernel_builder import kernel_works
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
@@ -41,6 +47,8 @@ def _kernel_attends(shape: RowShape, cache: CacheSpec) -> bool:
     if not isinstance(cache, KeyValueSpec):
         return False
     sizes = cache.heads, cache.heads, cache.key_dim, cache.value_dim, shape.dtype
+    if shape.quantised:  # the runner of ragged passes tries it
+        return ragged_attention.supports(*sizes, quantised=True)
     if float32_attention.supports(*sizes):
         return True
     return paged_attention.supports(*sizes) and kernel_works(
@@ -115,10 +123,12 @@ def kernels_write(shape: RowShape) -> bool:
         pool = KVPool(shape, 1, in_place=True)
         here = mx.array([[0]], dtype=mx.int32)
         for layer, arrays in enumerate(pool.arrays):
-            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in arrays)
+            given = arrays[: len(arrays) // 2] if shape.quantised else arrays  # without scales
+            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in given)
             mx.eval(pool.write(layer, fresh, mx.array([1], dtype=mx.int32), here))
             # Slices, because MLX would compile a kernel to gather blocks.
-            if not all(bool(mx.all(array[:1, :, 1:2] == 1).item()) for array in arrays):
+            written = shape.read(tuple(array[:1, :, 1:2] for array in arrays))
+            if not all(bool(mx.allclose(one, mx.ones(1), 0.01).item()) for one in written):
                 raise RuntimeError("what was written is not there")
     except (RuntimeError, ValueError) as error:
         log.warning("our CUDA kernels do not work here, rows have arrays of their own: %s", error)

@@ -21,8 +21,8 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 class KVPool:
     """The memory of all blocks.
 
-    `arrays`: for each layer keys and values, or latent vectors, an array
-    [blocks, heads, KV_BLOCK_TOKENS, size] each.
+    `arrays`: for each layer those that it stores (caches/stored.py), each
+    [blocks, heads, KV_BLOCK_TOKENS, size].
     """
 
     def __init__(
@@ -46,16 +46,11 @@ class KVPool:
         mx.eval(self.arrays)
 
     def _zeros(self, cache: object) -> Arrays:
-        match cache:
-            case LatentSpec(dim, _):
-                shapes = [(1, dim)]
-            case KeyValueSpec(heads, key_dim, value_dim, _):
-                shapes = [(heads, key_dim), (heads, value_dim)]
-            case _:
-                raise TypeError(f"a pool of blocks has no place for {cache}")
+        if not isinstance(cache, KeyValueSpec | LatentSpec):
+            raise TypeError(f"a pool of blocks has no place for {cache}")
         return tuple(
-            mx.zeros((self.blocks + 1, heads, KV_BLOCK_TOKENS, size), dtype=self.shape.dtype)
-            for heads, size in shapes
+            self.shape.zeros(one, self.blocks + 1, one.heads, KV_BLOCK_TOKENS)
+            for one in self.shape.arrays_of(cache)
         )
 
     @property
@@ -87,11 +82,11 @@ class KVPool:
         return pending or [array for arrays in self.arrays for array in arrays]
 
     def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
-        """Writes arrays [n, heads, size] into slots [n] of a layer.
+        """Writes new keys and values [n, heads, size] into slots [n] of a layer.
 
         Returns `table`, on which readers of the written tokens must depend, see worker/kernels.
         """
-        for array, new in zip(self.arrays[layer], fresh, strict=True):
+        for array, new in zip(self.arrays[layer], self.shape.stored(fresh), strict=True):
             if self.in_place:
                 done = block_write.write_tokens(array, new, slots)
                 self.pending.append(done)
@@ -101,15 +96,17 @@ class KVPool:
                 array[blocks, :, places] = new.astype(array.dtype)
         return table
 
+    def gather(self, layer: int, table: mx.array) -> Arrays:
+        """Returns the blocks of tables [R, B] in a layer, as attention reads them.
 
-def gather_blocks(arrays: Arrays, table: mx.array) -> Arrays:
-    """Returns the blocks of tables [R, B] as arrays [R, heads, B * KV_BLOCK_TOKENS, size]."""
-    found = []
-    for array in arrays:
-        _, heads, _, size = array.shape
-        blocks = array[table].swapaxes(1, 2)
-        found.append(blocks.reshape(table.shape[0], heads, -1, size))
-    return tuple(found)
+        The arrays are [R, heads, B * KV_BLOCK_TOKENS, size].
+        """
+        found = []
+        for array in self.arrays[layer]:
+            _, heads, _, size = array.shape
+            blocks = array[table].swapaxes(1, 2)
+            found.append(blocks.reshape(table.shape[0], heads, -1, size))
+        return self.shape.read(tuple(found))
 
 
 class PagedRow(BlockRow):
@@ -149,11 +146,11 @@ class PagedRow(BlockRow):
         slots, table = self._placed(end)
         fresh = tuple(array.squeeze(0).swapaxes(0, 1) for array in new)
         table = self.pool.write(layer, fresh, slots, table)
-        if self.offset == 0:
+        if self.offset == 0 and not self.shape.quantised:
             return tuple(array.astype(self.shape.dtype) for array in new)
         start = max(0, self.offset + 1 - window) if window else 0
         first = start // KV_BLOCK_TOKENS
-        seen = gather_blocks(self.pool.arrays[layer], table[:, first:])
+        seen = self.pool.gather(layer, table[:, first:])
         unseen = first * KV_BLOCK_TOKENS
         return tuple(array[:, :, start - unseen : end - unseen] for array in seen)
 

@@ -73,11 +73,14 @@ class Layout:
     _upload: Upload = staticmethod(upload_copy)
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
+    reads_int8 = False  # whether kernels of a GPU read keys and values as integers
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
         self._model = model
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
+        # Bytes of what integers become while a pass reads them; none where kernels read integers.
+        self.dequantised = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
@@ -194,7 +197,9 @@ class SlabLayout(Layout):
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
-        self._runner = SlabRunner(model)
+        self._runner = SlabRunner(model, shape)
+        read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
+        self.dequantised = shape.dequantised_bytes(read)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """See Layout. The unused blocks of slabs count as used."""
@@ -221,7 +226,7 @@ class SlabLayout(Layout):
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
         """See Layout."""
         slabs = {slab: None for row in rows for slab, _ in row.table}
-        return [array for slab in slabs for array in (*slab.keys, *slab.values)]
+        return [array for slab in slabs for array in slab.arrays()]
 
     def invalidate(self) -> None:
         """See Layout."""
@@ -263,6 +268,9 @@ class PagedLayout(Layout):
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)
+        self.reads_int8 = self.ragged is not None
+        if self.reads_int8:
+            self.dequantised = 0
 
     def _make_store(self) -> PagedStore:
         return PagedStore(self.pool)
@@ -290,7 +298,8 @@ class PagedLayout(Layout):
 
     def _ragged_runner(self, rows: int, uploads: Uploads) -> RaggedRunner | None:
         """Returns the runner of ragged passes; None where our kernel does not serve the model."""
-        found = attention_of(self._model, self.pool.shape.dtype)
+        shape = self.pool.shape
+        found = attention_of(self._model, shape.dtype, quantised=shape.quantised)
         if not found.supported:
             return None
         store = cast(PagedStore, self.store)

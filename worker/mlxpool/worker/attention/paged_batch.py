@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import unfused_attention
-from mlxpool.worker.attention.kv_pool import KVPool, gather_blocks
+from mlxpool.worker.attention.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend, split_queries_keys
 from mlxpool.worker.kernels import float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.paged_attention import AttentionMetadata, parts_for
@@ -80,7 +80,7 @@ class PagedBatch(RotateThenAttend):
         served = float32_attention.supports(
             q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype
         )
-        plain = scores.sinks is None and not scores.softcap
+        plain = scores.sinks is None and not scores.softcap and not pool.shape.quantised
         if not self._chunk and pool.reads and served and plain:
             seen = min(metadata.longest, window or metadata.longest)
             parts = parts_for(q.shape[0] * k.shape[1], seen)
@@ -90,7 +90,7 @@ class PagedBatch(RotateThenAttend):
             )
         self.gathers = self._chunk
         table = pool.write(layer, (k, v), self._slots, self._table)
-        keys, values = gather_blocks(pool.arrays[layer], table)
+        keys, values = pool.gather(layer, table)
         return self._seen(q, keys, values, scores, window)
 
     def rotate_and_attend(
@@ -109,7 +109,8 @@ class PagedBatch(RotateThenAttend):
         """Returns whether the tensor-core kernel attends."""
         _, pairs, size = v.shape
         served = paged_attention.supports(heads, pairs, size, size, self._pool.shape.dtype)
-        return self._pool.reads and served and not scores.softcap
+        plain = not scores.softcap and not self._pool.shape.quantised
+        return self._pool.reads and served and plain
 
     def _pair(self, layer: int) -> tuple[mx.array, mx.array]:
         return cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
@@ -128,7 +129,7 @@ class PagedBatch(RotateThenAttend):
             read = latent_attention.attend(absorbed, latent, latents, metadata, scale, heads.rank)
         else:
             self.gathers = self._chunk
-            (latents,) = gather_blocks(pool.arrays[layer], metadata.table)
+            (latents,) = pool.gather(layer, metadata.table)
             read = self._seen(absorbed, latents, latents[..., : heads.rank], ScoreParams(scale))
         return heads.to_values(self.lines_after(layer, read))
 

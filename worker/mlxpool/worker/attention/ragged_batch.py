@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import mlx.core as mx
 
@@ -99,10 +98,10 @@ class RaggedBatch:
         if self._arrays.wanted is not None:
             qk, v = split_lines(lines, heads)
             return self.rotate_and_attend(layer, (qk,), v, scores, rope)
-        pools = cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
+        pools, shape = self._pool.arrays[layer], self._pool.shape
         tiles = ragged_attention.tile_shape(heads.query, heads.kv, heads.dim)
         return ragged_attention.attend_fresh(
-            lines,
+            lines.astype(shape.dtype) if shape.quantised else lines,
             heads.query,
             pools,
             self._arrays.plans[tiles],
@@ -124,10 +123,12 @@ class RaggedBatch:
 
         Where all spans are single lines, one kernel does both.
         """
-        pools = cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
+        pools, shape = self._pool.arrays[layer], self._pool.shape
+        if shape.quantised:
+            q, k, v = (one.astype(shape.dtype) for one in (q, k, v))
         turns = None if rope is None else self._rotation.turns(rope)
         decodes = self._arrays.decodes
-        plan = self._arrays.plans[tile_shape(q, v, decodes=decodes)]
+        plan = self._arrays.plans[tile_shape(q, v, decodes=decodes, quantised=shape.quantised)]
         window = self._pool.shape.window(layer)
         fresh = None
         if self._arrays.wanted is None:
@@ -153,8 +154,9 @@ class AttentionProbe:
 
     logits = True
 
-    def __init__(self, dtype: mx.Dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: mx.Dtype, *, quantised: bool = False) -> None:
+        """`quantised`: keys and values are stored as 8-bit integers."""
+        self._dtype, self._quantised = dtype, quantised
         self.shapes: set[TileShape] = set()  # of the tiles beside single lines of rows
         self.chunk_shapes: set[TileShape] = set()  # of those where there are none
         self.supported = True
@@ -192,14 +194,17 @@ class AttentionProbe:
     ) -> mx.array:
         """See ForwardBatch.attend. Notes the heads of the layer."""
         heads, pairs = q.shape[1], v.shape[1]
-        sizes = heads, pairs, k.shape[2], v.shape[2], self._dtype
-        if ragged_attention.supports(*sizes):
-            self.supported &= ragged_attention.works(heads // pairs, *sizes[1:3], self._dtype)
+        sizes, quantised = (heads, pairs, k.shape[2], v.shape[2], self._dtype), self._quantised
+        if ragged_attention.supports(*sizes, quantised=quantised):
+            group = heads // pairs
+            self.supported &= ragged_attention.works(
+                group, *sizes[1:3], self._dtype, quantised=quantised
+            )
         else:
             self.supported = False
         self.part_sums = max(self.part_sums, (pairs, v.shape[2]), key=lambda one: one[0] * one[1])
         self.shapes.add(tile_shape(q, v))
-        self.chunk_shapes.add(tile_shape(q, v, decodes=False))
+        self.chunk_shapes.add(tile_shape(q, v, decodes=False, quantised=quantised))
         return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)
 
     def rotate_and_attend(
@@ -228,6 +233,10 @@ class AttentionProbe:
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
 
-def tile_shape(q: mx.array, v: mx.array, *, decodes: bool = True) -> TileShape:
+def tile_shape(
+    q: mx.array, v: mx.array, *, decodes: bool = True, quantised: bool = False
+) -> TileShape:
     """The tiles of queries [T, H, D] over values [T, KV, D]."""
-    return ragged_attention.tile_shape(q.shape[1], v.shape[1], v.shape[2], decodes=decodes)
+    return ragged_attention.tile_shape(
+        q.shape[1], v.shape[1], v.shape[2], decodes=decodes, quantised=quantised
+    )

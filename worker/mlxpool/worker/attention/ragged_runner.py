@@ -43,9 +43,12 @@ SPARE_TABLES = 2
 Int32s = npt.NDArray[np.int32]
 
 
-def attention_of(model: Model, dtype: mx.Dtype) -> AttentionProbe:
-    """Returns the attention that the layers of a model ask for; computes nothing."""
-    probe = AttentionProbe(dtype)
+def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> AttentionProbe:
+    """Returns the attention that the layers of a model ask for; computes nothing.
+
+    `quantised`: over keys and values that are stored as 8-bit integers.
+    """
+    probe = AttentionProbe(dtype, quantised=quantised)
     model(mx.zeros((1,), dtype=mx.int32), probe)
     return probe
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlxpool.worker.attention import int8_numbers
 from mlxpool.worker.caches.specs import (
     ROLLBACK_STEPS,
     CacheSpec,
@@ -20,9 +21,11 @@ from mlxpool.worker.caches.specs import (
     RecurrentSpec,
     window_capacity,
 )
+from mlxpool.worker.caches.stored import AUTO, INT8, StoredArray
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
+READS_AT_A_TIME = 3  # of integers that become numbers of the model, measured over slabs
 Arrays = tuple[mx.array, ...]
 
 
@@ -30,7 +33,8 @@ Arrays = tuple[mx.array, ...]
 class RowShape:
     """The shape of a row; `capacity` and `chunk` in tokens.
 
-    `keeps_all`: layers with a window keep the tokens outside of it, too.
+    `keeps_all`: layers with a window keep the tokens outside of it, too. `kv`: the setting of this
+    name, which decides what is stored, see caches/stored.py.
     """
 
     caches: tuple[CacheSpec, ...]
@@ -38,6 +42,12 @@ class RowShape:
     capacity: int
     chunk: int = 2048
     keeps_all: bool = False
+    kv: str = AUTO
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys and values are stored as integers and scales."""
+        return self.kv == INT8
 
     @property
     def all_full_attention(self) -> bool:
@@ -57,17 +67,48 @@ class RowShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of one more token in all layers."""
-        return sum(cache.token_bytes(self.dtype.size) for cache in self._kept)
+        return sum(cache.token_bytes(self.dtype.size, self.kv) for cache in self._kept)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of a row besides its tokens."""
-        return sum(cache.fixed_bytes(self.dtype.size, self.chunk) for cache in self._kept)
+        size = self.dtype.size
+        return sum(cache.fixed_bytes(size, self.chunk, self.kv) for cache in self._kept)
+
+    def dequantised_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the numbers that MLX's operations make of integers at a time, where
+        they read so many tokens of a layer at once: MLX begins to read the next ones before those
+        that were read before are used and freed.
+        """
+        if not self.quantised:
+            return 0
+        caches = [one for one in self.caches if isinstance(one, KeyValueSpec)]
+        widest = max(one.heads * (one.key_dim + one.value_dim) for one in caches)
+        return READS_AT_A_TIME * widest * self.dtype.size * tokens
 
     def window(self, layer: int) -> int:
         """Returns the window of a layer in tokens; 0: none."""
         cache = self.caches[layer]
         return cache.window if isinstance(cache, KeyValueSpec) else 0
+
+    def arrays_of(self, cache: KeyValueSpec | LatentSpec) -> tuple[StoredArray, ...]:
+        """Returns the arrays that a layer with this cache stores."""
+        return cache.stored(self.kv)
+
+    def zeros(self, array: StoredArray, *shape: int) -> mx.array:
+        """Returns zeros [*shape, size] of the numbers of a stored array."""
+        dtype = int8_numbers.dtype_of(array.numbers, self.dtype)
+        return mx.zeros((*shape, array.size), dtype=dtype)
+
+    def stored(self, new: Arrays) -> Arrays:
+        """Returns what is stored of new arrays [..., size] of a layer: itself, where nothing is
+        quantised.
+        """
+        return int8_numbers.stored(new, self.dtype, self.kv)
+
+    def read(self, held: Arrays) -> Arrays:
+        """Returns what attention reads of stored arrays [..., size], see `stored`."""
+        return int8_numbers.read(held, self.dtype, self.kv)
 
     @property
     def _kept(self) -> Sequence[CacheSpec]:
@@ -77,22 +118,22 @@ class RowShape:
 
 
 class FullLayer:
-    """A layer of all tokens: an array [1, heads, allocated, size] for each of `sizes`."""
+    """A layer of all tokens: an array [1, heads, allocated, size] for each that it stores."""
 
-    def __init__(self, heads: int, sizes: tuple[int, ...], shape: RowShape) -> None:
-        self._heads, self._sizes, self._shape = heads, sizes, shape
+    def __init__(self, spec: KeyValueSpec | LatentSpec, shape: RowShape) -> None:
+        self._stored, self._shape = shape.arrays_of(spec), shape
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
         """Writes arrays [1, heads, n, size] after `at` tokens; returns all tokens up to the end."""
         end = at + new[0].shape[2]
         self._reserve(end)
-        for held, part in zip(self.arrays, new, strict=True):
+        for held, part in zip(self.arrays, self._shape.stored(new), strict=True):
             held[:, :, at:end, :] = part
-        return self.part(0, end, end)
+        return self._shape.read(self.part(0, end, end))
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
-        """Returns views of tokens [start, end) of `offset` tokens."""
+        """Returns views of what is stored of tokens [start, end) of `offset` tokens."""
         return tuple(array[:, :, start:end, :] for array in self.arrays)
 
     def put(self, parts: Sequence[Arrays], capacity: int) -> None:
@@ -100,8 +141,8 @@ class FullLayer:
         tokens = sum(part[0].shape[2] for part in parts)
         spare = max(self._rounded(capacity) - tokens, 0)
         self.arrays = tuple(
-            mx.concatenate([*side, self._zeros(size, spare)], axis=2)
-            for size, side in zip(self._sizes, zip(*parts, strict=True), strict=True)
+            mx.concatenate([*side, self._zeros(stored, spare)], axis=2)
+            for stored, side in zip(self._stored, zip(*parts, strict=True), strict=True)
         )
 
     def trim(self, offset: int, to: int) -> None:
@@ -115,23 +156,23 @@ class FullLayer:
             )
         capacity = self._rounded(end)
         if not self.arrays:
-            self.arrays = tuple(self._zeros(size, capacity) for size in self._sizes)
+            self.arrays = tuple(self._zeros(stored, capacity) for stored in self._stored)
         missing = capacity - self.arrays[0].shape[2]
         if missing > 0:
             self.arrays = tuple(
-                mx.concatenate([array, self._zeros(size, missing)], axis=2)
-                for size, array in zip(self._sizes, self.arrays, strict=True)
+                mx.concatenate([array, self._zeros(stored, missing)], axis=2)
+                for stored, array in zip(self._stored, self.arrays, strict=True)
             )
 
     def _rounded(self, end: int) -> int:
         return min(-(-end // ROW_GROWTH) * ROW_GROWTH, self._shape.capacity)
 
-    def _zeros(self, size: int, tokens: int) -> mx.array:
-        return mx.zeros((1, self._heads, tokens, size), dtype=self._shape.dtype)
+    def _zeros(self, stored: StoredArray, tokens: int) -> mx.array:
+        return self._shape.zeros(stored, 1, stored.heads, tokens)
 
 
 class WindowLayer:
-    """A layer with a window: arrays [1, heads, capacity, size].
+    """A layer with a window: an array [1, heads, capacity, size] for each that it stores.
 
     Their tokens [_first, _last) are in use. When the arrays are full, the tokens of the window move
     to the front, with the one before them: the window begins there after `trim` removed a token.
@@ -139,23 +180,19 @@ class WindowLayer:
 
     def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:
         self._spec, self._shape = spec, shape
-        self._sizes = (spec.key_dim, spec.value_dim)
+        self._stored = shape.arrays_of(spec)
         self._capacity = min(window_capacity(spec.window, shape.chunk), shape.capacity)
         self._first = self._last = 0
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
         """Writes new tokens after `at`; returns them and the tokens that the first of them sees."""
-        count = new[0].shape[2]
-        self._require_space(count)
-        start, self._last = self._last, self._last + count
-        for held, part in zip(self.arrays, new, strict=True):
-            held[:, :, start : self._last, :] = part
-        seen = max(self._first, start - self._spec.window + 1)
-        return tuple(array[:, :, seen : self._last, :] for array in self.arrays)
+        return self._shape.read(self._append(self._shape.stored(new)))
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
-        """Returns views of tokens [start, end) of `offset`, which must be inside the window."""
+        """Returns views of what is stored of tokens [start, end) of `offset`, which must be inside
+        the window.
+        """
         shift = self._last - offset
         assert self._first <= start + shift, "a window was asked for what it forgot"
         return tuple(array[:, :, start + shift : end + shift, :] for array in self.arrays)
@@ -164,15 +201,25 @@ class WindowLayer:
         """Copies the last tokens of a sequence from parts."""
         self._first = self._last = 0
         for part in parts:
-            self.write(0, part)
+            self._append(part)
 
     def trim(self, offset: int, to: int) -> None:
         """See FullLayer. Possible by one token, or to any token while none was dropped."""
         self._last = max(self._first, self._last - (offset - to))
 
+    def _append(self, new: Arrays) -> Arrays:
+        """Stores arrays; returns what is stored of them and of what the first of them sees."""
+        count = new[0].shape[2]
+        self._require_space(count)
+        start, self._last = self._last, self._last + count
+        for held, part in zip(self.arrays, new, strict=True):
+            held[:, :, start : self._last, :] = part
+        seen = max(self._first, start - self._spec.window + 1)
+        return tuple(array[:, :, seen : self._last, :] for array in self.arrays)
+
     def _require_space(self, count: int) -> None:
         if not self.arrays:
-            self.arrays = tuple(self._zeros(size, self._capacity) for size in self._sizes)
+            self.arrays = tuple(self._zeros(stored, self._capacity) for stored in self._stored)
         if self._last + count <= self._capacity:
             return
         kept = min(self._last - self._first, self._spec.window)
@@ -181,16 +228,16 @@ class WindowLayer:
             mx.concatenate(
                 [
                     array[:, :, self._last - kept : self._last, :],
-                    self._zeros(size, capacity - kept),
+                    self._zeros(stored, capacity - kept),
                 ],
                 axis=2,
             )
-            for size, array in zip(self._sizes, self.arrays, strict=True)
+            for stored, array in zip(self._stored, self.arrays, strict=True)
         )
         self._first, self._last = 0, kept
 
-    def _zeros(self, size: int, tokens: int) -> mx.array:
-        return mx.zeros((1, self._spec.heads, tokens, size), dtype=self._shape.dtype)
+    def _zeros(self, stored: StoredArray, tokens: int) -> mx.array:
+        return self._shape.zeros(stored, 1, stored.heads, tokens)
 
 
 class StateLayer:
@@ -229,11 +276,10 @@ def _layer(cache: CacheSpec, shape: RowShape) -> LayerArrays:
     match cache:
         case RecurrentSpec():
             return StateLayer(cache)
-        case LatentSpec(dim, _):
-            return FullLayer(1, (dim,), shape)
-        case KeyValueSpec(heads, key_dim, value_dim, window):
-            sizes = (key_dim, value_dim)
-            return WindowLayer(cache, shape) if window else FullLayer(heads, sizes, shape)
+        case KeyValueSpec() if cache.window:
+            return WindowLayer(cache, shape)
+        case LatentSpec() | KeyValueSpec():
+            return FullLayer(cache, shape)
 
 
 class RowCache:
@@ -245,14 +291,15 @@ class RowCache:
         self._layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
-        """Writes arrays [1, heads, n, size] after `offset` tokens; returns all tokens they see.
+        """Writes arrays [1, heads, n, size] after `offset` tokens; returns all tokens they see, as
+        attention reads them.
 
         `advance` moves `offset`, after the last layer.
         """
         return self._tokens(layer).write(self.offset, new)
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
-        """Returns views [1, heads, end - start, size] of tokens [start, end) of a layer."""
+        """Returns views [1, heads, end - start, size] of what a layer stores of some tokens."""
         return self._tokens(layer).part(start, end, self.offset)
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:

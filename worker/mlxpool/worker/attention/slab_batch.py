@@ -29,7 +29,7 @@ from mlxpool.worker.attention.row_batch import (
     leading_singles,
     line_selector,
 )
-from mlxpool.worker.attention.row_cache import Arrays
+from mlxpool.worker.attention.row_cache import Arrays, RowShape
 from mlxpool.worker.attention.slabs import Slab, SlabRow
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -123,45 +123,57 @@ class SlabReader:
 
     def __init__(
         self,
+        shape: RowShape,
         member: mx.array | None,
         readings: Sequence[_SlabArrays],
-        slabs: Sequence[tuple[list[mx.array], list[mx.array]]],
+        slabs: Sequence[list[Arrays]],
     ) -> None:
         """`member` [R, B]: 0 for blocks of the row, else MASKED_SCORE; None: row r has block r.
 
-        `slabs`: the keys and values of each layer, for each reading.
+        `slabs`: what each layer stores, for each reading.
         """
-        self._member, self._readings, self._slabs = member, readings, slabs
+        self._shape, self._member, self._readings, self._slabs = shape, member, readings, slabs
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Writes k [R, KV, D] and v [R, KV, V] behind the tokens of the rows."""
-        k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        for reading, (slab_keys, slab_values) in zip(self._readings, self._slabs, strict=True):
+        stored = self._shape.stored((k.swapaxes(0, 1), v.swapaxes(0, 1)))
+        for reading, layers in zip(self._readings, self._slabs, strict=True):
             if reading.writes:
-                _write(slab_keys, layer, reading, k)
-                _write(slab_values, layer, reading, v)
+                for array, new in zip(layers[layer], stored, strict=True):
+                    _write(array, reading, new)
 
     def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
         """q [R, H, D] -> [R, H, V]."""
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")
         rows, heads, size = q.shape
-        pairs = self._slabs[0][0][layer].shape[0]
+        pairs = self._slabs[0][layer][0].shape[0]
         q = (q * scores.scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
-        found, values = [], []
-        for reading, (slab_keys, slab_values) in zip(self._readings, self._slabs, strict=True):
+        found: list[mx.array] = []
+        values: list[mx.array] = []
+        for reading, layers in zip(self._readings, self._slabs, strict=True):
             asked = q if self._member is None else q[:, reading.owner]
-            keys = _read(slab_keys[layer], reading)
+            held = tuple(_read(array, reading) for array in layers[layer])
+            keys, value = self._shape.read(self._after(held, found))
             found.append(
                 apply_softcap(asked @ keys.swapaxes(-1, -2), scores.softcap) + reading.mask
             )
-            values.append(_read(slab_values[layer], reading))
+            values.append(value)
         out = (
             _attend_single_blocks(found, values)
             if self._member is None
             else self._weighed(found, values)
         )
         return out.reshape(rows, heads, -1)
+
+    def _after(self, held: Arrays, found: Sequence[mx.array]) -> Arrays:
+        """Returns stored arrays that are not read before the newest of `found` is computed.
+
+        What is dequantised of one slab is freed before that of the next is allocated.
+        """
+        if not self._shape.quantised or not found:
+            return held
+        return tuple(mx.depends(list(held), [found[-1]]))
 
     def _weighed(self, scores: list[mx.array], values: list[mx.array]) -> mx.array:
         """Returns attention [R, KV, G, D] from scores [KV, B, G, width] of each slab."""
@@ -187,10 +199,9 @@ def _concatenated(parts: list[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def _write(arrays: list[mx.array], layer: int, reading: _SlabArrays, new: mx.array) -> None:
-    """Writes new [KV, R, D] to the next token of each row."""
-    new = new if reading.lines is None else new[:, reading.lines]
-    arrays[layer][:, reading.places] = new
+def _write(array: mx.array, reading: _SlabArrays, new: mx.array) -> None:
+    """Writes new [KV, R, size] to the next token of each row."""
+    array[:, reading.places] = new if reading.lines is None else new[:, reading.lines]
 
 
 def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
@@ -293,8 +304,8 @@ class SlabRowBatch(RowBatch):
             row = self._rows[one.span]
             row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
         return {
-            one.span: self._rows[one.span].part(
-                layer, 0, self._rows[one.span].offset + one.end - one.first
+            one.span: self._rows[one.span].read(
+                layer, self._rows[one.span].offset + one.end - one.first
             )
             for one in apart
         }
@@ -306,7 +317,7 @@ class SlabRowBatch(RowBatch):
         member, readings = _readings(
             len(rows), _is_simple(found, len(rows)), constants, arrays, blocks
         )
-        return SlabReader(member, readings, [(slab.keys, slab.values) for slab, _ in found])
+        return SlabReader(rows[0].shape, member, readings, [slab.layers for slab, _ in found])
 
 
 _Constants = tuple[int, int, int, bool, bool, bool]
@@ -367,8 +378,8 @@ def _readings(
 class SlabRunner:
     """Runs compiled decode passes of a model over rows in slabs."""
 
-    def __init__(self, model: Model, *, max_passes: int = MAX_PASSES) -> None:
-        self._model = model
+    def __init__(self, model: Model, shape: RowShape, *, max_passes: int = MAX_PASSES) -> None:
+        self._model, self._shape = model, shape
         self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> mx.array:
@@ -377,20 +388,20 @@ class SlabRunner:
             row.reserve(row.offset + 1)
         found = slab_accesses(rows)
         logits, slabs = self._call(rows, ids, found)
-        for (slab, _), (keys, values) in zip(found, slabs, strict=True):
-            slab.keys, slab.values = list(keys), list(values)
+        for (slab, _), layers in zip(found, slabs, strict=True):
+            slab.layers = [tuple(arrays) for arrays in layers]
         for row in rows:
             row.advance(1)
         return logits
 
     def _call(
         self, rows: Sequence[SlabRow], ids: mx.array, found: list[tuple[Slab, SlabAccess]]
-    ) -> tuple[mx.array, list[tuple[list[mx.array], list[mx.array]]]]:
+    ) -> tuple[mx.array, list[list[Arrays]]]:
         count = len(rows)
         simple, (constants, arrays, blocks) = _is_simple(found, count), _packed(found, count)
         kind = (count, simple, *constants, *(_sizes(p) for _, p in found))
         positions = mx.array([row.offset for row in rows], dtype=mx.int32)
-        caches = [(slab.keys, slab.values) for slab, _ in found]
+        caches = [slab.layers for slab, _ in found]
         return self._pass(kind, ids, positions, simple, constants, arrays, blocks, caches)
 
     def _one_pass(
@@ -401,9 +412,8 @@ class SlabRunner:
         constants: list[_Constants],
         arrays: list[tuple[mx.array, ...]],
         blocks: list[mx.array],
-        caches: list[tuple[list[mx.array], list[mx.array]]],
-    ) -> tuple[mx.array, list[tuple[list[mx.array], list[mx.array]]]]:
+        caches: list[list[Arrays]],
+    ) -> tuple[mx.array, list[list[Arrays]]]:
         member, readings = _readings(ids.shape[0], simple, constants, arrays, blocks)
-        caches = [(list(keys), list(values)) for keys, values in caches]
-        step = SlabBatch(positions, SlabReader(member, readings, caches))
+        step = SlabBatch(positions, SlabReader(self._shape, member, readings, caches))
         return self._model(ids, step), caches

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_cache import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
@@ -23,14 +23,13 @@ SLAB_BLOCKS = 16  # blocks of a slab; more leave more unused, fewer need more pr
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """`keys` and `values` of each layer: [KV, blocks * KV_BLOCK_TOKENS, D].
+    """`layers`: of each layer the arrays that it stores, [KV, blocks * KV_BLOCK_TOKENS, size].
 
     A slab has the only references to its arrays, so that MLX writes them in place. Unused tokens
     are finite numbers.
     """
 
-    keys: list[mx.array]
-    values: list[mx.array]
+    layers: list[Arrays]
     free_blocks: list[int]  # a heap: the lowest block first, so that used blocks are neighbours
 
     @classmethod
@@ -38,17 +37,20 @@ class Slab:
         """Returns a slab without used blocks."""
         caches = [cache for cache in shape.caches if isinstance(cache, KeyValueSpec)]
         assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
+        tokens = blocks * KV_BLOCK_TOKENS
+        layers = [
+            tuple(shape.zeros(one, one.heads, tokens) for one in shape.arrays_of(cache))
+            for cache in caches
+        ]
+        return cls(layers, list(range(blocks)))
 
-        def zeros(heads: int, size: int) -> mx.array:
-            return mx.zeros((heads, blocks * KV_BLOCK_TOKENS, size), dtype=shape.dtype)
-
-        keys = [zeros(cache.heads, cache.key_dim) for cache in caches]
-        values = [zeros(cache.heads, cache.value_dim) for cache in caches]
-        return cls(keys, values, list(range(blocks)))
+    def arrays(self) -> list[mx.array]:
+        """Returns all arrays, to evaluate them together."""
+        return [array for arrays in self.layers for array in arrays]
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self.keys, *self.values))
+        return sum(array.nbytes for array in self.arrays())
 
 
 class Slabs:
@@ -91,6 +93,11 @@ class TokenRun:
     start: int  # token number in the slab
     count: int
 
+    @property
+    def end(self) -> int:
+        """The token number in the slab behind the last."""
+        return self.start + self.count
+
 
 @dataclass(eq=False)
 class SlabRow:
@@ -114,30 +121,36 @@ class SlabRow:
         while len(self.table) < blocks_for(tokens):
             self.table.append(self.slabs.allocate())
 
-    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes keys, values [1, KV, n, D] after `offset` tokens; returns all tokens."""
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> Arrays:
+        """Writes keys, values [1, KV, n, D] after `offset` tokens; returns all tokens, as attention
+        reads them.
+        """
         self.place(layer, keys, values)
-        return self.part(layer, 0, self.offset + keys.shape[2])
+        return self.read(layer, self.offset + keys.shape[2])
 
     def place(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Writes keys, values [1, KV, n, D] after `offset` tokens."""
-        self._place(layer, self.offset, keys, values)
+        self._place(layer, self.offset, self.shape.stored((keys, values)))
 
-    def part(self, layer: int, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Returns keys and values [1, KV, end - start, D] of tokens [start, end)."""
-        runs = list(self._runs(start, end))
-        return (
-            _joined([run.slab.keys[layer][:, run.start : run.start + run.count] for run in runs]),
-            _joined([run.slab.values[layer][:, run.start : run.start + run.count] for run in runs]),
-        )
+    def read(self, layer: int, end: int) -> Arrays:
+        """Returns keys and values [1, KV, end, D] of tokens [0, end), as attention reads them."""
+        return self.shape.read(self.part(layer, 0, end))
 
-    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], capacity: int) -> None:
+    def part(self, layer: int, start: int, end: int) -> Arrays:
+        """Returns what is stored [1, KV, end - start, size] of tokens [start, end)."""
+        pieces = [
+            [array[:, run.start : run.end] for array in run.slab.layers[layer]]
+            for run in self._runs(start, end)
+        ]
+        return tuple(_joined(list(side)) for side in zip(*pieces, strict=True))
+
+    def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
         """Copies parts into an empty row, see RowCache.put."""
         assert self.offset == 0, "only an empty row is filled"
         start = 0
-        for keys, values in parts:
-            self._place(layer, start, keys, values)
-            start += keys.shape[2]
+        for stored in parts:
+            self._place(layer, start, stored)
+            start += stored[0].shape[2]
 
     def advance(self, count: int) -> None:
         """Records that `count` more tokens are written in each layer."""
@@ -156,7 +169,7 @@ class SlabRow:
     def arrays(self) -> list[mx.array]:
         """Returns all arrays with blocks of the row, to evaluate them together."""
         slabs = {id(slab): slab for slab, _ in self.table}.values()
-        return [array for slab in slabs for array in (*slab.keys, *slab.values)]
+        return [array for slab in slabs for array in slab.arrays()]
 
     @property
     def nbytes(self) -> int:
@@ -168,16 +181,15 @@ class SlabRow:
         slab, block = self.table[self.offset // KV_BLOCK_TOKENS]
         return slab, block * KV_BLOCK_TOKENS + self.offset % KV_BLOCK_TOKENS
 
-    def _place(self, layer: int, start: int, keys: mx.array, values: mx.array) -> None:
-        """Writes keys, values [1, KV, n, D] from token `start` on into its blocks."""
-        end = start + keys.shape[2]
+    def _place(self, layer: int, start: int, stored: Arrays) -> None:
+        """Writes stored arrays [1, KV, n, size] from token `start` on into its blocks."""
+        end = start + stored[0].shape[2]
         self.reserve(end)
         done = 0
         for run in self._runs(start, end):
             part = slice(done, done + run.count)
-            place = slice(run.start, run.start + run.count)
-            run.slab.keys[layer][:, place] = keys[0, :, part]
-            run.slab.values[layer][:, place] = values[0, :, part]
+            for array, new in zip(run.slab.layers[layer], stored, strict=True):
+                array[:, run.start : run.end] = new[0, :, part]
             done += run.count
 
     def _keep_blocks(self, keep: int) -> None:

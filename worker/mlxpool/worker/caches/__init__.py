@@ -1,4 +1,5 @@
 """What each layer of a model keeps of a sequence, and how it is kept for later prompts.
 
-Pure: `specs` count bytes, `kinds` say where a kept prefix can be cut.
+Pure: `specs` count bytes, `stored` says which arrays hold them, `kinds` say where a kept prefix can
+be cut.
 """

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from mlxpool.worker.caches.stored import AUTO, StoredArray, keys_and_values
+
 ROLLBACK_STEPS = 2  # an unused step that ran ahead, and the step whose token is drawn again
 WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front of their array
 
@@ -28,17 +30,20 @@ class KeyValueSpec:
     value_dim: int
     window: int = 0
 
-    def token_bytes(self, item: int) -> int:
-        """Bytes of one more token, in numbers of `item` bytes."""
-        return 0 if self.window else self._numbers * item
+    def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
+        """The arrays that the layer stores, where the setting `kv` has this value."""
+        return keys_and_values(self.heads, self.key_dim, self.value_dim, kv)
 
-    def fixed_bytes(self, item: int, chunk: int) -> int:
+    def token_bytes(self, item: int, kv: str = AUTO) -> int:
+        """Bytes of one more token, where the model's numbers have `item` bytes."""
+        return 0 if self.window else self._bytes(item, kv)
+
+    def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
         """Bytes of a sequence of any length besides, read in chunks of up to `chunk` tokens."""
-        return window_capacity(self.window, chunk) * self._numbers * item if self.window else 0
+        return window_capacity(self.window, chunk) * self._bytes(item, kv) if self.window else 0
 
-    @property
-    def _numbers(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
+    def _bytes(self, item: int, kv: str) -> int:
+        return sum(one.token_bytes(item) for one in self.stored(kv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,15 @@ class LatentSpec:
     dim: int
     rank: int
 
-    def token_bytes(self, item: int) -> int:
+    def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
+        """See KeyValueSpec. Latents are stored in the model's numbers alone."""
+        return (StoredArray("latents", 1, self.dim),)
+
+    def token_bytes(self, item: int, kv: str = AUTO) -> int:
         """See KeyValueSpec."""
         return self.dim * item
 
-    def fixed_bytes(self, item: int, chunk: int) -> int:
+    def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
         """See KeyValueSpec."""
         return 0
 
@@ -69,11 +78,11 @@ class RecurrentSpec:
 
     shapes: tuple[tuple[int, ...], ...]
 
-    def token_bytes(self, item: int) -> int:
+    def token_bytes(self, item: int, kv: str = AUTO) -> int:
         """See KeyValueSpec."""
         return 0
 
-    def fixed_bytes(self, item: int, chunk: int) -> int:
+    def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
         """See KeyValueSpec. The state, and earlier states to roll back to."""
         return (1 + ROLLBACK_STEPS) * 4 * sum(math.prod(shape) for shape in self.shapes)
 

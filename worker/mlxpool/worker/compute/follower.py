@@ -115,7 +115,8 @@ class Follower:
             self._pool = None
             mx.clear_cache()
         caches = self._loaded.folder.plan.caches
-        shape = RowShape(caches, self._loaded.dtype, message.context, message.chunk)
+        context, chunk = message.context, message.chunk
+        shape = RowShape(caches, self._loaded.dtype, context, chunk, kv=message.kv)
         layout = FollowerLayout(
             shape,
             self._loaded.model,

@@ -16,6 +16,7 @@ from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv
 from mlxpool.worker.groups.divisions import Part, part_of
 from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
@@ -88,6 +89,7 @@ def open_source(
         files = open_files(locate(config))
         if is_encoder(files, config.task):
             require_one_device(config, "a model of texts")
+            require_no_kv(config.kv, "a model of texts")
             return _encoder(files, config)
     return open_generator(config, counting, start_group)
 
@@ -102,6 +104,7 @@ def open_generator(
     require_context(config)
     if config.path == COUNTING:
         require_one_device(config, "the counting model")
+        require_no_kv(config.kv, "the counting model")
         engine = counting(config.counting, config.context)
         engine.chunk = min(config.batch or engine.chunk, engine.context)
         return _counting(engine, config.sequences)
@@ -161,6 +164,7 @@ def _folder(
         require_group_settings(config)
     if config.deterministic:
         require_deterministic(folder)
+    require_kv(config.kv, folder)
     text, source = _text_of(folder)
     release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
     context = min(folder.context, config.context or folder.context)
@@ -206,10 +210,10 @@ def _folder(
                 float32=not device.on_gpu(),
             ),
         )
-        return ModelEngine(loaded, text, **settings)
+        return ModelEngine(loaded, text, kv=config.kv, **settings)
 
     opened = Opened(
-        versions.digest_of(folder.digest),
+        versions.digest_of(folder.digest, config.kv),
         context,
         folder.plan.vocab_size,
         text,
@@ -244,14 +248,19 @@ def _load_group(
 
     links.wait_until_ready(lambda: on_progress(0, 0))
     found = load_part(part, config, links.meeting, on_progress)
-    prefix = default_prefix_bytes(part, settings["context"], config.sequences)
+    prefix = default_prefix_bytes(part, settings["context"], config.sequences, config.kv)
     settings = {
         **settings,
         "limit": found.limit,
         "prefix_bytes": config.prefix_bytes // part.ranks or prefix,
     }
     return GroupEngine(
-        found.loaded, text, orders=links.orders, collectives=found.collectives, **settings
+        found.loaded,
+        text,
+        orders=links.orders,
+        collectives=found.collectives,
+        kv=config.kv,
+        **settings,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch, require_context
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -32,6 +33,12 @@ from mlxpool.worker.engine.description import (
     tokenizer_kind,
 )
 from mlxpool.worker.engine.encoder_description import describe_encoder
+from mlxpool.worker.engine.kv_kinds import (
+    kernels_read_int8,
+    no_int8_kernels,
+    require_kv,
+    require_no_kv,
+)
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
 from mlxpool.worker.system import parent_death
@@ -55,10 +62,12 @@ def check(
     """
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
+    problems = Problems()
     if config.path == COUNTING:
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
+        problems.attempt(require_no_kv, config.kv, "the counting model")
+        report["problems"] = list(problems.found)
         return report
-    problems = Problems()
     location = problems.attempt(locate, config)
     folder = None
     if location is not None:
@@ -70,7 +79,7 @@ def check(
         folder, found = find_problems(location, config.engine)
         problems.add(found)
     if folder is not None:
-        report["model"] = problems.attempt(describe, folder, config.prefix_cache)
+        report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
         if config.context > folder.context:
             report["notes"].append(
                 f"context is {config.context} tokens, the model's own is {folder.context}, which"
@@ -78,6 +87,7 @@ def check(
             )
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
+        problems.attempt(require_kv, config.kv, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if machine:
@@ -105,6 +115,7 @@ def _check_encoder(
 ) -> dict[str, Any]:
     """The report on an encoder model; only its first problem is found."""
     files = open_files(location)
+    problems.attempt(require_no_kv, config.kv, "a model of texts")
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
@@ -164,10 +175,13 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         chunk=device.prefill_chunk(config.batch),
         float32=not device.on_gpu(),
         deterministic=config.deterministic,
+        kv=config.kv,
     )
     why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     if config.deterministic and "deterministic" in features(folder) and device.on_gpu():
         why.append(NOT_ON_A_GPU)
+    if config.kv == INT8 and device.on_gpu() and not kernels_read_int8(folder):
+        why.append(no_int8_kernels(folder))
     machine = {
         "device": "gpu" if device.on_gpu() else "cpu",
         "total": total,
@@ -178,7 +192,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "fits": not why,
         "why": why,
     }
-    memory: dict[str, int | None] = {**asdict(need), "least": need.least}
+    memory: dict[str, int | str | None] = {**asdict(need), "least": need.least, "kv": config.kv}
     if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}

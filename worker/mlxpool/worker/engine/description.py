@@ -12,6 +12,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.protocol.images import VISION
 from mlxpool.worker import versions
 from mlxpool.worker.caches.specs import KeyValueSpec
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
 from mlxpool.worker.layers.quantisation import QuantLayout
@@ -38,8 +39,8 @@ NOT_ON_A_GPU = (
 COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it has no KV cache
 
 
-def describe(folder: ModelFolder, prefix_cache: str = "tree") -> dict[str, Any]:
-    """The `model` object of docs/models.md, of JSON values; its features with this prefix cache."""
+def describe(folder: ModelFolder, prefix_cache: str = "tree", kv: str = AUTO) -> dict[str, Any]:
+    """The `model` object of docs/models.md, of JSON values, with these settings."""
     tokenizer = read_json(folder.files / "tokenizer.json")
     templates = ChatTemplates.from_folder(folder.files).templates
     return {
@@ -54,7 +55,7 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree") -> dict[str, Any]:
         "templates": sorted(templates),
         "chat": chat_format(template.source for template in templates.values()),
         "eos_ids": sorted(folder.eos_ids),
-        "digest": versions.digest_of(folder.digest),
+        "digest": versions.digest_of(folder.digest, kv),
         "features": [one for one in features(folder) if one != "tree" or prefix_cache == "tree"],
         "details": details(folder, templates),
     }

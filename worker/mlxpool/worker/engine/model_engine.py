@@ -19,14 +19,17 @@ from time import monotonic
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.image_spans import add_images
+from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
@@ -72,6 +75,7 @@ class ModelEngine(WarmedEngine):
         blocks: int | None = None,
         step_target: float = 0.0,
         batch: int = 0,
+        kv: str = AUTO,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
@@ -79,7 +83,8 @@ class ModelEngine(WarmedEngine):
         `limit` bounds the bytes of the process, see device.memory_limit. `blocks` None: as many as
         the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
-        `batch` bounds the tokens of a pass, see device.prefill_chunk.
+        `batch` bounds the tokens of a pass, see device.prefill_chunk. `kv`: what rows store, see
+        caches/stored.py.
         """
         folder = loaded.folder
         super().__init__(
@@ -92,17 +97,21 @@ class ModelEngine(WarmedEngine):
             limit=limit,
             blocks=blocks,
             batch=batch,
+            kv=kv,
         )
+        require_kv(kv, folder)
         if loaded.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())
         self._loaded = loaded
         self._model = loaded.model
-        shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
+        shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk, kv=kv)
         name, shape = choose_layout(
             layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
         )
         self._set_row_sizes(shape)
-        if layout is None and shape.keeps_all and shape.has_windows and not self._holds_a_context():
+        integers = shape.quantised and device.on_gpu()  # of which kernels read those of pools
+        windows = shape.keeps_all and shape.has_windows and not integers
+        if layout is None and windows and not self._holds_a_context():
             # Rows keep only the tokens inside a window, so more sequences fit.
             name, shape = "rows", replace(shape, keeps_all=False)
             self._set_row_sizes(shape)
@@ -114,6 +123,8 @@ class ModelEngine(WarmedEngine):
         self._upload = self._uploads or upload_copy
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
+        if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
+            raise ModelLoadFailed(no_int8_kernels(folder))
         if self._layout.sizes:  # attention of compiled passes keeps no scores
             self.chunk = min(self.chunk, self._layout.sizes[-1])
             self._pairs = self.chunk**2
@@ -144,7 +155,8 @@ class ModelEngine(WarmedEngine):
     @property
     def layout(self) -> str:
         """See Engine.layout."""
-        return self._layout.name
+        name, kv = self._layout.name, self._layout_request[1].kv
+        return name if kv == AUTO else f"{name}, {kv}"
 
     def _make_layout(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[CacheRow]]:
         """Makes the layout and its prefix cache.

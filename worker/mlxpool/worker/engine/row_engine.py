@@ -18,6 +18,7 @@ import numpy as np
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.encoded import EncodedImages
@@ -146,6 +147,7 @@ class RowEngine(ABC, Generic[R]):
         limit: int,
         blocks: int | None,
         batch: int = 0,
+        kv: str = AUTO,
     ) -> None:
         """`weights` are bytes; for the other parameters see ModelEngine."""
         self.context = min(folder.context, context or folder.context)
@@ -154,7 +156,7 @@ class RowEngine(ABC, Generic[R]):
         self.batch = device.prefill_chunk(batch)
         self.chunk = min(self.batch, self.context)
         self.cost = StepCost()
-        self.digest = versions.digest_of(folder.digest)
+        self.digest = versions.digest_of(folder.digest, kv)
         self._text = text or ChatTokenizer.from_folder(folder)
         self._weights = weights
         self._limit = device.memory_limit(limit)

@@ -88,7 +88,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         # In place of a pass that has ended.
         one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
-        self._activation_bytes = (1 + self._lookahead) * one_pass
+        self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.dequantised
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
             beside = self._lookahead * one_pass + taken

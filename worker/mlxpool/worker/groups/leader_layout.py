@@ -87,7 +87,7 @@ class LeaderLayout(PagedLayout):
             in_place=in_place,
             uploads=uploads,
         )
-        orders.send(MakePool(blocks, rows, shape.capacity, shape.chunk, self.name))
+        orders.send(MakePool(blocks, rows, shape.capacity, shape.chunk, self.name, shape.kv))
 
     def _make_store(self) -> PagedStore:
         return LeaderStore(self.pool, self._orders)

@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.divisions import Part
 from mlxpool.worker.groups.links import Meeting
@@ -55,12 +56,12 @@ def rank_limit(configured: int, ranks: int) -> int:
     return device.memory_limit(0)
 
 
-def default_prefix_bytes(part: Part, context: int, sequences: int) -> int:
+def default_prefix_bytes(part: Part, context: int, sequences: int, kv: str = AUTO) -> int:
     """The bytes of a rank's prefix cache where no setting says so; 0: as that of other models.
 
     On a CPU all blocks of a pool are allocated at load: as many as all sequences have, twice.
     """
     if device.on_gpu():
         return 0
-    token = sum(cache.token_bytes(4) for cache in part.folder.plan.caches)
+    token = sum(cache.token_bytes(4, kv) for cache in part.folder.plan.caches)
     return token * context * sequences

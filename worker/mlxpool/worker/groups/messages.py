@@ -18,7 +18,7 @@ class MakePool:
     """Make a pool of `blocks` blocks for `rows` rows, in place of the one before.
 
     `context` and `chunk` are tokens: of a row, and of a pass at most. `layout` is the name of the
-    layout that rank 0 has; a rank that gets another one must not go on.
+    layout that rank 0 has; a rank that gets another one must not go on. `kv`: what rows store.
     """
 
     blocks: int
@@ -26,6 +26,7 @@ class MakePool:
     context: int
     chunk: int
     layout: str
+    kv: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Writes tokens into a pool of blocks, rotated or as they are, and copies a block."""
+"""Writes tokens into a pool of blocks, rotated, quantised or as they are, and copies a block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.kernels.kernel_builder import (
+    WARP_SIZE,
     Constant,
     build_kernel,
+    include_line,
     kernel_works,
     write_in_place,
 )
@@ -21,6 +23,9 @@ THREADS = 256
 COPY_BYTES = 16  # that a thread copies
 VECTOR = 8  # numbers of 16 bytes
 LINE_INPUTS = ("q", "k", "v", "keys", "values", "slots", "cosines", "sines")
+QUANTISED_INPUTS = (
+    "q", "k", "v", "keys", "values", "key_scales", "value_scales", "slots", "cosines", "sines",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def rotate_and_write(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    pools: tuple[mx.array, mx.array],
+    pools: tuple[mx.array, ...],
     slots: mx.array,
     turns: RopeTables | None,
 ) -> mx.array:
@@ -80,8 +85,11 @@ def rotate_and_write(
 
     Line t goes into slot slots[t] of the pools [blocks, KV, block, D]. With slot -1 it is padding:
     nothing is written and its q is zeros. q, k and v may be views. Whatever reads the pools must
-    depend on the result, see the package.
+    depend on the result, see the package. Four pools are those of 8-bit keys and values, and of
+    their scales [blocks, KV, block, 1]; q, k and v have one dtype of 16 bits then.
     """
+    if is_quantised(pools):
+        return _rotate_and_quantise(q, k, v, pools, slots, turns)
     lines, heads, size = q.shape
     _, pairs, block, _ = pools[0].shape
     dtype, none = pools[0].dtype, mx.zeros((1,))
@@ -99,6 +107,37 @@ def rotate_and_write(
         output_dtypes=[dtype],
     )
     return found[0].astype(q.dtype)
+
+
+def is_quantised(pools: tuple[mx.array, ...]) -> bool:
+    """Returns whether pools of a layer are integers and their scales, see caches/stored.py."""
+    return len(pools) == 4
+
+
+def _rotate_and_quantise(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    pools: tuple[mx.array, ...],
+    slots: mx.array,
+    turns: RopeTables | None,
+) -> mx.array:
+    lines, heads, size = q.shape
+    _, pairs, block, _ = pools[0].shape
+    none = mx.zeros((1,))
+    cosines, sines = (none, none) if turns is None else (turns.cosines, turns.sines)
+    turned = 0 if turns is None else 2 * cosines.shape[-1]
+    traditional = turns is not None and turns.traditional
+    made = _quantise_kernel(heads // pairs, pairs, size, block, turned, traditional, q.dtype)
+    threads = (heads + 2 * pairs) * WARP_SIZE
+    found: list[mx.array] = made(
+        inputs=[q, k, v, *pools, slots, cosines, sines],
+        grid=(-(-threads // THREADS) * THREADS, lines, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, heads, size)],
+        output_dtypes=[q.dtype],
+    )
+    return found[0]
 
 
 def write_tokens(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
@@ -156,6 +195,29 @@ def _rotate_kernel(
         "N": dtype,
     }
     return build_kernel("rotate_and_write", LINE_INPUTS, ["out"], constants)
+
+
+@cache
+def _quantise_kernel(
+    group: int,
+    pairs: int,
+    size: int,
+    block: int,
+    turned: int,
+    traditional: bool,
+    dtype: mx.Dtype,
+) -> Any:
+    constants: dict[str, Constant] = {
+        "GROUP": group,
+        "HEADS": pairs,
+        "SIZE": size,
+        "BLOCK": block,
+        "TURNED": turned,
+        "TRADITIONAL": traditional,
+        "N": dtype,
+    }
+    header = include_line("integers.cuh")
+    return build_kernel("rotate_and_quantise", QUANTISED_INPUTS, ["out"], constants, header=header)
 
 
 @cache

@@ -9,24 +9,33 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.worker.caches.stored import AUTO, INT8, Numbers, keys_and_values
 from mlxpool.worker.kernels import block_write, kernel_cache
-from mlxpool.worker.kernels.block_write import RopeTables
+from mlxpool.worker.kernels.block_write import RopeTables, is_quantised
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
     WARP_SIZE,
     Constant,
     build_kernel,
+    include_line,
     kernel_works,
 )
 from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_values
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import (
+    HOPPER_ROWS,
     PART_UNITS,
+    QUANTISED_SIZES,
     TILE_ROWS,
     UNIT_ROWS,
+    WIDE,
     Spans,
     TileShape,
+    decode_stages,
+    keys_of,
+    shared_bytes,
     visible_ranges,
+    warps_of,
     work_items,
 )
 
@@ -34,16 +43,11 @@ INPUTS = (
     "q", "k", "v", "keys", "values", "begins", "ends", "tables", "items", "cosines", "sines",
     "sinks", "arrived", "partial",
 )  # fmt: skip
+QUANTISED_INPUTS = (*INPUTS[:5], "key_scales", "value_scales", *INPUTS[5:])
 HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
-WARPS = 4  # of a thread block, 8 with Hopper's tiles
-WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
-DECODE_KEYS = 16  # of a decode tile that a warp multiplies at a time
-LINE_GAP = 8  # numbers between lines of shared memory
 HOPPER = "sm_90a"
 HOPPER_SIZES = (64, 128)  # of heads whose chunks have tiles of their own on Hopper
-HOPPER_ROWS = 128  # of such a tile, two groups of four warps
-SHARED_ALIGNMENT = 1024  # bytes, of swizzled matrices
 MULTIPROCESSORS = 132  # of a large GPU
 
 
@@ -77,20 +81,31 @@ class FreshLines:
     turns: RopeTables | None
 
 
-def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `attend` supports heads of these sizes."""
-    fits = key_dim == value_dim and key_dim in HEAD_SIZES
+def supports(
+    heads: int,
+    pairs: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: mx.Dtype,
+    *,
+    quantised: bool = False,
+) -> bool:
+    """Returns whether `attend` supports heads of these sizes, stored as integers or as they are."""
+    fits = key_dim == value_dim and key_dim in (QUANTISED_SIZES if quantised else HEAD_SIZES)
     return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
 
 
-def tile_shape(heads: int, pairs: int, size: int, *, decodes: bool = True) -> TileShape:
+def tile_shape(
+    heads: int, pairs: int, size: int, *, decodes: bool = True, quantised: bool = False
+) -> TileShape:
     """Returns the tiles of layers with these heads, for which a work list is made.
 
     `decodes`: the pass has single lines of rows. Where it has none, chunks have Hopper's tiles, if
     there are any: with 8 warps a thread block they are up to 1.6 times as fast, but decode tiles
-    beside them take up to twice as long.
+    beside them take up to twice as long. 8-bit keys and values have none of Hopper's.
     """
-    return _tile_shape(heads // pairs, pairs, size, not decodes and hopper_tiles(size))
+    hopper = not decodes and not quantised and hopper_tiles(size)
+    return _tile_shape(heads // pairs, pairs, size, hopper)
 
 
 def _tile_shape(group: int, pairs: int, size: int, hopper: bool) -> TileShape:
@@ -132,7 +147,7 @@ def part_sums(pairs: int, size: int) -> mx.array:
 
 def attend(
     q: mx.array,
-    pools: tuple[mx.array, mx.array],
+    pools: tuple[mx.array, ...],
     plan: RaggedPlan,
     scores: ScoreParams,
     window: int = 0,
@@ -145,16 +160,16 @@ def attend(
     q may be a view. Of what it sees, a line reads the last `window` keys; 0: all. Lines that see
     nothing, and the padding lines of the work list, get zeros; lines that no item has get anything.
     With `fresh` each line is the last of a row of its own, and q is not rotated yet. `decodes`: see
-    `tile_shape`, for which the work list was made.
+    `tile_shape`, for which the work list was made. For four pools see rotate_and_write.
     """
-    hopper = not decodes and hopper_tiles(q.shape[2])
+    hopper = not decodes and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)
 
 
 def attend_fresh(
     lines: mx.array,
     heads: int,
-    pools: tuple[mx.array, mx.array],
+    pools: tuple[mx.array, ...],
     plan: RaggedPlan,
     scores: ScoreParams,
     window: int,
@@ -165,20 +180,25 @@ def attend_fresh(
     Returns [T, H * D].
     """
     _, pairs, _, size = pools[0].shape
-    dtype = pools[0].dtype
-    made = _kernel_of(heads // pairs, pools, window, scores, False, turns, packed=True)
+    dtype = _dtype(lines, pools)
+    made = _kernel_of(heads // pairs, pools, dtype, window, scores, False, turns, packed=True)
     given, lines = lines.dtype, lines.astype(dtype)
     found: list[mx.array] = made(
         inputs=[
             lines, lines, lines, *pools, plan.begins, plan.ends, plan.tables, plan.items,
             turns.cosines, turns.sines, _sinks(scores, plan), plan.arrived, plan.partial,
         ],
-        grid=(pairs * WARPS * WARP_SIZE, plan.items.shape[0], 1),
-        threadgroup=(WARPS * WARP_SIZE, 1, 1),
+        grid=(pairs * warps_of(False) * WARP_SIZE, plan.items.shape[0], 1),
+        threadgroup=(warps_of(False) * WARP_SIZE, 1, 1),
         output_shapes=[(lines.shape[0], heads * size)],
         output_dtypes=[dtype],
     )  # fmt: skip
     return found[0].astype(given)
+
+
+def _dtype(q: mx.array, pools: tuple[mx.array, ...]) -> mx.Dtype:
+    """Returns the dtype of the numbers that are multiplied: of integers that of the queries."""
+    return q.dtype if is_quantised(pools) else pools[0].dtype
 
 
 def _sinks(scores: ScoreParams, plan: RaggedPlan) -> mx.array:
@@ -187,7 +207,8 @@ def _sinks(scores: ScoreParams, plan: RaggedPlan) -> mx.array:
 
 def _kernel_of(
     group: int,
-    pools: tuple[mx.array, mx.array],
+    pools: tuple[mx.array, ...],
+    dtype: mx.Dtype,
     window: int,
     scores: ScoreParams,
     hopper: bool,
@@ -203,7 +224,7 @@ def _kernel_of(
         pairs,
         size,
         block,
-        pools[0].dtype,
+        dtype,
         window,
         scores.scale,
         scores.softcap,
@@ -213,12 +234,13 @@ def _kernel_of(
         packed,
         0 if turns is None else 2 * turns.cosines.shape[-1],
         turns is not None and turns.traditional,
+        is_quantised(pools),
     )
 
 
 def _attend(
     q: mx.array,
-    pools: tuple[mx.array, mx.array],
+    pools: tuple[mx.array, ...],
     plan: RaggedPlan,
     scores: ScoreParams,
     window: int,
@@ -226,11 +248,11 @@ def _attend(
     fresh: FreshLines | None = None,
 ) -> mx.array:
     given, (lines, heads, size) = q.dtype, q.shape
-    dtype, pairs = pools[0].dtype, pools[0].shape[1]
+    dtype, pairs = _dtype(q, pools), pools[0].shape[1]
     turns = None if fresh is None else fresh.turns
     group = heads // pairs
-    made = _kernel_of(group, pools, window, scores, hopper, turns, fresh=fresh is not None)
-    threads = _warps(hopper) * WARP_SIZE
+    made = _kernel_of(group, pools, dtype, window, scores, hopper, turns, fresh=fresh is not None)
+    threads = warps_of(hopper) * WARP_SIZE
     q, unused = q.astype(dtype), plan.arrived
     k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
     cosines, sines = (unused, unused) if turns is None else (turns.cosines, turns.sines)
@@ -250,18 +272,31 @@ def _attend(
 
 
 @cache
-def works(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
+def works(group: int, pairs: int, size: int, dtype: mx.Dtype, *, quantised: bool = False) -> bool:
     """Returns whether both kernels of a layer are right here; tries them once, logs if not."""
     return kernel_works(
-        "ragged attention",
+        "ragged attention of 8-bit keys and values" if quantised else "ragged attention",
         lambda: (
-            _is_right(group, pairs, size, dtype, False)
-            and _fresh_is_right(group, pairs, size, dtype)
+            _is_right(group, pairs, size, dtype, False, quantised)
+            and _fresh_is_right(group, pairs, size, dtype, quantised)
         ),
     )
 
 
-def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) -> bool:
+def _empty_pools(
+    blocks: int, pairs: int, block: int, size: int, dtype: mx.Dtype, quantised: bool
+) -> tuple[mx.array, ...]:
+    """Returns pools of zeros for a layer."""
+    stored = keys_and_values(pairs, size, size, INT8 if quantised else AUTO)
+    dtypes = {Numbers.INT8: mx.int8, Numbers.SCALE: mx.bfloat16}
+    return tuple(
+        mx.zeros((blocks, pairs, block, one.size), dtypes.get(one.numbers, dtype)) for one in stored
+    )
+
+
+def _is_right(
+    group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool, quantised: bool = False
+) -> bool:
     """Compares a token after many, in parts, and a chunk with MLX's operations."""
     block, longest, lines, heads = 256, 200, TILE_ROWS // 2, group * pairs
     shape = _tile_shape(group, pairs, size, hopper)
@@ -270,7 +305,7 @@ def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) 
         for salt, n in enumerate((heads, pairs, pairs))
     )
     q, k, v = (one.astype(dtype) for one in random)
-    pools = mx.zeros((2, pairs, block, size), dtype), mx.zeros((2, pairs, block, size), dtype)
+    pools = _empty_pools(2, pairs, block, size, dtype, quantised)
     mx.eval(q, k, v, pools)
     slots = mx.array([*range(longest), *range(block, block + lines)], dtype=mx.int32)
     rotated = block_write.rotate_and_write(q, k, v, pools, slots, None)[longest - 1 :]
@@ -298,7 +333,9 @@ def _is_right(group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool) 
     return True
 
 
-def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
+def _fresh_is_right(
+    group: int, pairs: int, size: int, dtype: mx.Dtype, quantised: bool = False
+) -> bool:
     """Compares fresh lines with lines that rotate_and_write writes."""
     block, longest, heads = 256, 200, group * pairs
     random = (
@@ -317,7 +354,7 @@ def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
     plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, *memory)
     found = []
     for more in (0, 1):
-        pools = mx.zeros((1, pairs, block, size), dtype), mx.ones((1, pairs, block, size), dtype)
+        pools = _empty_pools(1, pairs, block, size, dtype, quantised)
         mx.eval(q, k, v, pools)
         before = longest - more
         earlier = RopeTables(turns.cosines[:before], turns.sines[:before], False)
@@ -334,36 +371,9 @@ def _fresh_is_right(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
             found.append(_attend(rotated[-1:], pools, plan, ScoreParams(0.1), 0, False))
         mx.eval(found)
         found.extend(pools)
-    pairs_of = zip(found[:3], found[3:], strict=True)
+    each = len(found) // 2
+    pairs_of = zip(found[:each], found[each:], strict=True)
     return all(mx.allclose(one, other, 0.05, 0.05).item() for one, other in pairs_of)
-
-
-def shared_bytes(shape: TileShape, size: int, hopper: bool) -> int:
-    """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
-
-    Queries that do not stay in registers have memory, too.
-    """
-    sums = _warps(hopper) * shape.decode_rows * (size + 2) * 4
-    if hopper:
-        tiles = (4 * keys_of(size) + shape.rows) * size * 2 + SHARED_ALIGNMENT
-        return max(tiles, sums, 2 * _decode_bytes(size, hopper) if size < WIDE else 0)
-    line = (size + LINE_GAP) * 2
-    queries = shape.rows * line if shape.rows * size > TILE_ROWS * WIDE else 0
-    return max(4 * keys_of(size) * line + queries, sums)
-
-
-def _decode_bytes(size: int, hopper: bool) -> int:
-    """Returns the shared memory of a stage of the decode tiles of all warps."""
-    return _warps(hopper) * 2 * DECODE_KEYS * (size + LINE_GAP) * 2
-
-
-def _warps(hopper: bool) -> int:
-    return HOPPER_ROWS // 16 if hopper else WARPS
-
-
-def keys_of(size: int) -> int:
-    """Returns the keys of `size` numbers that are in shared memory at a time."""
-    return 64 if size <= WIDE else 32
 
 
 @cache
@@ -382,9 +392,10 @@ def _kernel(
     packed: bool,
     turned: int,
     traditional: bool,
+    quantised: bool,
 ) -> Any:
     tiles = _tile_shape(group, pairs, size, hopper)
-    shared = shared_bytes(tiles, size, hopper)
+    shared = shared_bytes(tiles, size, hopper, quantised)
     constants: dict[str, Constant] = {
         "GROUP": group,
         "HEADS": pairs,
@@ -400,23 +411,28 @@ def _kernel(
         "TRADITIONAL": traditional,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
-        "DECODE_STAGES": min(2, shared // _decode_bytes(size, hopper)),
-        "WARPS": _warps(hopper),
-        "MATRICES": tiles.rows // (16 * WARPS),
+        "DECODE_STAGES": decode_stages(shared, size, hopper, quantised),
+        "WARPS": warps_of(hopper),
+        "MATRICES": tiles.rows // (16 * warps_of(False)),
         "TILE_UNITS": tiles.rows // UNIT_ROWS,
         "UNIT_ROWS": UNIT_ROWS,
         "UNITS": PART_UNITS,
         "KEYS": keys_of(size),
         "N": dtype,
     }
-    chunks = "chunk_tiles_hopper.cuh" if hopper else "chunk_tiles.cuh"
+    kind = "_int8" if quantised else ""
+    chunks = "chunk_tiles_hopper.cuh" if hopper else f"chunk_tiles{kind}.cuh"
+    parts = (f"decode_tiles{kind}.cuh", "decode_sums.cuh", *(() if fresh else (chunks,)))
+    header = include_line("integers.cuh") if quantised else ""
+    if hopper and not fresh:
+        header += group_mma(8, dtype) + group_mma_values(8, dtype)
     return build_kernel(
         "ragged_attention",
-        INPUTS,
+        QUANTISED_INPUTS if quantised else INPUTS,
         ["out"],
         constants,
         shared=shared,
-        header=group_mma(8, dtype) + group_mma_values(8, dtype) if hopper and not fresh else "",
-        bounds=(_warps(hopper) * WARP_SIZE, _blocks(size, tiles.rows, hopper)),
-        ends=("part_sums.cuh",) if fresh else (chunks, "part_sums.cuh"),
+        header=header,
+        bounds=(warps_of(hopper) * WARP_SIZE, _blocks(size, tiles.rows, hopper)),
+        ends=(*parts, "part_sums.cuh"),
     )

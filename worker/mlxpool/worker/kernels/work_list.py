@@ -1,4 +1,7 @@
-"""Divides the attention of a step into tiles for thread blocks. Imports no MLX."""
+"""Divides the attention of a step into tiles for thread blocks, and says what memory they share.
+
+Imports no MLX.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,14 @@ Numbers: TypeAlias = npt.NDArray[np.int32]
 TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an item has
 UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
 PART_UNITS = 512  # units of partial sums of a step
+HOPPER_ROWS = 128  # of a tile of Hopper's, two groups of four warps
+WARPS = 4  # of a thread block, 8 with Hopper's tiles
+WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
+DECODE_KEYS = 16  # of a decode tile that a warp multiplies at a time
+LINE_GAP = 8  # numbers between lines of shared memory
+QUANTISED_SIZES = range(32, 257, 32)  # of heads that are stored as 8-bit integers
+INTEGER_GAP, SCALE_BYTES = 16, 2  # bytes between lines of integers, and of the scale of each
+SHARED_ALIGNMENT = 1024  # bytes, of swizzled matrices
 EXTRA_ITEMS = 64  # items beyond one a line
 MIN_DECODE_KEYS = 128  # keys of a part; shorter parts cost more than they save
 MIN_CHUNK_KEYS = 512
@@ -292,3 +303,43 @@ def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
     last = spans.ends - spans.first_lines - spans.lines + 1
     ends[:used] = np.repeat(last, spans.lines) + np.arange(used)
     return begins, ends
+
+
+def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = False) -> int:
+    """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
+
+    Queries have memory, too: of their own, or behind the first stage if they go to registers.
+    `quantised`: keys and values are 8-bit integers, with their scales.
+    """
+    sums = warps_of(hopper) * shape.decode_rows * (size + 2) * 4
+    if hopper:
+        tiles = (4 * keys_of(size) + shape.rows) * size * 2 + SHARED_ALIGNMENT
+        return max(tiles, sums, 2 * _decode_bytes(size, hopper) if size < WIDE else 0)
+    stage = 2 * keys_of(size) * _line_bytes(size, quantised)
+    queries, kept = shape.rows * _line_bytes(size), shape.rows * size <= TILE_ROWS * WIDE
+    return max(2 * stage, (1 if kept else 2) * stage + queries, sums)
+
+
+def decode_stages(shared: int, size: int, hopper: bool, quantised: bool = False) -> int:
+    """Returns the stages of decode tiles for which a thread block has memory, two at most."""
+    return min(2, shared // _decode_bytes(size, hopper, quantised))
+
+
+def keys_of(size: int) -> int:
+    """Returns the keys of `size` numbers that are in shared memory at a time."""
+    return 64 if size <= WIDE else 32
+
+
+def warps_of(hopper: bool) -> int:
+    """Returns the warps of a thread block."""
+    return HOPPER_ROWS // 16 if hopper else WARPS
+
+
+def _line_bytes(size: int, quantised: bool = False) -> int:
+    """Returns the shared memory of a head, with the scale of integers."""
+    return size + INTEGER_GAP + SCALE_BYTES if quantised else (size + LINE_GAP) * 2
+
+
+def _decode_bytes(size: int, hopper: bool, quantised: bool = False) -> int:
+    """Returns the shared memory of a stage of the decode tiles of all warps."""
+    return warps_of(hopper) * 2 * DECODE_KEYS * _line_bytes(size, quantised)

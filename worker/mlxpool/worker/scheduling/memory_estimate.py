@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.weights.inspect import FLOAT_BYTES, ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
@@ -53,18 +54,19 @@ def estimate_memory(
     chunk: int,
     float32: bool,
     deterministic: bool = False,
+    kv: str = AUTO,
 ) -> MemoryEstimate:
     """Estimates the memory of a model within `limit`, the bytes that a worker may take.
 
     `chunk` is the largest number of prompt tokens in a step. `float32`: the worker computes with
-    4-byte numbers, as on a CPU.
+    4-byte numbers, as on a CPU. `kv`: what rows store, see caches/stored.py.
     """
     width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
     if deterministic or dequantises_at_load(folder, limit=limit, float32=float32):
         weights += dequantised_growth(folder, width)
-    token = sum(cache.token_bytes(width) for cache in folder.plan.caches)
-    fixed = sum(cache.fixed_bytes(width, chunk) for cache in folder.plan.caches)
+    token = sum(cache.token_bytes(width, kv) for cache in folder.plan.caches)
+    fixed = sum(cache.fixed_bytes(width, chunk, kv) for cache in folder.plan.caches)
     sequence = fixed + token * context
     cache = prefix_bytes or default_prefix_cache_bytes(limit, weights)
     return MemoryEstimate(

@@ -1,0 +1,200 @@
+"""An engine with 8-bit keys and values: capacity, resumed streams, and what is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.schema import ModelConfig  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker import versions  # noqa: E402
+from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.compute.model_source import open_source  # noqa: E402
+from mlxpool.worker.diagnose.check import check  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.engine_steps import decode, enter  # noqa: E402
+
+pytestmark = pytest.mark.skipif(device.on_gpu(), reason="MLX's operations on a CPU are tested here")
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "bench" / "kv_agreement.py"
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "tie_word_embeddings": None,
+    },
+    "qwen3_next": {**QWEN3_NEXT, "head_dim": 16},
+}
+PROMPT = tuple((7 * n + n * n) % 250 for n in range(45))
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for name, changes in MODELS.items():
+        weights = random_weights(config(**changes))
+        found[name] = load(inspect(write_checkpoint(folder / name, weights=weights, **changes)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def agreement() -> Iterator[Any]:
+    """The program bench/kv_agreement.py."""
+    spec = importlib.util.spec_from_file_location("kv_agreement", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kv_agreement"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["kv_agreement"]
+
+
+def sequence(ids: tuple[int, ...], tokens: int = TOKENS, **options: Any) -> Sequence:
+    wanted = Options.parse({"ignore_eos": True, "temperature": 0.0, **options})
+    return Sequence(b"", 1, ids, wanted, 3, tokens)
+
+
+def answer(engine: ModelEngine, prompt: tuple[int, ...], tokens: int, chunk: int) -> list[int]:
+    """Reads a prompt in chunks and draws tokens."""
+    seq = sequence(prompt, tokens)
+    enter(engine, seq, chunk)
+    decode(engine, [seq], tokens)
+    engine.release(seq)
+    return list(seq.ids)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resumed_stream_goes_on_with_the_same_tokens(
+    name: str, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any token, in chunks of any size, from the prefix tree or without it.
+
+    Full attention, sliding windows, and recurrent layers between layers of keys and values.
+    """
+    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
+    engine = ModelEngine(models[name], kv="int8", lookahead=False)
+    assert engine.layout == ("slabs, int8" if name == "llama" else "rows, int8")
+    whole = answer(engine, PROMPT, TOKENS, 512)
+    for taken, chunk in ((1, 7), (9, 512), (TOKENS - 1, 16)):
+        resumed = (*PROMPT, *whole[:taken])
+        assert answer(engine, resumed, TOKENS - taken, chunk) == whole[taken:]
+    again = ModelEngine(models[name], kv="int8", lookahead=False, prefix="off")
+    for taken, chunk in ((0, 1), (5, 7), (17, 512)):
+        resumed = (*PROMPT, *whole[:taken])
+        assert answer(again, resumed, TOKENS - taken, chunk) == whole[taken:]
+
+
+def test_deterministic_answers_have_the_same_bits_alone_and_resumed(tmp_path: Path) -> None:
+    """Rounding may move a number to the next integer; here no bit depends on the pass."""
+    loaded = load(inspect(write_checkpoint(tmp_path)), deterministic=True)
+    engine = ModelEngine(loaded, kv="int8", prefix="off")
+    options = {"logprobs": True, "top_logprobs": 5}
+    rows = [sequence(PROMPT[salt:], TOKENS, **options) for salt in range(3)]
+    for seq in rows:
+        enter(engine, seq, 16)
+    together = [one.logprob for one in decode(engine, rows, TOKENS) if one.sequence is rows[0]]
+    alone = sequence((*PROMPT, *rows[0].ids[:10]), TOKENS - 10, **options)
+    enter(engine, alone)
+    assert [one.logprob for one in decode(engine, [alone], TOKENS - 10)] == together[10:]
+
+
+def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, LoadedModel]) -> None:
+    """A preemption drops the row, wrong drafts are removed from it."""
+    engine = ModelEngine(models["llama"], kv="int8", prefix="off")
+    whole = answer(engine, PROMPT, TOKENS, 512)
+    seq = sequence(PROMPT)
+    enter(engine, seq)
+    decode(engine, [seq], 5)
+    engine.release(seq)
+    seq.preempt()
+    enter(engine, seq)
+    decode(engine, [seq], 3)
+    wrong = whole[9] ^ 1
+    engine.submit([Span.check(seq, (whole[8], wrong, 7))])
+    seq.ids += [one.token for one in engine.collect().drawn]
+    assert seq.ids == whole[:10]
+    decode(engine, [seq], TOKENS - 10)
+    assert seq.ids == whole
+
+
+def test_twice_as_many_tokens_fit_into_the_memory(models: dict[str, LoadedModel]) -> None:
+    """By the blocks that engines with the same limit have for rows, and by what rows take."""
+    limit = device.non_mlx_bytes() + 2**30
+    found = {}
+    for kv in ("auto", "int8"):
+        engine = ModelEngine(models["llama"], kv=kv, limit=limit)
+        answer(engine, PROMPT, 2, 512)
+        seq = sequence(PROMPT)
+        enter(engine, seq)
+        found[kv] = engine.blocks.capacity, engine.kv_use()[1]
+        engine.close()
+    assert found["int8"][0] / found["auto"][0] >= 1.9
+    assert found["auto"][1] / found["int8"][1] >= 1.9
+
+
+def test_8_bits_keep_the_likeliest_token(agreement: Any) -> None:
+    """As bench/kv_agreement.py, over more text, on the demo model."""
+    loaded = agreement.load_model("demo")
+    texts = agreement.windows(loaded, agreement.find_texts(["{stdlib}/argparse.py"]), 600, 300)
+    (found,) = agreement.compare(loaded, texts, [("auto", "int8")])
+    assert found.positions == 600 and 0 < found.divergence < 1e-3
+    assert not agreement.problems(found, agreement.capacity_ratio(loaded))
+    assert len(agreement.problems(replace(found, agreeing=590), 1.8)) == 2
+
+
+def test_another_kind_of_cache_is_another_digest(
+    models: dict[str, LoadedModel], tmp_path: Path
+) -> None:
+    """So a stream is not resumed on a worker that stores keys and values otherwise."""
+    path = write_checkpoint(tmp_path)
+    engines = [ModelEngine(models["llama"], kv=kv) for kv in ("auto", "int8")]
+    plain, quantised = (engine.digest for engine in engines)
+    assert plain == versions.digest_of(models["llama"].folder.digest) != quantised
+    config = ModelConfig(path=str(path), kv="int8")
+    source, report = open_source(config), check("name", config)
+    assert source.opened.digest == report["model"]["digest"] == quantised
+
+
+@pytest.mark.parametrize("name", ["builtin:counting", "builtin:demo-embed", "glm4_moe_lite"])
+def test_models_without_keys_and_values_refuse_it(name: str, tmp_path: Path) -> None:
+    """By name at load, and in `mlxpool check`."""
+    path = str(write_checkpoint(tmp_path, **GLM)) if name == "glm4_moe_lite" else name
+    config = ModelConfig(path=path, kv="int8")
+    with pytest.raises(ModelLoadFailed, match="kv = 'int8' is not built for"):
+        open_source(config)
+    (problem,) = check("name", config)["problems"]
+    assert "kv = 'int8' is not built for" in problem and "leave it out" in problem
+
+
+def test_a_gpu_without_kernels_for_the_heads_refuses_it(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: False)
+    with pytest.raises(ModelLoadFailed, match=r"no kernel of ours reads .* 2 of 8 and 8 numbers"):
+        ModelEngine(models["llama"], kv="int8")

@@ -1,0 +1,61 @@
+"""Which models may store keys and values as the setting `kv` says. No MLX."""
+
+from __future__ import annotations
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
+from mlxpool.worker.caches.stored import AUTO, INT8
+from mlxpool.worker.kernels.work_list import QUANTISED_SIZES
+from mlxpool.worker.weights.inspect import ModelFolder
+
+NO_KV = "kv = {kv!r} is not built for {what}, {why}; leave it out"
+
+
+def require_kv(kv: str, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where the model's caches cannot be stored so."""
+    caches = folder.plan.caches
+    why = ""
+    if folder.uses_mlx_lm:
+        why = "which is computed by mlx-lm's code, with caches of its own"
+    elif any(isinstance(one, LatentSpec) for one in caches):
+        why = "whose layers store latent vectors instead of keys and values (MLA)"
+    elif not any(isinstance(one, KeyValueSpec) for one in caches):
+        why = "whose layers store no keys and values"
+    if kv != AUTO and why:
+        raise ModelLoadFailed(
+            NO_KV.format(kv=kv, what=f"model_type {folder.model_type!r}", why=why)
+        )
+
+
+def require_no_kv(kv: str, what: str) -> None:
+    """Raises ModelLoadFailed for a model that has no cache of keys and values."""
+    if kv != AUTO:
+        raise ModelLoadFailed(NO_KV.format(kv=kv, what=what, why="which stores no keys and values"))
+
+
+def kernels_read_int8(folder: ModelFolder) -> bool:
+    """Whether a GPU's kernels may read 8-bit keys and values of the model; a load tries them."""
+    layers = [one for one in folder.plan.caches if isinstance(one, KeyValueSpec)]
+    return len(layers) == len(folder.plan.caches) and all(
+        one.key_dim == one.value_dim and one.key_dim in QUANTISED_SIZES for one in layers
+    )
+
+
+def no_int8_kernels(folder: ModelFolder) -> str:
+    """The error of a model on a GPU for which our kernels do not read 8-bit keys and values."""
+    heads = sorted(
+        {
+            f"{one.heads} of {one.key_dim} and {one.value_dim}"
+            for one in folder.plan.caches
+            if isinstance(one, KeyValueSpec)
+        }
+    )
+    return NO_KV.format(
+        kv=INT8,
+        what=f"model_type {folder.model_type!r} on this GPU",
+        why=(
+            f"as no kernel of ours reads its keys and values as integers (heads: {', '.join(heads)}"
+            " numbers): they read heads of 32 to 256 numbers, a multiple of 32, in float16 or"
+            " bfloat16, of models without recurrent layers"
+        ),
+    )

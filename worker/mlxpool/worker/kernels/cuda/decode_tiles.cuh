@@ -1,0 +1,174 @@
+// The tiles of lines that decode: the second part of ragged_attention.cu.
+if (decodes) {
+  // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: those that it multiplies
+  // and those that it has asked for. A tile's keys are free, and asked for anew, before its values.
+  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
+  constexpr int MATRIX = TILE * LINE, PENDING = 2 * DECODE_STAGES - 1;  // bytes; groups of copies
+  const unsigned base = shared_address(space) + warp * DECODE_STAGES * 2 * MATRIX;
+  const int* const blocks = (const int*)tables + table_at;
+  auto block_of = [&](int token) -> long { return blocks[min(token, last - 1) / BLOCK]; };
+  auto fetch = [&](const void* pool, int token, long block, unsigned into) {
+    if (token < last) {
+      const N* const from = (const N*)pool + ((block * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
+      if (token >= low && token + TILE <= last) {
+        #pragma unroll
+        for (int n = 0; n < TILE * PIECES / 32; n++) {
+          const int i = n * 32 + lane;
+          copy(into + i / PIECES * LINE + i % PIECES * 16, from + i * 8);
+        }
+      } else {
+        #pragma unroll 1
+        for (int i = lane; i < TILE * PIECES; i += 32)
+          copy(into + i / PIECES * LINE + i % PIECES * 16,
+               from + (inside(token + i / PIECES) - token) * SIZE + i % PIECES * 8);
+      }
+    }
+    commit_copies();
+  };
+  // A number of a head after the rotation of its line.
+  auto turned = [&](const N* numbers, long stride, int d) -> float {
+    constexpr int HALF = TURNED > 0 ? TURNED / 2 : 1;
+    const float x = up(numbers[d * stride]);
+    if (d >= TURNED) return x;
+    const int i = first_line * HALF + (TRADITIONAL ? d / 2 : d % HALF);
+    const bool second = TRADITIONAL ? d % 2 : d >= HALF;
+    const float y = up(numbers[(TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF) * stride]);
+    return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+  };
+  if (FRESH && first < last && last == high_key) {
+    const long at = place(high_key - 1);
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * SIZE; i += THREADS) {
+      const int d = i % SIZE;
+      if (i < SIZE)
+        down(turned(k_from + first_line * k_line + head * k_head, k_number, d), (N*)keys + at + d);
+      else
+        ((N*)values)[at + d] = v_from[first_line * v_line + head * v_head + d * v_number];
+    }
+    __syncthreads();
+  }
+  int token = first + warp * TILE;
+  if (token + TILE <= low) token += STEP;
+  #pragma unroll
+  for (int stage = 0; stage < DECODE_STAGES; stage++) {
+    const long block = block_of(token + stage * STEP);
+    fetch(keys, token + stage * STEP, block, base + stage * 2 * MATRIX);
+    fetch(values, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
+  }
+  long block = block_of(token + DECODE_STAGES * STEP);
+  unsigned query[SETS][SIZE / 16][2];
+  float most[SETS], total[SETS], sum[SIZE / 8][4];
+  int begin[SETS], end[SETS];
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const int g = min(row + 8 * set, asked - 1);
+    const N* const numbers = query_at(g);
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int at = c * 16 + i * 8 + 2 * quarter;
+        query[set][c][i] = FRESH ? pair(turned(numbers, q_number, at), turned(numbers, q_number, at + 1), N())
+                           : neat ? *(const unsigned*)(numbers + at)
+                                : pair(up(numbers[at * q_number]), up(numbers[(at + 1) * q_number]), N());
+      }
+    most[set] = NONE;
+    total[set] = 0;
+    begin[set] = begin_of(g / GROUP);
+    end[set] = min(end_of(g / GROUP), last);
+  }
+  #pragma unroll
+  for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+  // The addresses that a lane gives for the first matrices of keys and values.
+  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
+  const unsigned value_from = base + MATRIX + lane % 16 * LINE + lane / 16 * 16;
+  unsigned here = 0;  // bytes before the stage
+  #pragma unroll 1
+  for (; token < last; token += STEP) {
+    const int next = token + DECODE_STAGES * STEP;
+    const long next_block = block_of(next + STEP);  // long before it is needed
+    wait_copies<PENDING>();
+    __syncwarp();
+    float score[2][4];
+    #pragma unroll
+    for (int n = 0; n < 2; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++) {
+      unsigned b[4];
+      load_matrices(b, key_from + here + c * 32);
+      const unsigned a[4] = {query[0][c][0], SETS > 1 ? query[SETS - 1][c][0] : 0, query[0][c][1],
+                             SETS > 1 ? query[SETS - 1][c][1] : 0};
+      mma(score[0], a, b[0], b[1], N());
+      mma(score[1], a, b[2], b[3], N());
+    }
+    __syncwarp();
+    fetch(keys, next, block, base + here);
+    unsigned share[4] = {0, 0, 0, 0};
+    float shrink[2] = {1, 1};
+    const bool masked = lines > 1 || token < low || token + TILE > last;
+    #pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      float top = most[set];
+      #pragma unroll
+      for (int n = 0; n < 2; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& one = score[n][2 * set + i];
+          const int at = token + n * 8 + 2 * quarter + i;
+          one = scored(one) * RATE;
+          if (masked && (at >= end[set] || at < begin[set])) one = NONE;
+          top = fmaxf(top, one);
+        }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+      const float less = top == NONE ? 0.f : top;
+      shrink[set] = power2(most[set] - less);
+      most[set] = top;
+      total[set] *= shrink[set];
+      #pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const float left = power2(score[n][2 * set] - less), right = power2(score[n][2 * set + 1] - less);
+        total[set] += left + right;
+        share[2 * n + set] = pair(left, right, N());
+      }
+    }
+    #pragma unroll
+    for (int j = 0; j < SIZE / 8; j++) {
+      sum[j][0] *= shrink[0];
+      sum[j][1] *= shrink[0];
+      if (SETS > 1) { sum[j][2] *= shrink[1]; sum[j][3] *= shrink[1]; }
+    }
+    wait_copies<PENDING>();
+    __syncwarp();
+    #pragma unroll
+    for (int c = 0; c < SIZE / 16; c++) {
+      unsigned b[4];
+      load_transposed(b, value_from + here + c * 32);
+      mma(sum[2 * c], share, b[0], b[1], N());
+      mma(sum[2 * c + 1], share, b[2], b[3], N());
+    }
+    __syncwarp();
+    fetch(values, next, block, base + here + MATRIX);
+    block = next_block;
+    if (DECODE_STAGES > 1) here = here == (DECODE_STAGES - 1) * 2 * MATRIX ? 0 : here + 2 * MATRIX;
+  }
+  __syncthreads();  // all warps have read their tiles where sums are to be
+  float* const warp_most = (float*)space;  // see decode_sums.cuh
+  float* const warp_total = warp_most + WARPS * ROWS;
+  float* const warp_sum = warp_total + WARPS * ROWS;
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const int g = row + 8 * set;
+    total[set] += __shfl_xor_sync(0xffffffff, total[set], 1);
+    total[set] += __shfl_xor_sync(0xffffffff, total[set], 2);
+    if (quarter == 0) {
+      warp_most[warp * ROWS + g] = most[set];
+      warp_total[warp * ROWS + g] = total[set];
+    }
+    if (g < asked)
+      #pragma unroll
+      for (int j = 0; j < SIZE / 8; j++)
+        *(Some<float, 2>*)(warp_sum + (warp * ROWS + g) * SIZE + j * 8 + 2 * quarter)
+            = {sum[j][2 * set], sum[j][2 * set + 1]};
+  }
+}
