@@ -21,6 +21,8 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "task",
     "prefix_cache",
     "prefix_bytes",
+    "prefix_disk",
+    "prefix_scope",
     "step_target",
     "deterministic",
     "counting",

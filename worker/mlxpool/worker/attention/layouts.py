@@ -66,6 +66,7 @@ class Layout:
     """
 
     name = "rows"  # that operators see
+    kv = "as computed"  # how keys and values are stored, of which the disk tier's digest tells
     store: Any  # a prefix.store.Store
     spare = 0  # bytes that may be allocated for unused blocks
     batch = RowBatch  # that describes a pass to the model
