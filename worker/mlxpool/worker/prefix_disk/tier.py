@@ -85,6 +85,8 @@ class DiskTier(Closing):
         self._writer: SegmentWriter | None = None
         self._paused_until = 0.0
         self._fault = ""  # of the newest write that failed
+        # Records of this worker that the index may not have yet, and their segments.
+        self._unseen: dict[tuple[Kind, bytes], Path] = {}
         self._threads = [
             threading.Thread(target=self._read_all, name="prefix-reader", daemon=True),
             threading.Thread(target=self._write_all, name="prefix-writer", daemon=True),
@@ -113,7 +115,7 @@ class DiskTier(Closing):
 
     def has(self, kind: Kind, key: bytes) -> bool:
         """Whether there is a record of a kind and key."""
-        return self.index.has(kind, key)
+        return self.index.has(kind, key) or (kind, key) in self._unseen
 
     def begin(self, wanted: Wanted) -> Reading:
         """Begins to read what the disk has for a sequence."""
@@ -234,6 +236,9 @@ class DiskTier(Closing):
             segment = self._segments.get(name)
             if segment is not None:
                 self._scan(segment)
+        for (kind, key), path in list(self._unseen.items()):
+            if self.index.has(kind, key) or path.name not in there:
+                self._unseen.pop((kind, key), None)
 
     def _open(self, path: Path) -> None:
         try:
@@ -263,7 +268,7 @@ class DiskTier(Closing):
         while (record := self._writes.get()) is not None:
             began = monotonic()
             try:
-                if not self.index.has(record.kind, record.key):  # another worker may have been here
+                if not self.has(record.kind, record.key):  # another worker may have been here
                     self._write(record, began)
             except Exception:
                 self.counters.dropped += 1
@@ -292,7 +297,7 @@ class DiskTier(Closing):
         size = len(header) + len(payload) + records.ALIGNMENT
         try:
             with self._folder.locked():
-                self._append(header, payload, size)
+                path = self._append(header, payload, size)
         except OSError as error:
             self._paused_until = now + ERROR_PAUSE
             self.counters.dropped += 1
@@ -301,10 +306,14 @@ class DiskTier(Closing):
                 log.warning("the prefix cache cannot be written to disk", extra={"why": str(error)})
             return
         self._fault = ""
+        self._unseen[record.kind, record.key] = path
         self.counters.written_bytes += size
 
-    def _append(self, header: bytes, payload: memoryview, size: int) -> None:
-        """Appends a record to the segment of this worker, or to a new one. Raises OSError."""
+    def _append(self, header: bytes, payload: memoryview, size: int) -> Path:
+        """Appends a record to the segment of this worker, or to a new one, and returns its path.
+
+        Raises OSError.
+        """
         writer = self._writer
         if writer is not None and (
             writer.size + size > max(size, self._budget // SEGMENTS) or not writer.linked
@@ -324,6 +333,7 @@ class DiskTier(Closing):
             writer.close()
             self._writer = None
             raise
+        return writer.path
 
     def _rest(self, began: float) -> None:
         """Waits after a write while sequences run, so that they notice little of it."""
