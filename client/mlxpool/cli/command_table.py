@@ -52,6 +52,7 @@ GROUPS = MappingProxyType(
         "models, settings, keys": {
             "check": f"{_COMMANDS}.check",
             "config": f"{_COMMANDS}.settings",
+            "prefix": f"{_COMMANDS}.prefix",
             "keygen": f"{_COMMANDS}.keygen",
             "revoke": f"{_COMMANDS}.revoke",
         },
