@@ -158,6 +158,10 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
         "mlxpool_broker_uptime_seconds",
         "mlxpool_poisoned_requests",
         "mlxpool_prefix_cache_tokens_total",
+        "mlxpool_prefix_disk_bytes",
+        "mlxpool_prefix_disk_read_bytes_total",
+        "mlxpool_prefix_disk_tokens_total",
+        "mlxpool_prefix_disk_written_bytes_total",
         "mlxpool_request_inference_time_seconds",
         "mlxpool_requests_waiting_bytes",
     }

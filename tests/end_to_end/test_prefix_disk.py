@@ -5,8 +5,8 @@ Answers are compared with those of a pool that keeps nothing on disk.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ SETTINGS = 'path = "builtin:demo"\nkeep_alive = "-1"\n'
 
 def config(path: Path, *, more: str = "", budget: str = "64MiB") -> str:
     return (
-        f'[pool]\nprefix_dir = "{path}"\nrestart_delay = 0\ndrain_grace = 1\n'
+        f'[pool]\nprefix_dir = "{path}"\ndrain_grace = 1\n'
+        "restart_delay = 0\nrestart_limit = 1000\npoison_life = 0\n"
         f'[models.demo]\n{SETTINGS}prefix_disk = "{budget}"\n{more}'
     )
 
 
 def ask(client: Client, prompt: str, **options: Any) -> Result:
-    return client.generate("demo", prompt, temperature=0, max_tokens=24, **options)
+    result: Result = client.generate("demo", prompt, temperature=0, max_tokens=24, **options)
+    return result
 
 
 def cached(result: Result) -> int:
@@ -124,46 +126,32 @@ def _written(pool: Pool) -> int:
 def test_kills_at_any_moment_lose_no_token(
     tmp_path: Path, expected: Callable[[str], list[int]]
 ) -> None:
-    """Two workers on one folder, each killed while it reads, computes and saves."""
+    """Two workers on one folder, one of which is killed in each turn.
+
+    It reads prompts or the disk then, computes, or saves.
+    """
     prompts = [prompt_of(number, 1800) for number in range(10, 14)]
-    more = "replicas = 2\nsequences = 2\n"
-    found: dict[tuple[int, int], list[int]] = {}
-    with Pool(tmp_path, config(tmp_path / "prefixes", more=more)) as pool:
-        ending = threading.Event()
+    more = "replicas = 2\nsequences = 2\npin = true\n"
+    with Pool(tmp_path, config(tmp_path / "prefixes", more=more)) as pool, pool.client() as client:
+        for turn in range(4):
+            for slot in ("demo/0", "demo/1"):
+                pool.in_state(slot, state="ready")
+            with ThreadPoolExecutor(len(prompts)) as threads:
+                answers = [threads.submit(ask, client, prompt) for prompt in prompts]
+                if turn < 3:
+                    until(lambda: _computing(pool), "some run")
+                    if turn:  # in the first turn as soon as possible, later after some answers
+                        until(lambda: any(one.done() for one in answers), "one has ended")  # noqa: B023
+                    pool.kill_worker(f"demo/{turn % 2}")
+                for prompt, answer in zip(prompts, answers, strict=True):
+                    assert list(answer.result().ids) == expected(prompt)
+            if turn == 1:
+                pool.kill_worker("demo/1")  # while it saves
+        assert figures(pool).get("disk_bad", 0) == 0
 
-        def kill() -> None:
-            number = 0
-            while not ending.wait(0.7):
-                slot = f"demo/{number % 2}"
-                number += 1
-                if pool.worker(slot).get("state") == "ready":
-                    pool.kill_worker(slot)
 
-        killer = threading.Thread(target=kill)
-        with pool.client() as client:
-            ask(client, prompts[0])
-            killer.start()
-            try:
-                for turn in range(4):
-                    threads = [
-                        threading.Thread(
-                            target=lambda n=number, t=turn: found.update(  # type: ignore[misc]
-                                {(t, n): list(ask(client, prompts[n]).ids)}
-                            )
-                        )
-                        for number in range(len(prompts))
-                    ]
-                    for thread in threads:
-                        thread.start()
-                    for thread in threads:
-                        thread.join()
-            finally:
-                ending.set()
-                killer.join()
-            assert len(found) == 16
-            for (_, number), ids in found.items():
-                assert ids == expected(prompts[number])
-            assert figures(pool).get("disk_bad", 0) == 0
+def _computing(pool: Pool) -> bool:
+    return any(worker.get("running") for worker in pool.ask("ps")["workers"])
 
 
 def test_two_workers_share_a_folder(tmp_path: Path, expected: Callable[[str], list[int]]) -> None:

@@ -25,6 +25,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.engine import disk_prefixes, disk_saves  # noqa: E402
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix_disk import tier  # noqa: E402
 from mlxpool.worker.prefix_disk.folder import DiskSettings  # noqa: E402
@@ -32,7 +33,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
-LONG = {"max_position_embeddings": 4096}
+LONG: dict[str, Any] = {"max_position_embeddings": 4096}
 WINDOW = {"model_type": "mistral", "sliding_window": 40}
 MODELS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -95,10 +96,19 @@ def closed(engine: ModelEngine) -> None:
     engine.close()
 
 
+def disk_of(engine: ModelEngine) -> DiskPrefixes:
+    assert engine.disk is not None
+    return engine.disk
+
+
+def looked_at(engine: ModelEngine) -> None:
+    """Waits until an engine knows what its folder has."""
+    until(lambda: disk_of(engine).counters.bytes, "the folder was looked at")
+
+
 def fetch(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> None:
     """Waits until a sequence need not wait for the disk."""
-    disk = engine.disk
-    assert disk is not None
+    disk = disk_of(engine)
     disk.begin(seq, time.monotonic())
 
     def ready() -> bool:
@@ -130,19 +140,17 @@ def test_a_new_engine_goes_on_with_the_same_tokens(
 ) -> None:
     model, prompt = loaded(name, deterministic), prompt_of(SIZE)
     first = opened(model, tmp_path, layout=layout)
-    assert first.disk is not None
     seq = sequence(prompt, restore_at=1090)
     answer = ask(first, seq)
     assert seq.cached == 0 and answer == plain(model, prompt, layout=layout)
     closed(first)
 
     second = opened(model, tmp_path, layout=layout)
-    assert second.disk is not None
     again = sequence(prompt, restore_at=1090)
-    until(lambda: second.disk.counters.bytes, "the folder was looked at")
+    looked_at(second)
     assert ask(second, again) == answer
     assert again.cached == (1090 if second.prefix.whole else SIZE - 1)
-    assert second.disk.counters.tokens == again.cached
+    assert disk_of(second).counters.tokens == again.cached
     turn = (*prompt, *answer, *prompt_of(30, 5))
     next_turn = sequence(turn)
     assert ask(second, next_turn) == plain(model, turn, layout=layout)
@@ -164,8 +172,7 @@ def test_records_of_other_rules_are_never_used(
 
     def cached(model: LoadedModel, **settings: Any) -> int:
         other = opened(model, tmp_path, **settings)
-        assert other.disk is not None
-        until(lambda: other.disk.counters.bytes, "the folder was looked at")
+        looked_at(other)
         seq = sequence(prompt)
         assert ask(other, seq) == plain(model, prompt, layout=settings["layout"])
         other.close()
@@ -198,8 +205,7 @@ def test_damaged_segments_cost_time_and_no_token(loaded: Any, tmp_path: Path, la
             damaged[at] ^= 1 << int(draw.integers(0, 8))
         path.write_bytes(damaged)
         other = opened(model, tmp_path, layout=layout)
-        assert other.disk is not None
-        until(lambda: other.disk.counters.bytes, "the folder was looked at")  # noqa: B023
+        looked_at(other)
         seq = sequence(prompt)
         assert ask(other, seq) == answer
         cached.append(seq.cached)
@@ -219,8 +225,7 @@ def test_owners_share_nothing(loaded: Any, tmp_path: Path) -> None:
     assert [seq.cached for seq in seen] == [0, SIZE - 1, 0]
     closed(engine)
     other = opened(model, tmp_path, by_owner=True)
-    assert other.disk is not None
-    until(lambda: other.disk.counters.bytes, "the folder was looked at")
+    looked_at(other)
     seen = [sequence(prompt, owner=owner) for owner in ("carol", "bob", "alice")]
     for seq in seen:
         ask(other, seq)
@@ -235,8 +240,7 @@ def test_records_that_leave_the_memory_are_saved_while_sequences_run(
     model = loaded("full")
     token = 2 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, size, float32
     engine = opened(model, tmp_path, layout="rows", prefix_bytes=3000 * token)
-    disk = engine.disk
-    assert disk is not None
+    disk = disk_of(engine)
     prompts = [prompt_of(SIZE, salt) for salt in range(4)]
     for prompt in prompts:
         ask(engine, sequence(prompt))
@@ -257,8 +261,7 @@ def test_a_tree_without_space_takes_what_fits(loaded: Any, tmp_path: Path) -> No
     closed(engine)
     token = 2 * 2 * 2 * 8 * 4
     small = opened(model, tmp_path, layout="rows", prefix_bytes=600 * token)
-    assert small.disk is not None
-    until(lambda: small.disk.counters.bytes, "the folder was looked at")
+    looked_at(small)
     seq = sequence(prompt)
     assert ask(small, seq) == answer
     assert seq.cached == 512 and small.prefix.nbytes <= 600 * token
@@ -271,9 +274,7 @@ def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> No
     ask(engine, sequence(prompt))
     closed(engine)
     other = opened(model, tmp_path, layout="pool")
-    disk = other.disk
-    assert disk is not None
-    until(lambda: disk.counters.bytes, "the folder was looked at")
+    looked_at(other)
     seq = sequence(prompt)
     fetch(other, seq)
     assert other.prefix.nbytes > 0
@@ -292,9 +293,8 @@ def test_a_disk_that_does_not_answer_is_given_up(
     answer = ask(engine, sequence(prompt))
     closed(engine)
     other = opened(model, tmp_path)
-    disk = other.disk
-    assert disk is not None
-    until(lambda: disk.counters.bytes, "the folder was looked at")
+    disk = disk_of(other)
+    looked_at(other)
     monkeypatch.setattr(disk._tier, "_read_chosen", lambda *_: time.sleep(1.0))
     seq = sequence(prompt)
     disk.begin(seq, 100.0)
@@ -315,8 +315,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
 
 def test_what_is_saved_is_not_looked_at_again(loaded: Any, tmp_path: Path) -> None:
     engine = opened(loaded("full"), tmp_path)
-    disk = engine.disk
-    assert disk is not None
+    disk = disk_of(engine)
     ask(engine, sequence(prompt_of(SIZE)))
     until(lambda: not disk.save_some() and not disk.may_save, "all is given away")
     until(lambda: disk._tier.pending == 0, "all is written")
@@ -354,6 +353,5 @@ def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) ->
     ask(engine, sequence(prompt_of(512 + disk_saves.MIN_PART - STEPS - 1)))
     closed(engine)
     other = opened(loaded("full"), tmp_path)
-    assert other.disk is not None
-    until(lambda: len(other.disk._tier.index) == 2, "two blocks are found")
+    until(lambda: len(disk_of(other)._tier.index) == 2, "two blocks are found")
     other.close()

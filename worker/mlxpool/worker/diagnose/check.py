@@ -19,7 +19,13 @@ from typing import Any
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch, require_context
+from mlxpool.worker.compute.model_source import (
+    NO_BACK_END,
+    require_batch,
+    require_context,
+    require_group_settings,
+    require_no_disk,
+)
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
 from mlxpool.worker.engine.counting_engine import CountingEngine
@@ -55,10 +61,12 @@ def check(
     """
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
+    problems = Problems()
     if config.path == COUNTING:
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
+        problems.attempt(require_no_disk, config, "the counting model")
+        report["problems"] = list(problems.found)
         return report
-    problems = Problems()
     location = problems.attempt(locate, config)
     folder = None
     if location is not None:
@@ -80,6 +88,8 @@ def check(
             problems.attempt(require_deterministic, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
+        if config.devices > 1:
+            problems.attempt(require_group_settings, config)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
@@ -105,6 +115,7 @@ def _check_encoder(
 ) -> dict[str, Any]:
     """The report on an encoder model; only its first problem is found."""
     files = open_files(location)
+    problems.attempt(require_no_disk, config, "a model of texts")
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
@@ -179,6 +190,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "why": why,
     }
     memory: dict[str, int | None] = {**asdict(need), "least": need.least}
+    memory["prefix_disk"] = config.prefix_disk
     if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}
