@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,25 +134,34 @@ def test_kills_at_any_moment_lose_no_token(
     prompts = [prompt_of(number, 1800) for number in range(10, 14)]
     more = "replicas = 2\nsequences = 2\npin = true\n"
     with Pool(tmp_path, config(tmp_path / "prefixes", more=more)) as pool, pool.client() as client:
-        for turn in range(4):
+        for least in (0, 1, 20, None):
             for slot in ("demo/0", "demo/1"):
                 pool.in_state(slot, state="ready")
+            found: list[list[int]] = [[] for _ in prompts]
             with ThreadPoolExecutor(len(prompts)) as threads:
-                answers = [threads.submit(ask, client, prompt) for prompt in prompts]
-                if turn < 3:
-                    until(lambda: _computing(pool), "some run")
-                    if turn:  # in the first turn as soon as possible, later after some answers
-                        until(lambda: any(one.done() for one in answers), "one has ended")  # noqa: B023
-                    pool.kill_worker(f"demo/{turn % 2}")
-                for prompt, answer in zip(prompts, answers, strict=True):
-                    assert list(answer.result().ids) == expected(prompt)
-            if turn == 1:
-                pool.kill_worker("demo/1")  # while it saves
+                answers = [
+                    threads.submit(stream, client, prompt, ids)
+                    for prompt, ids in zip(prompts, found, strict=True)
+                ]
+                if least is not None:
+                    until(partial(_one_has, found, least), f"a stream has {least} ids")
+                    pool.kill_worker(f"demo/{least % 2}")
+                for answer in answers:
+                    answer.result()
+            assert found == [expected(prompt) for prompt in prompts]
+            if least == 1:
+                pool.kill_worker("demo/0")  # while it saves
         assert figures(pool).get("disk_bad", 0) == 0
 
 
-def _computing(pool: Pool) -> bool:
-    return any(worker.get("running") for worker in pool.ask("ps")["workers"])
+def stream(client: Client, prompt: str, ids: list[int]) -> None:
+    with client.stream("demo", prompt, temperature=0, max_tokens=24) as answer:
+        for delta in answer:
+            ids += delta.ids
+
+
+def _one_has(found: list[list[int]], least: int) -> bool:
+    return any(len(ids) >= least for ids in found)
 
 
 def test_two_workers_share_a_folder(tmp_path: Path, expected: Callable[[str], list[int]]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord
+from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_of
 from mlxpool.worker.prefix_disk.folder import ModelFolder
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
 from mlxpool.worker.prefix_disk.readings import Reading, ReadRecord, Wanted
-from mlxpool.worker.prefix_disk.records import Kind
+from mlxpool.worker.prefix_disk.records import Kind, decode_header, encode_header, places_of
 from mlxpool.worker.prefix_disk.tier import DiskTier
 from support.pool import until
 
@@ -117,6 +117,16 @@ def array_of(record: ReadRecord, name: str) -> np.ndarray[tuple[int, ...], np.dt
     kind = {"bfloat16": "uint16"}.get(place.dtype, place.dtype)
     data = record.arrays[place.offset : place.offset + place.nbytes]
     return data.view(kind).reshape(place.shape)
+
+
+def record_from(arrays: Sequence[NamedArray], start: int, tokens: int) -> ReadRecord:
+    """Returns the record of these arrays as a tier would read it."""
+    ids, parent = tuple(range(tokens)), root_key("")
+    record = NewRecord(Kind.TOKENS, start, parent, b"", ids, tuple(arrays))
+    places = places_of([(one.name, one.dtype, one.shape) for one in arrays])
+    payload = payload_of(record, places)
+    header = encode_header(DIGEST, record.kind, start, parent, packed(ids), places, payload.data)
+    return ReadRecord(decode_header(DIGEST, header), payload, start + tokens)
 
 
 def check_tokens(found: Sequence[ReadRecord], ids: Sequence[int], matched: int = 0) -> int:
