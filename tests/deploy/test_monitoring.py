@@ -377,6 +377,16 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f'mlxpool_job_notices{_B},state="given_up"}}': "0x30 1x30"},
         {f'mlxpool_job_notices{_B},state="waiting"}}': "0+1x60"},
     ),
+    "MlxpoolPrefixDiskFailing": (
+        {
+            f"mlxpool_prefix_disk_bad_total{_W}}}": "0x45 1+1x14",
+            f"mlxpool_prefix_disk_dropped_total{_W}}}": "0x60",
+        },
+        {
+            f"mlxpool_prefix_disk_bad_total{_W}}}": "3x60",
+            f"mlxpool_prefix_disk_dropped_total{_W}}}": "0x60",
+        },
+    ),
 }  # fmt: skip
 
 

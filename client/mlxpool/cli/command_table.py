@@ -58,7 +58,7 @@ GROUPS = MappingProxyType(
         },
         "more": {
             "bench": "mlxpool.bench.cli",
-            "completion": f"{_COMMANDS}.completion",
+            "completion": f"{_COMMANDS}.about",
             "help": f"{_COMMANDS}.about",
             "version": f"{_COMMANDS}.about",
         },

@@ -57,6 +57,7 @@ from mlxpool.worker.prompt.text_model import Opened
 log = logging.getLogger("mlxpool.worker")
 
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
+MAX_SAVE_WITH_RUNS = 1.0  # seconds that prefixes are written while streams wait for the end
 MakePreparer = Callable[
     [Opened | OpenedEncoder, Callable[[Product], None]], Preparer | InputPreparer
 ]
@@ -261,12 +262,18 @@ class Edge:
             self._exit(1)
 
     def _save_prefixes(self) -> None:
-        """Have the compute thread write what the prefix cache has to disk, for a bounded time."""
+        """Have the compute thread write what the prefix cache has to disk, for a bounded time.
+
+        Streams that were not handed back go on elsewhere only when this process has ended.
+        """
         if not self.config.model.prefix_disk or not self._serves:
             return
+        limit = self.config.save_limit
+        if self.runs.live:
+            limit = min(limit, MAX_SAVE_WITH_RUNS)
         saved = threading.Event()
-        self.compute.send(SaveAll(monotonic() + self.config.save_limit, saved))
-        saved.wait(self.config.save_limit)
+        self.compute.send(SaveAll(monotonic() + limit, saved))
+        saved.wait(limit)
 
     def _close(self) -> int:
         if self._unusable is None:
