@@ -318,7 +318,7 @@ def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == 256
         assert one.counters.bad == 1
         write_all(one, records_of(IDS))
-        until(lambda: one.has(Kind.TOKENS, records_of(IDS)[1].key), "it is there again")
+        until(lambda: one.index.has(Kind.TOKENS, records_of(IDS)[1].key), "it is there again")
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
 
 
