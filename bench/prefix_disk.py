@@ -9,7 +9,8 @@ after the restart, and a third time out of the memory. A new conversation in eve
 The gaps are those between two tokens of streams that decode in one worker while other prompts come
 and go, whose prefixes leave the memory: in pairs of a pool with `prefix_disk` and one without, the
 order alternating, with the same prompts. In a second kind of pair a conversation of 13,000 tokens
-that is only on the disk comes back beside the streams; the pool without a disk computes it.
+that is only on the disk comes back beside the streams; the pool without a disk computes it. Last,
+what saving takes of the compute thread between two steps, in processor time.
 """
 
 from __future__ import annotations
@@ -192,13 +193,75 @@ def pairs_of_returns(
     return pairs
 
 
+def cost_of_turns(place: Place, options: argparse.Namespace, token_bytes: int) -> dict[str, float]:
+    """What saving takes of the compute thread between decode steps, in processor time.
+
+    A machine that others use, too, changes this little.
+    """
+    from mlxpool.worker.engine.model_engine import ModelEngine
+    from mlxpool.worker.prefix_disk.folder import DiskSettings
+    from mlxpool.worker.weights.inspect import inspect
+    from mlxpool.worker.weights.load import load
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from support.engine_steps import decode, enter
+
+    rng = np.random.default_rng(4)
+    engine = ModelEngine(
+        load(inspect(place.model)), lookahead=False, prefix_bytes=CACHED * token_bytes
+    )
+    engine.open_disk(DiskSettings(place.prefixes, MODEL, 2**33), lambda: None)
+    assert engine.disk is not None
+    rows = [_sequence([7, number], STREAM_TOKENS) for number in range(STREAMS)]
+    for row in rows:
+        enter(engine, row)
+    steps, turns = [], []
+    for number in range(STREAM_TOKENS - 1):
+        if number % 50 == 0:  # another prompt comes and goes
+            other = _sequence(prompt(rng, BESIDE, options.shape), 1)
+            enter(engine, other)
+            engine.release(other)
+        began = time.thread_time()
+        decode(engine, rows)
+        between = time.thread_time()
+        engine.disk.turn(time.monotonic(), busy=True)
+        steps.append(between - began)
+        turns.append(time.thread_time() - between)
+    written = engine.disk.counters.written_bytes
+    assert written, "nothing was saved"
+    found = {
+        "step": statistics.mean(steps),
+        "turn": statistics.mean(turns),
+        "turn_p99": p99(turns),
+        "with_p99": p99([step + turn for step, turn in zip(steps, turns, strict=True)]),
+        "without_p99": p99(steps),
+        "written": written,
+    }
+    print(
+        f"processor time of the compute thread: a step {found['step'] * 1000:.2f} ms, saving"
+        f" {found['turn'] * 1000:.3f} ms (p99 {found['turn_p99'] * 1000:.2f}); p99 of both"
+        f" {found['with_p99'] * 1000:.2f} ms, of steps {found['without_p99'] * 1000:.2f} ms;"
+        f" {written / 1e6:.1f} MB written",
+        flush=True,
+    )
+    engine.close()
+    return found
+
+
+def _sequence(ids: Sequence[int], tokens: int) -> Any:
+    from mlxpool.common.options import Options
+    from mlxpool.worker.scheduling.sequence import Sequence as Generated
+
+    return Generated(b"", 1, tuple(ids), Options(temperature=0.0), 1, tokens)
+
+
 def main() -> int:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=13_000)
     parser.add_argument("--shape", default="small", choices=sorted(SHAPES))
-    parser.add_argument("--only", choices=("restarts", "gaps", "returns"))
+    parser.add_argument("--only", choices=("restarts", "gaps", "returns", "cost"))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     interrupt_at_signals()
@@ -218,6 +281,8 @@ def main() -> int:
             figures["restarts"] = restarts(places[0], options)
         if options.only in (None, "gaps"):
             figures["gaps"] = pairs_of_gaps(places, options, token_bytes)
+        if options.only in (None, "cost"):
+            figures["cost"] = cost_of_turns(places[1], options, token_bytes)
         if options.only in (None, "returns"):
             figures["returns"] = pairs_of_returns(places, options)
     return _report(options, figures)

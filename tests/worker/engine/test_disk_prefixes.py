@@ -244,7 +244,7 @@ def test_records_that_leave_the_memory_are_saved_while_sequences_run(
     prompts = [prompt_of(SIZE, salt) for salt in range(4)]
     for prompt in prompts:
         ask(engine, sequence(prompt))
-        for _ in range(12):
+        for _ in range(30):
             until(lambda: disk._tier.pending == 0, "it is written")
             disk.turn(time.monotonic(), busy=True)
     assert engine.prefix.evictions > 0

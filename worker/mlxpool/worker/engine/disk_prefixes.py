@@ -27,7 +27,6 @@ log = logging.getLogger("mlxpool.worker")
 READ_LIMIT = 5.0  # seconds that a sequence waits for the next record; then it computes
 READ_PAUSE = 60.0  # seconds without readings after the disk has not answered
 SAVE_AT = 0.5  # of the cache's budget; above it records are saved while sequences run
-SAVE_STEPS = 3  # of DiskSaves between two passes: what finds, copies and gives away a record
 SAVE_INTERVAL = 0.01  # seconds between two looks at whether the writer takes more
 
 
@@ -109,8 +108,7 @@ class DiskPrefixes:
             if restore.sequence.restoring:
                 self._take(restore, now, all_of_it=not busy)
         if busy and self._cache.nbytes > SAVE_AT * self._cache.budget:
-            for _ in range(SAVE_STEPS):
-                self._saves.step(leaving=True)
+            self._saves.step(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
         """The sequence has its row, or has left: what was read for it may be evicted."""

@@ -223,7 +223,6 @@ class DiskTier(Closing):
             return
         self._refreshed = now
         files = self._folder.files()
-        self.counters.bytes = sum(one.size for one in files)
         there = {one.path.name: one.path for one in files if one.path.parent == self._path}
         for name in self._segments.keys() - there.keys():
             segment = self._segments.pop(name)
@@ -239,6 +238,7 @@ class DiskTier(Closing):
         for (kind, key), path in list(self._unseen.items()):
             if self.index.has(kind, key) or path.name not in there:
                 self._unseen.pop((kind, key), None)
+        self.counters.bytes = sum(one.size for one in files)
 
     def _open(self, path: Path) -> None:
         try:
