@@ -6,6 +6,7 @@ vectors. Answers are compared with those of an engine without a cache.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -310,6 +311,31 @@ def test_a_disk_that_does_not_answer_is_given_up(
     read(other, seq)
     decode(other, [seq], STEPS)
     assert seq.ids == answer and seq.cached == 0
+    other.close()
+
+
+def test_a_request_waits_for_the_first_look_at_the_folder(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request after a restart may come before all segments were scanned."""
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path)
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    scan, may_scan = tier.DiskTier._refresh, threading.Event()
+
+    def refresh(one: tier.DiskTier, now: float) -> None:
+        may_scan.wait()
+        scan(one, now)
+
+    monkeypatch.setattr(tier.DiskTier, "_refresh", refresh)
+    other = opened(model, tmp_path)
+    disk, seq = disk_of(other), sequence(prompt)
+    disk.begin(seq, time.monotonic())
+    disk.turn(time.monotonic(), busy=False)
+    assert seq.restoring
+    may_scan.set()
+    assert ask(other, seq) == answer and seq.cached == SIZE - 1
     other.close()
 
 

@@ -81,7 +81,7 @@ class DiskPrefixes:
         scope = seq.owner if self._cache.by_owner else ""
         root = root_key(scope)
         first = block_key(root, packed(seq.token_range(0, BLOCK_TOKENS)))
-        if not self._tier.has(Kind.TOKENS, first):
+        if self._tier.looked and not self._tier.has(Kind.TOKENS, first):
             return
         tokens = tuple(seq.tokens)
         matched, restorable = self._cache.probe(tokens, seq.media, most, seq.owner)

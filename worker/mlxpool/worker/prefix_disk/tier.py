@@ -76,6 +76,7 @@ class DiskTier(Closing):
         self.index = Index()
         self._segments: dict[str, Segment | None] = {}  # by file name; None: of no use
         self._refreshed = 0.0
+        self.looked = False  # whether the index has what was there at the start
         self._readings: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writes: queue.SimpleQueue[NewRecord | None] = queue.SimpleQueue()
@@ -152,6 +153,7 @@ class DiskTier(Closing):
     def _read_all(self) -> None:
         try:
             self._refresh(monotonic())
+            self.looked = True
             while not self._closing.is_set():
                 try:
                     reading = self._readings.get(timeout=REFRESH_INTERVAL)
@@ -162,7 +164,7 @@ class DiskTier(Closing):
                     self._read(reading)
         except Exception:
             log.exception("the disk tier of the prefix cache stops reading")
-            self.index = Index()  # nothing is found there, so nobody begins a reading
+            self.index, self.looked = Index(), True  # nothing is there, so nobody begins a reading
             self._end_readings()
 
     def _end_readings(self) -> None:
