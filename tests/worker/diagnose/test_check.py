@@ -35,7 +35,7 @@ MODEL = {
 }  # fmt: skip
 MAX_RENDERER_MEMORY = {
     "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
-    "prefix_cache", "least",
+    "prefix_cache", "prefix_disk", "least",
 }  # fmt: skip
 MACHINE = {"device", "total", "free", "limit", "pool_limit", "longest", "fits", "why"}
 
@@ -364,6 +364,14 @@ def reckoned(folder: Path, **changes: Any) -> MemoryEstimate:
         "float32": True,
     }
     return memory_estimate.estimate_memory(inspect(folder), **{**settings, **changes})
+
+
+def test_prefixes_on_disk_are_told_or_refused(good: Path) -> None:
+    found = check("m", ModelConfig(path=str(good), prefix_disk=2**30), machine=True)
+    assert found["memory"]["prefix_disk"] == 2**30 and not found["problems"]
+    for path in ("builtin:counting", "builtin:demo-embed"):
+        (problem,) = check("m", ModelConfig(path=path, prefix_disk=2**30))["problems"]
+        assert "prefix_disk is 1073741824 bytes, but" in problem and "keeps no prefixes" in problem
 
 
 def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
