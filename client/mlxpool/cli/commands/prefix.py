@@ -73,12 +73,21 @@ def _root(options: argparse.Namespace) -> Path:
     return found
 
 
+def _surveys() -> Any:
+    """The module that reads segments. Raises ValueError where its packages are not installed."""
+    try:
+        from mlxpool.worker.prefix_disk import survey
+    except ImportError as error:
+        raise ValueError(
+            f"a package of workers is not installed here: {error}; run this where workers run"
+        ) from None
+    return survey
+
+
 def ls(options: argparse.Namespace) -> int:
     """Print what the folder has."""
-    from mlxpool.worker.prefix_disk.survey import survey
-
     root = _root(options)
-    found = survey(root, options.name)
+    found = _surveys().survey(root, options.name)
     if options.json:
         models = [asdict(one) for one in found]
         print(json_text({"prefix_dir": str(root), "models": models}))
@@ -89,10 +98,8 @@ def ls(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Print whether every record checks."""
-    from mlxpool.worker.prefix_disk.survey import survey
-
     root = _root(options)
-    found = survey(root, options.name, verify=True)
+    found = _surveys().survey(root, options.name, verify=True)
     total = {name: sum(getattr(one, name) for one in found) for name in FIGURES}
     faults = [fault for one in found for fault in one.faults]
     if options.json:
@@ -111,10 +118,8 @@ def verify(options: argparse.Namespace) -> int:
 
 def rm(options: argparse.Namespace) -> int:
     """Delete the prefixes of a model."""
-    from mlxpool.worker.prefix_disk.survey import remove
-
     root = _root(options)
-    freed = remove(root, options.name, options.digest)
+    freed = _surveys().remove(root, options.name, options.digest)
     if options.json:
         print(json_text({"prefix_dir": str(root), "model": options.name, "bytes": freed}))
     else:
