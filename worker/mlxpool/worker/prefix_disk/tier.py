@@ -32,7 +32,7 @@ log = logging.getLogger("mlxpool.worker")
 REFRESH_INTERVAL = 1.0  # seconds between two looks at what other workers wrote and deleted
 SEGMENTS = 8  # of the budget; the least recently used is deleted whole
 ERROR_PAUSE = 30.0  # seconds without writing after the disk was full or failed
-REST = 4.0  # times what a write took, that the writer rests afterwards while sequences run
+REST = 19.0  # times what a write took, that the writer rests afterwards while sequences run
 NEW_SECONDS = 5.0  # after its last change a segment without a header is no new one
 POLL = 0.02  # seconds between two looks of the writer at whether sequences still run
 
