@@ -16,6 +16,7 @@ FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
 # Their defaults depend on the machine, or they have none.
 SHOWN_AS_COMMENT = {
     "run_dir",
+    "prefix_dir",
     "models_dir",
     "secret_key",
     "http_keys",

@@ -158,6 +158,10 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
         "mlxpool_broker_uptime_seconds",
         "mlxpool_poisoned_requests",
         "mlxpool_prefix_cache_tokens_total",
+        "mlxpool_prefix_disk_bytes",
+        "mlxpool_prefix_disk_read_bytes_total",
+        "mlxpool_prefix_disk_tokens_total",
+        "mlxpool_prefix_disk_written_bytes_total",
         "mlxpool_request_inference_time_seconds",
         "mlxpool_requests_waiting_bytes",
     }
@@ -376,6 +380,16 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "MlxpoolNoticesGivenUp": (
         {f'mlxpool_job_notices{_B},state="given_up"}}': "0x30 1x30"},
         {f'mlxpool_job_notices{_B},state="waiting"}}': "0+1x60"},
+    ),
+    "MlxpoolPrefixDiskFailing": (
+        {
+            f"mlxpool_prefix_disk_bad_total{_W}}}": "0x45 1+1x14",
+            f"mlxpool_prefix_disk_dropped_total{_W}}}": "0x60",
+        },
+        {
+            f"mlxpool_prefix_disk_bad_total{_W}}}": "3x60",
+            f"mlxpool_prefix_disk_dropped_total{_W}}}": "0x60",
+        },
     ),
 }  # fmt: skip
 

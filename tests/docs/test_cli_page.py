@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlxpool.cli.main import parser
+from support.disk_records import records_of, tier_at, write_all
 from support.json_shapes import faults
 from support.pool import Pool
 from worker.encoders.checkpoints import CASES, write
@@ -112,6 +113,9 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("unload", "slow"),
     ("config", "show"),
     ("config", "check"),
+    ("prefix", "ls", "--prefix-dir", "PREFIXES"),
+    ("prefix", "verify", "--prefix-dir", "PREFIXES"),
+    ("prefix", "rm", "m", "--prefix-dir", "PREFIXES"),
     ("completion", "bash"),
     ("version",),
     ("keygen", "somebody", "--role", "client", "--folder", "KEYS"),
@@ -138,6 +142,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
     found: dict[str, list[Any]] = {}
     state_dir = ("--state-dir", str(tmp_path_factory.mktemp("jobs")))
     config = CONFIG + encoders(tmp_path_factory)
+    prefixes = tmp_path_factory.mktemp("prefixes")
+    with tier_at(prefixes) as tier:
+        write_all(tier, records_of(range(300), states=[300]))
     with (
         Pool(tmp_path_factory.mktemp("pool"), config, arguments=state_dir) as pool,
         pool.client() as client,
@@ -147,7 +154,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         deltas = iter(stream)
         next(deltas)
         for words in TRIED:
-            made = {"ID": stream.id.hex(), "KEYS": str(pool.run_dir / "keys")}
+            keys = str(pool.run_dir / "keys")
+            made = {"ID": stream.id.hex(), "KEYS": keys, "PREFIXES": str(prefixes)}
             arguments = [made.get(word, word) for word in words]
             done = pool.cli(*arguments, "--json", stdin="hello\n")
             name = next(n for n in COMMANDS if f"mlxpool {' '.join(words)} ".startswith(f"{n} "))

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.worker.prefix.cache import PrefixCache, TreeCache
+from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
 from mlxpool.worker.prefix.tree import Node
+from mlxpool.worker.prefix.tree_cache import TreeCache
 
 CELL = 10  # bytes of a token
 STATE = 70  # bytes of a snapshot

@@ -52,12 +52,13 @@ GROUPS = MappingProxyType(
         "models, settings, keys": {
             "check": f"{_COMMANDS}.check",
             "config": f"{_COMMANDS}.settings",
+            "prefix": f"{_COMMANDS}.prefix",
             "keygen": f"{_COMMANDS}.keygen",
             "revoke": f"{_COMMANDS}.revoke",
         },
         "more": {
             "bench": "mlxpool.bench.cli",
-            "completion": f"{_COMMANDS}.completion",
+            "completion": f"{_COMMANDS}.about",
             "help": f"{_COMMANDS}.about",
             "version": f"{_COMMANDS}.about",
         },

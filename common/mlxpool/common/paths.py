@@ -17,6 +17,18 @@ def default_run_dir() -> Path:
     return Path.home() / ".mlxpool" / "run"
 
 
+def default_prefix_dir() -> Path:
+    """The folder of cached prefixes: mlxpool/prefixes in the user's folder of caches.
+
+    $CACHE_DIRECTORY, which systemd sets, else $XDG_CACHE_HOME/mlxpool, else ~/.cache/mlxpool.
+    """
+    given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
+    if given:
+        return Path(given) / "prefixes"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "mlxpool" / "prefixes"
+
+
 def default_config_files() -> tuple[Path, ...]:
     """The files that are looked for when none is named: the user's, then the machine's."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"

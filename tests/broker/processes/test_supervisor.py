@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes.supervisor import KEPT_DUMPS, Child, Supervisor
+from mlxpool.broker.processes.supervisor import KEPT_DUMPS, SAVE_SHARE, Child, Supervisor
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import PHASES, ProgressReading
@@ -177,7 +177,15 @@ def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
     assert told.block_fd > 2 and told.dump_fd > 2
     told = replace(told, block_fd=-1, dump_fd=-1)
     assert told == WorkerConfig(
-        "ipc:///back", "m/0", child.token, "m", model, "text", log_level="debug"
+        "ipc:///back",
+        "m/0",
+        child.token,
+        "m",
+        model,
+        "text",
+        log_level="debug",
+        prefix_dir=str(nursery.config.prefix_dir),
+        save_limit=SAVE_SHARE * nursery.config.stop_grace,
     )
     assert len(json.loads(line)["token"]) == 32
 

@@ -16,6 +16,15 @@ from mlxpool.broker.workers.worker_states import WorkerState
 from support import snapshots
 from support.core_harness import Story, model
 
+DISK = (
+    "hits_total",
+    "tokens_total",
+    "read_bytes_total",
+    "written_bytes_total",
+    "bad_total",
+    "dropped_total",
+    "bytes",
+)
 BEAT = {
     "memory": {
         "weights": 600,
@@ -29,7 +38,18 @@ BEAT = {
         "limit": 1000,
         "preemptions": 3,
     },
-    "prefix": {"hits": 4, "misses": 6, "tokens": 80},
+    "prefix": {
+        "hits": 4,
+        "misses": 6,
+        "tokens": 80,
+        "disk_hits": 2,
+        "disk_tokens": 50,
+        "disk_read_bytes": 700,
+        "disk_written_bytes": 900,
+        "disk_bad": 1,
+        "disk_dropped": 3,
+        "disk_bytes": 5000,
+    },
 }
 
 
@@ -125,6 +145,16 @@ def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     assert value(metrics, "mlxpool_preemptions_total", **at) == 3
     assert value(metrics, "mlxpool_prefix_cache_queries_total", **at) == 10
     assert value(metrics, "mlxpool_prefix_cache_hits_total", **at) == 4
+    disk = {name: value(metrics, f"mlxpool_prefix_disk_{name}", **at) for name in DISK}
+    assert disk == {
+        "hits_total": 2,
+        "tokens_total": 50,
+        "read_bytes_total": 700,
+        "written_bytes_total": 900,
+        "bad_total": 1,
+        "dropped_total": 3,
+        "bytes": 5000,
+    }
 
 
 def test_histograms_add_up(story: Story) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.cli.commands import completion
+from mlxpool.cli.commands import about
 from mlxpool.cli.main import USAGE, main, parser
 
 
@@ -118,7 +118,7 @@ COMMANDS = next(
 )
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", about.SHELLS)
 def test_the_script_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -140,7 +140,7 @@ def completed_by_bash(words: list[str]) -> list[str]:
     )
     done = subprocess.run(
         ["bash", "--norc", "--noprofile", "-c", ask],
-        env={**os.environ, "SCRIPT": completion.script(parser(), "bash")},
+        env={**os.environ, "SCRIPT": about.script(parser(), "bash")},
         capture_output=True,
         text=True,
         timeout=60,
@@ -157,13 +157,13 @@ def test_bash_completes_commands_and_flags() -> None:
     assert completed_by_bash(["mlxpool", "completion", "z"]) == ["zsh"]
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", about.SHELLS)
 def test_each_shell_can_read_its_script(shell: str) -> None:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
     no_run = ["--no-execute"] if shell == "fish" else ["-n"]
-    script = completion.script(parser(), shell)
+    script = about.script(parser(), shell)
     done = subprocess.run(
         [program, *no_run], input=script, capture_output=True, text=True, timeout=60
     )

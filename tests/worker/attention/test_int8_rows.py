@@ -25,7 +25,7 @@ from mlxpool.worker.attention.slabs import SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.caches.stored import INT8  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
+from mlxpool.worker.prefix.tree_cache import TreeCache  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 
 CAPACITY, SIZE, WINDOW = 1200, 8, 60

@@ -43,16 +43,19 @@ from mlxpool.worker.attention.paged_runner import (  # noqa: E402
 )
 from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_room  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.prefix.paths import Part  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
+from support.disk_records import record_from  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 SHAPE = RowShape((KeyValueSpec(2, 8, 4), LatentSpec(6, 4)), mx.float32, 3000, keeps_all=True)
@@ -125,6 +128,27 @@ def test_a_row_copies_a_shared_block_before_it_writes(kernels: bool) -> None:
     assert store._pool.free == BLOCKS - 4  # each has a copy of the partly filled one
     store.free(kept)
     assert store._pool.free == BLOCKS - 3
+
+
+def test_a_block_from_the_disk_equals_the_one_that_was_stored(kernels: bool) -> None:
+    store, other = pool_of(kernels), pool_of(kernels)
+    row, same = store.new_row(), RowCache(SHAPE)
+    size = KV_BLOCK_TOKENS + 100
+    append((row, same), some(size))
+    run = store.keep(row, 0, size)
+    pieces, at = [], 0
+    for end in (KV_BLOCK_TOKENS, size):
+        arrays = host_arrays(store.stored([Part(run, 0, at, end)]))
+        pieces.append((other.restored(record_from(arrays, at, end - at), at, end), end - at))
+        at = end
+    assert other.nbytes == 2 * other.block_bytes and other._pool.free == BLOCKS - 2
+    back = other.new_row()
+    other.fill(back, pieces, None, size, size)
+    append((back, same), some(3))
+    other.release(back)
+    for piece, _ in pieces:
+        other.free(piece)
+    assert other._pool.free == BLOCKS
 
 
 def test_a_full_pool_raises_and_the_row_is_unchanged(kernels: bool) -> None:

@@ -20,7 +20,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
+from mlxpool.worker.prefix import tree_cache  # noqa: E402
+from mlxpool.worker.prefix.modes import MODES  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
@@ -106,7 +107,7 @@ def test_a_restore_point_is_made_where_prompts_diverge(
 def test_long_prompts_have_restore_points_at_intervals(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
+    monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 16)
     engine, prompt = engine_of(loaded, text), prompt_of(75)
     enter(engine, first := sequence(prompt), 10)
     engine.release(first)
@@ -144,7 +145,7 @@ def test_the_next_turn_continues_from_the_answer(
 
 @AHEAD
 @pytest.mark.parametrize("raw", MIXTURE, ids=str)
-@pytest.mark.parametrize("prefix", prefix_cache.MODES)
+@pytest.mark.parametrize("prefix", MODES)
 def test_preemption_changes_no_token(
     loaded: LoadedModel, text: ChatTokenizer, prefix: str, raw: dict[str, Any], lookahead: bool
 ) -> None:

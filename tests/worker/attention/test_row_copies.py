@@ -28,8 +28,8 @@ from mlxpool.worker.caches.kinds import (  # noqa: E402
 )
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
-from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
+from mlxpool.worker.prefix.modes import MODES  # noqa: E402
+from mlxpool.worker.prefix.tree_cache import TreeCache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -369,7 +369,7 @@ def test_a_model_gives_the_same_tokens_in_every_mode(loaded: LoadedModel, lookah
 
 def test_the_engine_uses_the_configured_mode(loaded: LoadedModel) -> None:
     found = {}
-    for mode in prefix_cache.MODES:
+    for mode in MODES:
         engine = ModelEngine(loaded, prefix=mode)
         for prompt in ((1, 2, 3, 4), (7, 8, 9), (1, 2, 3, 4)):
             found[mode] = ask(engine, prompt, 2).cached

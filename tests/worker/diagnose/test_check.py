@@ -35,7 +35,7 @@ MODEL = {
 }  # fmt: skip
 MAX_RENDERER_MEMORY = {
     "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
-    "prefix_cache", "least", "kv",
+    "prefix_cache", "prefix_disk", "least", "kv",
 }  # fmt: skip
 MACHINE = {"device", "total", "free", "limit", "pool_limit", "longest", "fits", "why"}
 
@@ -374,6 +374,14 @@ def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
     plain = check("name", ModelConfig(path=str(good)), machine=True)
     assert (report["memory"]["kv"], plain["memory"]["kv"]) == ("int8", "auto")
     assert report["memory"]["token"] == heads * layers * 10
+
+
+def test_prefixes_on_disk_are_told_or_refused(good: Path) -> None:
+    found = check("m", ModelConfig(path=str(good), prefix_disk=2**30), machine=True)
+    assert found["memory"]["prefix_disk"] == 2**30 and not found["problems"]
+    for path in ("builtin:counting", "builtin:demo-embed"):
+        (problem,) = check("m", ModelConfig(path=path, prefix_disk=2**30))["problems"]
+        assert "prefix_disk is 1073741824 bytes, but" in problem and "keeps no prefixes" in problem
 
 
 def test_memory_is_weights_and_keys_and_values(good: Path) -> None:

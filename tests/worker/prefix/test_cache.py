@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix import tree as prefix_tree
-from mlxpool.worker.prefix.cache import MODES, PrefixCache, SingleCache, TreeCache
+from mlxpool.worker.prefix import tree_cache
+from mlxpool.worker.prefix.cache import PrefixCache, SingleCache
+from mlxpool.worker.prefix.modes import MODES, make_prefix_cache
 from mlxpool.worker.prefix.tree import common_prefix
+from mlxpool.worker.prefix.tree_cache import TreeCache
 from support.prefix_stores import (
     CELL,
     STATE,
@@ -50,12 +53,12 @@ def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_by_name(mode: str) -> None:
     kind = {"tree": TreeCache, "single": SingleCache, "off": PrefixCache}[mode]
-    assert type(prefix_cache.make_prefix_cache(mode, ListStore(), 5)) is kind
+    assert type(make_prefix_cache(mode, ListStore(), 5)) is kind
 
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'forest'.*tree, single, off"):
-        prefix_cache.make_prefix_cache("forest", ListStore(), 5)
+        make_prefix_cache("forest", ListStore(), 5)
 
 
 def test_a_negative_budget_is_refused() -> None:
@@ -64,7 +67,7 @@ def test_a_negative_budget_is_refused() -> None:
 
 
 def test_off_keeps_nothing() -> None:
-    cache = prefix_cache.make_prefix_cache("off", ListStore(), ROOMY)
+    cache = make_prefix_cache("off", ListStore(), ROOMY)
     assert [serve(cache, A), serve(cache, A), cache.nbytes] == [0, 0, 0]
     assert (cache.hits, cache.misses, cache.shrink(9), cache.clear()) == (0, 2, 0, 0)
 
@@ -135,7 +138,7 @@ def test_counters_and_clear(make: Callable[[], PrefixCache[ListRow]]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_row_is_released_once(mode: str) -> None:
     store = ListStore()
-    cache = prefix_cache.make_prefix_cache(mode, store, ROOMY)
+    cache = make_prefix_cache(mode, store, ROOMY)
     for prompt in (A, B, [77, 78], C):
         serve(cache, prompt)
     row = begun(cache, B)
@@ -422,7 +425,7 @@ def test_restore_points_of_a_cancelled_prefill_are_kept() -> None:
 
 
 def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 8)
+    monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 8)
     cache = tree(stateful=True)
     prompt = [*range(30)]
     serve(cache, prompt, (9,))
@@ -433,7 +436,7 @@ def test_restore_points_are_reported_until_the_row_is_past_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """'Captures persist over two writes': a restore point is reported until the row is past it."""
-    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 3)
+    monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 3)
     cache = tree(stateful=True)
     row, _ = cache.begin([*range(9)], 5)
     assert cache.next_restore_point(row) == 3
@@ -511,7 +514,7 @@ def test_ten_turns_of_a_conversation(
     style: str, stateful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ScenarioConversationTurns: ten turns that keep or drop answers, or branch off and return."""
-    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 8)
+    monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 8)
     cache, history, other = tree(stateful=stateful), [*range(50)], [*range(500, 530)]
     before: list[int] = []
     for turn in range(10):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.worker.media.spans import MediaSpan, slot_items
-from mlxpool.worker.prefix.cache import PrefixCache, SingleCache, TreeCache
+from mlxpool.worker.prefix.cache import PrefixCache, SingleCache
+from mlxpool.worker.prefix.tree_cache import TreeCache
 from support.prefix_stores import ListRow, ListStore, cells_of
 
 IMAGES = (b"a" * 32, b"b" * 32)
@@ -69,7 +70,7 @@ def test_a_row_that_ended_inside_a_group_is_not_taken_there(group: bool, found: 
 
 
 def test_a_restore_point_inside_a_group_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.worker.prefix.cache.RESTORE_POINT_INTERVAL", 5)
+    monkeypatch.setattr("mlxpool.worker.prefix.tree_cache.RESTORE_POINT_INTERVAL", 5)
     cache: PrefixCache[ListRow] = CACHES["tree with states"]()
     items, spans = prompt_of(1, 2, IMAGES[0], 3, 4, 5, IMAGES[1], 6)
     row, _ = cache.begin(items, 0, spans)

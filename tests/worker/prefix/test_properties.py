@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix import tree as prefix_tree
-from mlxpool.worker.prefix.cache import TreeCache
+from mlxpool.worker.prefix import tree_cache
+from mlxpool.worker.prefix.tree_cache import TreeCache
 from support.prefix_stores import (
     CELL,
     STATE,
@@ -214,7 +214,7 @@ def test_calls_in_any_order_keep_the_invariants(
     world: str, roomy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_tree, "MAX_PIECE", 8)  # two blocks
-    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 6)
+    monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 6)
     monkeypatch.setattr(prefix_tree, "MAX_COPIED_JOIN", 3)
     make, wanted = WORLDS[world], roomy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.errors import OutOfMemory
-from mlxpool.worker.prefix.cache import TreeCache
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockRun
+from mlxpool.worker.prefix.tree_cache import TreeCache
 from support.prefix_stores import CELL, PagedMemory, cells_of
 
 SIZE = 4

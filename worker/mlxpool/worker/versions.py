@@ -1,10 +1,13 @@
-"""The version of the rules in our own code that decide which tokens a request gives. No MLX."""
+"""The versions of the rules in our own code that decide the tokens of a request. No MLX."""
 
 from __future__ import annotations
 
 import hashlib
 
 RULES = 1  # raised whenever the same logits, options and seed give another token
+# Raised whenever our layers or kernels keep other keys, values or states of the same tokens: what
+# the disk tier of the prefix cache has from before is not read any more.
+KEPT_RULES = 1
 
 
 def digest_of(folder: str, kv: str = "auto") -> str:

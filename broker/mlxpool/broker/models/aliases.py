@@ -22,6 +22,8 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "prefix_cache",
     "prefix_bytes",
     "kv",
+    "prefix_disk",
+    "prefix_scope",
     "step_target",
     "deterministic",
     "counting",

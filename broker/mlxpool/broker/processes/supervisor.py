@@ -23,6 +23,7 @@ from mlxpool.common.progress import Block
 
 KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet
 OBSERVE_INTERVAL = 0.5  # seconds
+SAVE_SHARE = 0.7  # of stop_grace: a worker that ends may write prefixes for so long
 KEPT_DUMPS = 3  # files with stacks, of each slot
 
 
@@ -129,6 +130,8 @@ class Supervisor:
             number,
             prepare_limit=self.config.prepare_limit,
             log_level=self.config.log_level,
+            prefix_dir=str(self.config.prefix_dir),
+            save_limit=SAVE_SHARE * self.config.stop_grace,
             rank_block_fds=rank_fds,
         )
         if self.dial is not None:

@@ -175,6 +175,11 @@ def _queries(worker: WorkerSnapshot) -> int | None:
     return prefix.get("hits", 0) + prefix.get("misses", 0) if prefix else None
 
 
+def _disk(name: str) -> Callable[[Snapshot], Rows]:
+    """A counter of the disk tier; workers without one have none."""
+    return _beat(lambda worker: worker.prefix.get(f"disk_{name}"))
+
+
 def _process(value: Callable[[ProcessFigures], float]) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [((), value(snapshot.process))]
 
@@ -304,6 +309,20 @@ WORKERS = (
            _WORKER, _beat(lambda worker: worker.prefix.get("hits"))),
     Family("mlxpool_prefix_cache_tokens_total", COUNTER, "Prompt tokens that were found",
            _WORKER, _beat(lambda worker: worker.prefix.get("tokens"))),
+    Family("mlxpool_prefix_disk_bytes", GAUGE, "Prefixes of the model on the worker's disk",
+           _WORKER, _disk("bytes")),
+    Family("mlxpool_prefix_disk_hits_total", COUNTER, "Prompts that got tokens from the disk",
+           _WORKER, _disk("hits")),
+    Family("mlxpool_prefix_disk_tokens_total", COUNTER, "Prompt tokens that came from the disk",
+           _WORKER, _disk("tokens")),
+    Family("mlxpool_prefix_disk_read_bytes_total", COUNTER, "Read of prefixes",
+           _WORKER, _disk("read_bytes")),
+    Family("mlxpool_prefix_disk_written_bytes_total", COUNTER, "Written of prefixes",
+           _WORKER, _disk("written_bytes")),
+    Family("mlxpool_prefix_disk_bad_total", COUNTER, "Records that did not check, or were not read",
+           _WORKER, _disk("bad")),
+    Family("mlxpool_prefix_disk_dropped_total", COUNTER, "Records that could not be written",
+           _WORKER, _disk("dropped")),
 )  # fmt: skip
 
 FAMILIES = (*BROKER, *REQUESTS, *WORKERS)

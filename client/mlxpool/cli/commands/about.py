@@ -1,4 +1,4 @@
-"""`mlxpool help` and `mlxpool version`."""
+"""`mlxpool help`, `mlxpool version`, and `mlxpool completion`, whose script shtab makes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 from mlxpool.cli.json_text import json_text
 from mlxpool.common.version import VERSION
 
+SHELLS = ("bash", "zsh", "fish")
+
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `help` and `version`."""
+    """Add `help`, `version` and `completion`."""
     parser = commands.add_parser(
         "help", parents=[common], help="show the commands, or the options of one"
     )
@@ -19,6 +21,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     commands.add_parser("version", parents=[common], help="print the version").set_defaults(
         run=show_version
     )
+    parser = commands.add_parser(
+        "completion",
+        parents=[common],
+        help="print a script by which a shell completes this command line",
+        description='For this session: `eval "$(mlxpool completion bash)"`, or with zsh;'
+        " `mlxpool completion fish | source`. docs/cli.md says where the script can stay.",
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    parser.set_defaults(run=complete)
 
 
 def show_help(options: argparse.Namespace) -> int:
@@ -32,3 +43,17 @@ def show_version(options: argparse.Namespace) -> int:
     """Print the version."""
     print(json_text({"version": VERSION}) if options.json else f"mlxpool {VERSION}")
     return 0
+
+
+def complete(options: argparse.Namespace) -> int:
+    """Print the script for a shell."""
+    text = script(options.whole_parser(), options.shell)
+    print(json_text({"shell": options.shell, "script": text}) if options.json else text)
+    return 0
+
+
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script for one of SHELLS."""
+    import shtab  # only this command needs it
+
+    return str(shtab.complete(parser, shell=shell))

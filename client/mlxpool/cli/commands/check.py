@@ -169,6 +169,11 @@ def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("one sequence", f"{size(memory['sequence'])} with {memory['context']:,} tokens"),
         ("all sequences", f"{size(memory['all_sequences'])}, {many}"),
         ("prefix cache", f"up to {size(memory['prefix_cache'])}"),
+        *(
+            [("  on disk", f"up to {size(memory['prefix_disk'])}")]
+            if memory.get("prefix_disk")
+            else []
+        ),
     ]
 
 

@@ -41,6 +41,8 @@ from mlxpool.common.transport.keys import NAME, PUBLIC
 from mlxpool.common.web_targets import Allowed, Target
 
 SECTIONS = ("pool", "models", "keys")
+MIN_PREFIX_DISK = 16 * 1024 * 1024  # bytes
+WITHOUT_PREFIXES = tuple(BUILTIN[name].path for name in ("counting", "demo-embed"))
 
 
 def load(
@@ -170,6 +172,8 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
             f"{where}.batch is {built.batch} tokens, must be more than the {built.sequences} of"
             f" {where}.sequences, or no prompt is read while all run; 0 chooses it"
         )
+    if fault := _prefix_fault(built):
+        raise ConfigError(f"{where}.prefix_disk: {fault}")
     if not built.pin:
         return built
     if "keep_alive" in table and built.keep_alive >= 0:
@@ -178,6 +182,21 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
             " leave one of them out"
         )
     return replace(built, keep_alive=-1.0)
+
+
+def _prefix_fault(model: ModelConfig) -> str:
+    """Why a model's prefixes cannot be kept on disk as its settings say; "" if they can."""
+    if not model.prefix_disk:
+        return ""
+    if model.prefix_disk < MIN_PREFIX_DISK:
+        return f"it is {model.prefix_disk} bytes, must be 0 or at least {MIN_PREFIX_DISK}"
+    if model.prefix_cache != "tree":
+        return f'it needs prefix_cache = "tree", which is {model.prefix_cache!r}'
+    if model.devices > 1:
+        return f"it is not built for models on several devices, devices is {model.devices}"
+    if model.task or model.path in WITHOUT_PREFIXES:
+        return "the model keeps no prefixes: it generates no text"
+    return ""
 
 
 def _scaled(table: Mapping[str, Any], where: str) -> ModelConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mlxpool.common.config.bounds import OneOf, Unit, Within, check_folder, check_host_port
-from mlxpool.common.paths import default_run_dir
+from mlxpool.common.paths import default_prefix_dir, default_run_dir
 from mlxpool.common.transport.keys import PEERS
 
 Bytes = Annotated[int, Unit.BYTES]
@@ -131,6 +131,12 @@ class ModelConfig:
     # What is stored of keys and values. auto: numbers as the model computes them; int8: 8-bit
     # integers with a scale for each token and head, about half of the bytes of 16-bit numbers.
     kv: Annotated[str, OneOf(("auto", "int8"))] = "auto"
+    # Of prefixes that are kept on disk in prefix_dir, where they outlive a worker, for all workers
+    # of the model on a machine together; 0: none. At least 16 MiB.
+    prefix_disk: Annotated[Bytes, Within(0, 2**62)] = 0
+    # Who finds what a request left in the prefix cache. pool: everybody. owner: its owner alone,
+    # so that nobody learns from `cached_tokens`, or from a quick first token, what others asked.
+    prefix_scope: Annotated[str, OneOf(("pool", "owner"))] = "pool"
     # Seconds that prompts may add to a step of streams: with more, prompts are read sooner; with
     # less, a stream waits less for the prompts of others. 0: six decode steps of the model, 8 to
     # 40 ms, on a GPU and 200 ms elsewhere.
@@ -208,6 +214,8 @@ class PoolConfig:
     job_notify_secret: Path | None = None
     # How long a notice is tried again before it is given up.
     job_notify_for: Annotated[Seconds, Within(0.0, 10**7)] = 86400.0
+    # Where workers keep prefixes on disk, see prefix_disk; a local disk, for this user alone.
+    prefix_dir: Path = field(default_factory=default_prefix_dir)
     # Each NAME and OWNER/NAME in it with a config.json is a model.
     models_dir: Annotated[Path | None, check_folder] = None
     # Requests that wait for one model.
@@ -301,6 +309,8 @@ class WorkerConfig:
     orphan_grace: float = 60.0  # seconds without a broker until the worker ends
     prepare_limit: float = 5.0  # processor seconds, see PoolConfig
     log_level: str = "info"
+    prefix_dir: str = ""  # of the disk tier of the prefix cache, see PoolConfig
+    save_limit: float = 0.0  # seconds that the worker may write prefixes before it ends
     rank_block_fds: Sequence[int] = ()  # of a group: as block_fd, of the ranks behind the first
     rank: int = 0  # in a group; that of a process which rank 0 started is above 0, as what follows
     plan_fd: int = -1  # the pipe on which passes come

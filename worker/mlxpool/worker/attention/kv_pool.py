@@ -7,14 +7,18 @@ the pool is tested without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.stored_arrays import DeviceArray, arrays_of, device_array
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import block_write, paged_attention
-from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
+from mlxpool.worker.prefix.paths import Part
+from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockRun, BlockStore
+from mlxpool.worker.prefix_disk.readings import ReadRecord
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 
@@ -74,6 +78,35 @@ class KVPool:
             for arrays in self.arrays:
                 for array in arrays:
                     array[target] = array[source]
+        mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
+
+    def block(self, block: int, tokens: int) -> list[tuple[str, mx.array]]:
+        """Returns copies [heads, tokens, size] of the first tokens of a block, by name.
+
+        A name is the layer's and the array's number. The copies happen behind all passes that were
+        submitted.
+        """
+        mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
+        found = [
+            (f"{layer}.{number}", mx.contiguous(array[block, :, :tokens]))
+            for layer, arrays in enumerate(self.arrays)
+            for number, array in enumerate(arrays)
+        ]
+        mx.async_eval(*(array for _, array in found))  # type: ignore[no-untyped-call]
+        return found
+
+    def fill_block(self, block: int, content: Mapping[str, mx.array]) -> None:
+        """Writes arrays from `block` into a block that nobody reads."""
+        mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
+        for layer, arrays in enumerate(self.arrays):
+            for number, array in enumerate(arrays):
+                fresh = content[f"{layer}.{number}"].swapaxes(0, 1)
+                first = block * KV_BLOCK_TOKENS
+                slots = mx.arange(first, first + fresh.shape[0], dtype=mx.int32)
+                if self.in_place:
+                    self.pending.append(block_write.write_tokens(array, fresh, slots))
+                else:
+                    array[block, :, : fresh.shape[0]] = fresh.swapaxes(0, 1)
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
 
     def written(self) -> list[mx.array]:
@@ -199,3 +232,34 @@ class PagedStore(BlockStore):
     def new_row(self) -> PagedRow:
         """See Store."""
         return PagedRow(self._memory, self)
+
+    # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
+
+    def stored(self, parts: Sequence[Part[BlockRun]]) -> list[DeviceArray]:
+        """See PortableStore. Of runs that meet in a block the last one has the tokens of all."""
+        last, block = parts[-1], parts[0].low // KV_BLOCK_TOKENS
+        run = last.held
+        tokens = last.high - block * KV_BLOCK_TOKENS
+        found = self._memory.block(run.blocks[block - run.start // KV_BLOCK_TOKENS], tokens)
+        return [DeviceArray(name, ((array, 0, tokens),)) for name, array in found]
+
+    def stored_state(self, state: None) -> list[DeviceArray]:
+        """See PortableStore. Blocks have no snapshots."""
+        raise NotImplementedError("a pool of blocks has no snapshots")
+
+    def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
+        """See PortableStore."""
+        return self.block_bytes * (blocks_for(end) - start // KV_BLOCK_TOKENS)
+
+    def restored(self, record: ReadRecord, start: int, end: int) -> BlockRun:
+        """See PortableStore. Raises OutOfMemory."""
+        tokens = end - record.header.start
+        content = {
+            name: device_array(dtype, array[:, :tokens])
+            for name, (dtype, array) in arrays_of(record).items()
+        }
+        return self.take_block(start, end, lambda block: self._memory.fill_block(block, content))
+
+    def restored_state(self, record: ReadRecord) -> None:
+        """See PortableStore."""
+        raise NotImplementedError("a pool of blocks has no snapshots")

@@ -6,12 +6,14 @@ never share memory with rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
+import numpy as np
 
+from mlxpool.worker.attention.stored_arrays import DeviceArray, arrays_of, device_array
 from mlxpool.worker.caches.kinds import (
     CacheKind,
     FullCache,
@@ -21,6 +23,8 @@ from mlxpool.worker.caches.kinds import (
     can_rewind,
     lowest_rewind,
 )
+from mlxpool.worker.prefix.paths import Part
+from mlxpool.worker.prefix_disk.readings import ReadRecord
 
 R = TypeVar("R", bound=LayeredRow[mx.array])
 Arrays = tuple[mx.array, ...]
@@ -122,6 +126,55 @@ class RowStore(Generic[R]):
         """See PieceStore."""
         self.free(state.layers)
 
+    # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
+
+    def stored(self, parts: Sequence[Part[Kept]]) -> list[DeviceArray]:
+        """See PortableStore. Kept pieces never change, so they are not copied."""
+        return [
+            DeviceArray(
+                f"{kind.layer}.{number}",
+                tuple(
+                    (part.held[index][number][0], part.low - part.start, part.high - part.start)
+                    for part in parts
+                ),
+            )
+            for index, kind in enumerate(self._full)
+            for number in range(len(parts[0].held[index]))
+        ]
+
+    def stored_state(self, state: LayerStates) -> list[DeviceArray]:
+        """See PortableStore."""
+        return [
+            DeviceArray(f"{kind.layer}.{number}", ((array, 0, 0),), axis=0)
+            for kind, arrays in zip(self._whole, state.layers, strict=True)
+            for number, array in enumerate(arrays)
+        ]
+
+    def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
+        """See PortableStore."""
+        whole = sum(place.nbytes for place in record.header.arrays)
+        return whole * (end - start) // record.header.tokens
+
+    def restored(self, record: ReadRecord, start: int, end: int) -> Kept:
+        """See PortableStore."""
+        low, high = start - record.header.start, end - record.header.start
+        found = arrays_of(record)
+        return self._kept(
+            tuple(
+                tuple(device_array(dtype, one[None, :, low:high]) for dtype, one in of_layer)
+                for of_layer in (_of_layer(found, kind.layer) for kind in self._full)
+            )
+        )
+
+    def restored_state(self, record: ReadRecord) -> LayerStates:
+        """See PortableStore."""
+        found = arrays_of(record)
+        layers = tuple(
+            tuple(device_array(dtype, one) for dtype, one in _of_layer(found, kind.layer))
+            for kind in self._whole
+        )
+        return LayerStates(record.header.end, self._kept(layers))
+
     def _states(self, row: R) -> list[Arrays]:
         return [
             _recurrent(row).state(kind.layer)
@@ -134,6 +187,17 @@ class RowStore(Generic[R]):
         _evaluate(*arrays)
         self.nbytes += sum(_nbytes(one) for one in arrays)
         return arrays
+
+
+def _of_layer(
+    arrays: Mapping[str, tuple[str, np.ndarray[Any, Any]]], layer: int
+) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """Returns the stored arrays of a layer in their order."""
+    found, number = [], 0
+    while (one := arrays.get(f"{layer}.{number}")) is not None:
+        found.append(one)
+        number += 1
+    return found
 
 
 def _put_whole(

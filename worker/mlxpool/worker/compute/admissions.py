@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
+from time import monotonic
 
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.scheduling.scheduler import next_admissions, preemption_victim, running
+from mlxpool.worker.scheduling.scheduler import (
+    next_admissions,
+    preemption_victim,
+    running,
+    waiting,
+)
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.shared_prompts import awaited_prompt
 
@@ -21,6 +27,7 @@ class Admissions:
     def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
         self._blocks = engine.blocks
         self._prefix = engine.prefix
+        self._disk = engine.disk
         self._generations = generations
         self._progress = progress
 
@@ -44,11 +51,14 @@ class Admissions:
     def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
         """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
 
-        Those that wait for a prompt that another one reads stay. Returns the deltas that `admit`
-        returned.
+        Those that wait for the disk, or for a prompt that another one reads, stay. Returns the
+        deltas that `admit` returned.
         """
         deltas: list[Delta] = []
         live = self._generations.sequences()
+        if self._disk is not None:
+            for sequence in waiting(live):
+                self._disk.begin(sequence, monotonic())
         for sequence in next_admissions(live, max_sequences, partial(self._waits, live)):
             if not self._blocks.fits(sequence):
                 deltas.append(self._refuse(sequence))
@@ -59,10 +69,17 @@ class Admissions:
         return deltas
 
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
-        """Whether a sequence waits for a prompt, which the prefix cache then keeps at once."""
+        """Whether a sequence waits for the disk, or for a prompt that another one reads.
+
+        The prefix cache then keeps that prompt at once.
+        """
+        if sequence.restoring:
+            return True
         if self._prefix is None or not self._prefix.shares:
             return False
-        reader = awaited_prompt(sequence, live, whole=self._prefix.whole)
+        reader = awaited_prompt(
+            sequence, live, whole=self._prefix.whole, by_owner=self._prefix.by_owner
+        )
         if reader is not None:
             reader.shared = True
         return reader is not None

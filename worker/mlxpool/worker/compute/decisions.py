@@ -68,6 +68,7 @@ class Line(Generation):
             read_alone=message.alone,
             restore_at=message.shared,
             scored=question.branches[branch],
+            owner=message.owner,
         )
         return cls(
             sequence,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from time import monotonic
 from typing import NoReturn
 
@@ -19,6 +21,7 @@ from mlxpool.worker.compute.messages import (
     Admit,
     Decide,
     DeltaQueue,
+    DiskNews,
     Drop,
     DropAll,
     DropCall,
@@ -26,6 +29,7 @@ from mlxpool.worker.compute.messages import (
     MakeRoom,
     Outbound,
     Reserve,
+    SaveAll,
 )
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import Steps
@@ -35,6 +39,9 @@ from mlxpool.worker.scheduling.scheduler import running
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
 REPORT_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
+
+SAVE_DELAY = 0.5  # seconds without a request until prefixes are saved to disk
+DISK_WAIT = 0.02  # seconds between two looks at sequences that wait for the disk
 
 BeginGeneration = Callable[[Admit, Callable[[int], bytes]], Generation]
 
@@ -68,6 +75,7 @@ class ComputeLoop:
         self._steps = Steps(engine, self._generations, progress)
         self._decisions = Decisions(engine, self._generations, post)
         self._reported = 0.0  # when the memory was read last
+        self._saving = False  # whether no request came for SAVE_DELAY, or none will
         self._report_memory(monotonic())
 
     def run(self) -> NoReturn:
@@ -89,14 +97,42 @@ class ComputeLoop:
             self._report_memory(monotonic())
             self._progress.enter("idle")
             self._cpu_threads.end_steps()
-            self._handle(self._inbox.get(), deltas)
+            self._handle(self._next_message(), deltas)
+        elif self._waits_for_disk():
+            self._progress.enter("idle")
+            with suppress(queue.Empty):
+                self._handle(self._inbox.get(timeout=DISK_WAIT), deltas)
         while not self._inbox.empty():
             self._handle(self._inbox.get(), deltas)
         return deltas
 
+    def _next_message(self) -> Inbound:
+        """Wait for a message; when none has come for a while, save prefixes to disk meanwhile."""
+        disk = self._engine.disk
+        if disk is None or not disk.may_save:
+            return self._inbox.get()
+        if not self._saving:
+            try:
+                return self._inbox.get(timeout=SAVE_DELAY)
+            except queue.Empty:
+                self._saving = True
+        while self._inbox.empty() and disk.save_some():
+            pass
+        return self._inbox.get()
+
+    def _waits_for_disk(self) -> bool:
+        """Whether all that can go on is what the disk tier reads."""
+        disk = self._engine.disk
+        if disk is None or not disk.reads or self._steps.in_flight or not self._inbox.empty():
+            return False
+        return all(one.restoring for one in self._generations.sequences())
+
     def _handle(self, message: Inbound, deltas: list[Delta]) -> None:
         """Handle one message; the last deltas of streams that it ends are appended to `deltas`."""
-        if isinstance(message, Admit):
+        if isinstance(message, Reserve | MakeRoom | DiskNews | SaveAll):
+            self._handle_memory(message)
+        elif isinstance(message, Admit):
+            self._saving = False
             generation = self._begin(message, self._engine.piece)
             self._generations.add(generation)
             deltas += generation.begin_report()
@@ -116,19 +152,37 @@ class ComputeLoop:
             self._generations.forget_all()
             deltas.clear()
             self._delta_queue.fence = message.fence
-        elif isinstance(message, Reserve):
-            self._engine.reserve(message.bytes)
-        elif isinstance(message, MakeRoom):
-            self._engine.make_room(message.bytes)
         else:
+            self._saving = True  # this worker will end
             self._decisions.restart()
             self._generations.forget_all()
             self._delta_queue.put(deltas)
             deltas.clear()
             self._delta_queue.handed_back()
 
+    def _handle_memory(self, message: Reserve | MakeRoom | DiskNews | SaveAll) -> None:
+        """Handle a message that is about no run; DiskNews only wakes the loop."""
+        if isinstance(message, Reserve):
+            self._engine.reserve(message.bytes)
+        elif isinstance(message, MakeRoom):
+            self._engine.make_room(message.bytes)
+        elif isinstance(message, SaveAll):
+            self._save_all(message)
+
+    def _save_all(self, message: SaveAll) -> None:
+        """Write what the prefix cache and the rows have to disk, before the process ends."""
+        try:
+            self._generations.forget_all()
+            if self._engine.disk is not None:
+                self._engine.disk.save_all(message.until)
+        finally:
+            message.saved.set()
+
     def _step(self) -> list[Delta]:
         generations, progress = self._generations, self._progress
+        disk = self._engine.disk
+        if disk is not None:
+            disk.turn(monotonic(), busy=any(not one.restoring for one in generations.sequences()))
         self._cpu_threads.begin_step(monotonic())
         deltas = generations.expire(monotonic())
         cache = self._engine.prefix
@@ -155,4 +209,12 @@ class ComputeLoop:
                 "evictions": counters.evictions,
                 "evicted_tokens": counters.evicted_tokens,
                 "images": self._engine.encoded.encoded,
+                **self._disk_figures(),
             }
+
+    def _disk_figures(self) -> dict[str, int]:
+        """Returns the counters of the disk tier, if there is one."""
+        disk = self._engine.disk
+        if disk is None:
+            return {}
+        return {f"disk_{name}": value for name, value in asdict(disk.counters).items()}

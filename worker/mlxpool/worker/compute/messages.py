@@ -141,7 +141,35 @@ class MakeRoom:
     bytes: int
 
 
-Inbound = Admit | Drop | DropAll | HandBack | Compute | Decide | DropCall | Reserve | MakeRoom
+@dataclass(frozen=True, slots=True)
+class DiskNews:
+    """The disk tier of the prefix cache has read or written something."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAll:
+    """Stop all runs without an answer and write prefixes to disk, until a monotonic time.
+
+    The process ends behind it: `saved` is set when all is written, or the time is over.
+    """
+
+    until: float
+    saved: threading.Event
+
+
+Inbound = (
+    Admit
+    | Drop
+    | DropAll
+    | HandBack
+    | Compute
+    | Decide
+    | DropCall
+    | Reserve
+    | MakeRoom
+    | DiskNews
+    | SaveAll
+)
 
 # ---- to the main thread --------------------------------------------------------------------------
 

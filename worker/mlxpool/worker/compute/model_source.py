@@ -55,6 +55,7 @@ class EngineSettings(TypedDict):
     limit: int
     step_target: float
     batch: int
+    by_owner: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def open_source(
         if is_encoder(files, config.task):
             require_one_device(config, "a model of texts")
             require_no_kv(config.kv, "a model of texts")
+            require_no_disk(config, "a model of texts")
             return _encoder(files, config)
     return open_generator(config, counting, start_group)
 
@@ -105,6 +107,7 @@ def open_generator(
     if config.path == COUNTING:
         require_one_device(config, "the counting model")
         require_no_kv(config.kv, "the counting model")
+        require_no_disk(config, "the counting model")
         engine = counting(config.counting, config.context)
         engine.chunk = min(config.batch or engine.chunk, engine.context)
         return _counting(engine, config.sequences)
@@ -117,6 +120,15 @@ def require_one_device(config: ModelConfig, what: str) -> None:
         raise ModelLoadFailed(
             f"devices is {config.devices}, but {what} is not divided between devices: leave devices"
             " out"
+        )
+
+
+def require_no_disk(config: ModelConfig, what: str) -> None:
+    """Raises ModelLoadFailed where what keeps no prefixes is to keep them on disk."""
+    if config.prefix_disk:
+        raise ModelLoadFailed(
+            f"prefix_disk is {config.prefix_disk} bytes, but {what} keeps no prefixes: leave"
+            " prefix_disk out"
         )
 
 
@@ -190,6 +202,7 @@ def _folder(
             "limit": config.memory_limit,
             "step_target": config.step_target,
             "batch": config.batch,
+            "by_owner": config.prefix_scope == "owner",
         }
         if folder.uses_mlx_lm:
             from mlxpool.worker.mlx_lm import engine as mlx_lm_engine
@@ -231,6 +244,11 @@ def require_group_settings(config: ModelConfig) -> None:
         raise ModelLoadFailed(
             f"deterministic = true is not built for devices = {config.devices}: sums over devices"
             " are rounded otherwise; leave one of them out"
+        )
+    if config.prefix_disk:
+        raise ModelLoadFailed(
+            f"prefix_disk is not built for devices = {config.devices}: each process has a part of"
+            " the keys and values; leave one of them out"
         )
 
 

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal
@@ -17,10 +18,18 @@ from mlxpool.worker.compute import encoder_loop, model_source
 from mlxpool.worker.compute.encoder_loop import EncoderLoop
 from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.loop import BeginGeneration, ComputeLoop
-from mlxpool.worker.compute.messages import DeltaQueue, Inbound, Loaded, Outbound, Unusable
+from mlxpool.worker.compute.messages import (
+    DeltaQueue,
+    DiskNews,
+    Inbound,
+    Loaded,
+    Outbound,
+    Unusable,
+)
 from mlxpool.worker.compute.model_source import EncoderSource, ModelSource
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import DeviceLost
+from mlxpool.worker.prefix_disk.folder import DiskSettings
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
@@ -84,6 +93,11 @@ class Compute(threading.Thread):
         self.progress.loaded = 1.0
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
+        model = self.config.model
+        if model.prefix_disk:
+            root = Path(self.config.prefix_dir)
+            settings = DiskSettings(root, self.config.name, model.prefix_disk)
+            engine.open_disk(settings, lambda: self.inbox.put(DiskNews()))
         cpu_threads = self._cpu_threads if engine.yields_cores else CpuThreads(None, 1)
         loop = ComputeLoop(
             engine,

@@ -20,7 +20,13 @@ from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.stored import INT8
-from mlxpool.worker.compute.model_source import NO_BACK_END, require_batch, require_context
+from mlxpool.worker.compute.model_source import (
+    NO_BACK_END,
+    require_batch,
+    require_context,
+    require_group_settings,
+    require_no_disk,
+)
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
 from mlxpool.worker.engine.counting_engine import CountingEngine
@@ -66,6 +72,7 @@ def check(
     if config.path == COUNTING:
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         problems.attempt(require_no_kv, config.kv, "the counting model")
+        problems.attempt(require_no_disk, config, "the counting model")
         report["problems"] = list(problems.found)
         return report
     location = problems.attempt(locate, config)
@@ -90,6 +97,8 @@ def check(
         problems.attempt(require_kv, config.kv, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
+        if config.devices > 1:
+            problems.attempt(require_group_settings, config)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
@@ -116,6 +125,7 @@ def _check_encoder(
     """The report on an encoder model; only its first problem is found."""
     files = open_files(location)
     problems.attempt(require_no_kv, config.kv, "a model of texts")
+    problems.attempt(require_no_disk, config, "a model of texts")
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
@@ -193,6 +203,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "why": why,
     }
     memory: dict[str, int | str | None] = {**asdict(need), "least": need.least, "kv": config.kv}
+    memory["prefix_disk"] = config.prefix_disk
     if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}

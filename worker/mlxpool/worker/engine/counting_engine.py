@@ -87,7 +87,11 @@ class CountingEngine:
 
     layout = ""
     prefix = None
+    disk = None
     encoded: EncodedImages[Any] = EncodedImages(0)  # it reads no images
+
+    def open_disk(self, settings: object, wake: Callable[[], None]) -> None:
+        raise NotImplementedError("the counting model keeps no prefixes")
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
         raise NotImplementedError("the counting model reads no images")

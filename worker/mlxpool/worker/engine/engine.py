@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.prefix_disk.folder import DiskSettings
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import (
@@ -24,6 +25,9 @@ from mlxpool.worker.scheduling.sequence import (
 )
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepCost
+
+if TYPE_CHECKING:  # it needs MLX
+    from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 
 # [draws, ceil(vocabulary / 32)]: token i may be drawn where bit i % 32 of word i // 32 is set.
 Mask: TypeAlias = npt.NDArray[np.uint32]
@@ -101,6 +105,16 @@ class Engine(Protocol):
     @property
     def prefix(self) -> PrefixCache[Any] | None:
         """The prefix cache, whose counters are reported; None: there is none."""
+
+    @property
+    def disk(self) -> DiskPrefixes | None:
+        """The disk tier of the prefix cache; None: there is none, or it is not open."""
+
+    def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
+        """Opens the disk tier, after the warm-up. Other threads call `wake`, when it has news.
+
+        Raises ModelLoadFailed where the engine has none, and for a folder that cannot be used.
+        """
 
     @property
     def digest(self) -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from time import monotonic
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -38,8 +39,8 @@ from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device, matmul_tiled
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, is_slot
-from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SamplerOutput, last_token
@@ -76,6 +77,7 @@ class ModelEngine(WarmedEngine):
         step_target: float = 0.0,
         batch: int = 0,
         kv: str = AUTO,
+        by_owner: bool = False,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
@@ -84,7 +86,8 @@ class ModelEngine(WarmedEngine):
         the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
         `batch` bounds the tokens of a pass, see device.prefill_chunk. `kv`: what rows store, see
-        caches/stored.py.
+        caches/stored.py. `by_owner`: sequences find only the prefixes that sequences of their owner
+        left.
         """
         folder = loaded.folder
         super().__init__(
@@ -98,6 +101,7 @@ class ModelEngine(WarmedEngine):
             blocks=blocks,
             batch=batch,
             kv=kv,
+            by_owner=by_owner,
         )
         require_kv(kv, folder)
         if loaded.deterministic:
@@ -173,7 +177,22 @@ class ModelEngine(WarmedEngine):
                 else min(most, self._blocks_in_budget())
             )
         layout = self._new_layout(name, shape, max(blocks, MIN_BLOCKS))
-        return layout, prefix_cache.make_prefix_cache(prefix, layout.store, self._prefix_bytes)
+        budget, by_owner = self._prefix_bytes, self._by_owner
+        return layout, make_prefix_cache(prefix, layout.store, budget, by_owner=by_owner)
+
+    @property
+    def _store(self) -> Any:
+        return self._layout.store
+
+    def _kept_rules(self) -> dict[str, Any]:
+        _, shape, _ = self._layout_request
+        return {
+            "layout": self._layout.name,
+            "kv": shape.kv,
+            "dtype": str(shape.dtype),
+            "caches": [str(cache) for cache in shape.caches],
+            "deterministic": self._loaded.deterministic,
+        }
 
     def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
         """Makes the layout of this name; a pool has `blocks` blocks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,8 @@ import numpy as np
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
 from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.engine.disk_opening import open_disk, room_of
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.encoded import EncodedImages
@@ -26,6 +28,7 @@ from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, readable_end
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
+from mlxpool.worker.prefix_disk.folder import DiskSettings
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import (
@@ -148,6 +151,7 @@ class RowEngine(ABC, Generic[R]):
         blocks: int | None,
         batch: int = 0,
         kv: str = AUTO,
+        by_owner: bool = False,
     ) -> None:
         """`weights` are bytes; for the other parameters see ModelEngine."""
         self.context = min(folder.context, context or folder.context)
@@ -161,6 +165,9 @@ class RowEngine(ABC, Generic[R]):
         self._weights = weights
         self._limit = device.memory_limit(limit)
         self._prefix_bytes = prefix_bytes or default_prefix_cache_bytes(self._limit, weights)
+        self._by_owner = by_owner
+        self.disk: DiskPrefixes | None = None
+        self._disk_room = 0  # bytes that wait to be read from or written to the disk
         self._max_sequences = max_sequences
         self._fixed_blocks = blocks
         # Weak, so that an engine is freed with its last reference, and its arrays at once.
@@ -203,8 +210,10 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.admit."""
         restore_at = len(seq.lasting) if seq.discarded else seq.restore_at
         self._rows[seq], seq.submitted = self._prefix.begin(
-            seq.tokens, restore_at, seq.media, seq.cacheable
+            seq.tokens, restore_at, seq.media, seq.cacheable, seq.owner
         )
+        if self.disk is not None:
+            self.disk.leave(seq)
         if not seq.preempted:
             most = seq.prompt_inputs if seq.discarded else seq.length
             seq.cached = min(seq.submitted, most)
@@ -284,6 +293,8 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.release."""
         self.blocks.free(seq)
         self._flights = deque(flight.without(seq) for flight in self._flights)
+        if self.disk is not None:
+            self.disk.leave(seq)
         row = self._rows.pop(seq, None)
         if row is not None:
             self._bound_prefix()
@@ -367,6 +378,31 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.prefix."""
         return self._prefix
 
+    def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
+        """See Engine.open_disk."""
+        room = room_of(self._limit)
+        self.disk = open_disk(
+            settings,
+            self._prefix,
+            self._store,
+            {**self._kept_rules(), "weights": self.digest},
+            room=room,
+            wake=wake,
+            bound=self._bound_prefix,
+        )
+        self._disk_room = 0 if device.has_own_memory() else 2 * room
+        self.blocks.capacity = self._capacity()
+        self._require_min_blocks()
+
+    @property
+    @abstractmethod
+    def _store(self) -> Any:
+        """The store of the prefix cache, which is also a PortableStore."""
+
+    @abstractmethod
+    def _kept_rules(self) -> dict[str, Any]:
+        """Returns what decides, beside weights and versions, which arrays are kept of tokens."""
+
     def piece(self, token: int) -> bytes:
         """See Engine.piece."""
         return self._text.piece(token)
@@ -375,6 +411,8 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.close."""
         self._flights.clear()
         self._rows.clear()
+        if self.disk is not None:
+            self.disk.close()
         self._prefix.clear()
         self.encoded.clear()
         mx.synchronize()
@@ -446,7 +484,7 @@ class RowEngine(ABC, Generic[R]):
     def _free_blocks(self) -> int:
         """Returns the blocks for which there is memory, with what is reserved."""
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
-        used += self._spare + self._max_sequences * self._row_bytes
+        used += self._spare + self._max_sequences * self._row_bytes + self._disk_room
         used += self.encoded.budget + self._largest_image
         return block_capacity(self._limit - used, self._block_bytes)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from time import monotonic
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlxpool.worker.engine.engine import Mask, StepResult
 from mlxpool.worker.engine.row_engine import Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
-from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
@@ -103,6 +104,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         blocks: int | None = None,
         step_target: float = 0.0,
         batch: int = 0,
+        by_owner: bool = False,
     ) -> None:
         """See ModelEngine, which has the same parameters."""
         from mlx.utils import tree_flatten
@@ -118,18 +120,26 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             limit=limit,
             blocks=blocks,
             batch=batch,
+            by_owner=by_owner,
         )
         self._step_target = step_target
         self._model = model
         self._new_row = partial(MlxLmRow, partial(make_prompt_cache, model))
         kinds = cache_kinds_of(class_name(cache) for cache in flatten(self._new_row().caches))
         mode = "off" if kinds is None else prefix
-        store = RowStore(self._new_row, kinds or ())
-        self._prefix = prefix_cache.make_prefix_cache(mode, store, self._prefix_bytes)
+        self._kept = RowStore(self._new_row, kinds or ())
+        self._prefix = make_prefix_cache(mode, self._kept, self._prefix_bytes, by_owner=by_owner)
         self.features = features_of(mode)
         self.blocks.capacity = self._capacity()
 
     layout = "mlx-lm's code"
+
+    @property
+    def _store(self) -> Any:
+        return self._kept
+
+    def _kept_rules(self) -> dict[str, Any]:
+        return {"layout": self.layout, "mlx_lm": version("mlx-lm")}
 
     @property
     def limits(self) -> StepLimits:

@@ -195,6 +195,19 @@ class BlockStore:
             self._hold(block)
         return BlockRun(start, end, blocks)
 
+    def take_block(self, start: int, end: int, fill: Callable[[int], None]) -> BlockRun:
+        """Keeps tokens [start, end) of one block, which `fill` writes with those before `start`.
+
+        Raises OutOfMemory.
+        """
+        block = self._pool.allocate()
+        try:
+            fill(block)
+            self._hold(block)
+        finally:
+            self._pool.drop_reference(block)
+        return BlockRun(start, end, (block,))
+
     def cut(self, held: BlockRun, at: int) -> tuple[BlockRun, BlockRun]:
         """See PieceStore."""
         middle = held.start + at

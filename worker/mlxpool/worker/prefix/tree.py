@@ -3,7 +3,7 @@
 An edge owns the pieces that were kept of its tokens; only the store (prefix/store.py) knows their
 content. Layers whose memory cannot be divided by tokens have a snapshot at the end of an edge.
 Siblings never begin with the same token. An edge with readers is neither dropped nor merged with
-its only child.
+its only child. Each scope has a root of its own: sequences of different scopes share nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Node(Generic[E, S]):
     children: dict[int, Node[E, S]] = field(default_factory=dict)
     last_used: int = 0  # the caller's counter at the last use
     readers: int = 0
+    scope: str = ""  # of a root
 
     @property
     def end(self) -> int:
@@ -66,12 +67,25 @@ class Tree(Generic[E, S]):
 
     def __init__(self, store: PieceStore[E, S]) -> None:
         self._store = store
-        self.root: Node[E, S] = Node(0, (), [])
+        self._roots: dict[str, Node[E, S]] = {}
 
-    def match(self, tokens: tuple[int, ...], limit: int) -> Match[E, S]:
+    @property
+    def root(self) -> Node[E, S]:
+        """The root of the scope that has no name."""
+        return self.root_of("")
+
+    def root_of(self, scope: str) -> Node[E, S]:
+        """Returns the root of a scope."""
+        root = self._roots.get(scope)
+        if root is None:
+            root = self._roots[scope] = Node(0, (), [], scope=scope)
+        return root
+
+    def match(self, tokens: tuple[int, ...], limit: int, scope: str = "") -> Match[E, S]:
         """Returns the longest match of the first `limit` of `tokens`."""
-        nodes, at, node = [], 0, self.root
-        while at < limit and (child := node.children.get(tokens[at])) is not None:
+        nodes, at = list[Node[E, S]](), 0
+        node = self._roots.get(scope)
+        while node is not None and at < limit and (child := node.children.get(tokens[at])):
             nodes.append(child)
             at += common_prefix(child.tokens, tokens[at : min(child.end, limit)])
             if at < child.end:
@@ -90,8 +104,10 @@ class Tree(Generic[E, S]):
         return wanted
 
     def walk(self, node: Node[E, S] | None = None) -> Iterator[Node[E, S]]:
-        """Yields `node` and all nodes below it; None: all below the root."""
-        stack = list(self.root.children.values()) if node is None else [node]
+        """Yields `node` and all nodes below it; None: all below the roots."""
+        roots = self._roots.values() if node is None else ()
+        stack = [child for root in roots for child in root.children.values()]
+        stack += [] if node is None else [node]
         while stack:
             one = stack.pop()
             yield one
@@ -127,7 +143,11 @@ class Tree(Generic[E, S]):
 
     def merge_or_drop(self, node: Node[E, S]) -> None:
         """Merges `node` with its only child, or drops it, when it is not needed."""
-        if node.parent is None or node.readers:
+        if node.readers:
+            return
+        if node.parent is None:
+            if not node.children and self._roots.get(node.scope) is node:
+                del self._roots[node.scope]  # nothing is left of an owner
             return
         if len(node.children) == 1 and not node.restore_point:
             self._join(node)
@@ -178,7 +198,7 @@ class Tree(Generic[E, S]):
             self._free_state(node)
             node.parent = None
             node.children.clear()
-        self.root.children.clear()
+        self._roots.clear()
 
     def _join(self, node: Node[E, S]) -> None:
         """Merges the edge of `node` into its only child."""

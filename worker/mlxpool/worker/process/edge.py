@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +33,7 @@ from mlxpool.worker.compute.messages import (
     Loaded,
     Outbound,
     RunKey,
+    SaveAll,
     StepDeltas,
     Unusable,
 )
@@ -55,6 +57,7 @@ from mlxpool.worker.prompt.text_model import Opened
 log = logging.getLogger("mlxpool.worker")
 
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
+MAX_SAVE_WITH_RUNS = 1.0  # seconds that prefixes are written while streams wait for the end
 MakePreparer = Callable[
     [Opened | OpenedEncoder, Callable[[Product], None]], Preparer | InputPreparer
 ]
@@ -164,6 +167,7 @@ class Edge:
         self._unusable: PoolError | None = None  # the error to send with `bye`
         self._leave_at = math.inf  # when to exit with it, without having sent it
         self._exit_code: int | None = None
+        self._serves = False  # whether the model is loaded
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -257,7 +261,23 @@ class Edge:
             self.link.send(Bye(self._unusable.body()))
             self._exit(1)
 
+    def _save_prefixes(self) -> None:
+        """Have the compute thread write what the prefix cache has to disk, for a bounded time.
+
+        Streams that were not handed back go on elsewhere only when this process has ended.
+        """
+        if not self.config.model.prefix_disk or not self._serves:
+            return
+        limit = self.config.save_limit
+        if self.runs.live:
+            limit = min(limit, MAX_SAVE_WITH_RUNS)
+        saved = threading.Event()
+        self.compute.send(SaveAll(monotonic() + limit, saved))
+        saved.wait(limit)
+
     def _close(self) -> int:
+        if self._unusable is None:
+            self._save_prefixes()
         if not self._exit_code:
             self.link.send(Bye())
         self.link.close()
@@ -291,6 +311,7 @@ class Edge:
     def _loaded(self, loaded: Loaded) -> None:
         """The engine is ready for work: the worker is, too, when requests can be prepared."""
         assert self._preparer is not None
+        self._serves = True
         if self._preparer.is_ready(partial(self.mailbox.post, loaded)):
             self.runs.loaded(loaded.max_sequences)
 

@@ -257,6 +257,7 @@ def admit_of(
         shift=shift,
         discarded=discarded,
         media=inside,
+        owner=work.owner,
         images={span.image: whole.images[span.image] for span in inside},
         shared=work.shared,
         reported=max(1, reported) if options.prompt_alternatives >= 0 else 0,

@@ -62,6 +62,9 @@ class Sequence:
     shared: bool = False  # others have its prompt: the prefix cache keeps it as soon as it is read
     awaits: Sequence | None = None  # the one whose prompt it waits for, see shared_prompts.py
     reported: int = 0
+    owner: str = ""  # whose request it is
+    looked_up: bool = False  # the disk tier was asked for its prefix
+    restoring: bool = False  # it waits for what the disk tier reads
 
     @property
     def tokens(self) -> list[int]:

@@ -9,19 +9,23 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 MIN_SHARED = 64  # tokens that a wait must save, unless others are known to have the whole prompt
 
 
-def awaited_prompt(seq: Sequence, live: Many[Sequence], *, whole: bool) -> Sequence | None:
+def awaited_prompt(
+    seq: Sequence, live: Many[Sequence], *, whole: bool, by_owner: bool = False
+) -> Sequence | None:
     """Returns the running sequence whose prompt a waiting one waits for; None: it waits for none.
 
     It waits for a prompt that is being read if it begins with at least half of what is left of it.
     Then it gets these tokens from the prefix cache, which costs less than to read them. `whole`:
-    the cache gives only whole prompts, but for the last token. The answer holds until the prompt
+    the cache gives only whole prompts, but for the last token. `by_owner`: it gives those of the
+    same owner. The answer holds until the prompt
     is read or its sequence leaves.
     """
     if seq.awaits is not None and _is_read(seq.awaits):
         return seq.awaits
     seq.awaits = None
     if not seq.reports:
-        seq.awaits = next((one for one in live if _worth(seq, one, whole=whole)), None)
+        others = (one for one in live if not by_owner or one.owner == seq.owner)
+        seq.awaits = next((one for one in others if _worth(seq, one, whole=whole)), None)
     return seq.awaits
 
 

@@ -1,0 +1,330 @@
+"""Measures what prefixes on disk give back after a restart, and what they cost running streams.
+
+    python bench/prefix_disk.py [--rounds 5] [--tokens 13000] [--shape small] [--json FILE]
+
+A pool with a random model answers a conversation of 13,000 tokens that it has never seen, is ended
+and started again, and answers it once more: the time to the first token, at the client, cold and
+after the restart, and a third time out of the memory. A new conversation in every round.
+
+The gaps are those between two tokens of streams that decode in one worker while prefixes of prompts
+that came just before are saved, because the memory is nearly full: in pairs of a pool with
+`prefix_disk` and one without, the order alternating, with the same prompts. In a second kind of
+pair a conversation of 13,000 tokens that is only on the disk comes back beside the streams; the
+pool without a disk computes it. Last, what saving takes of the compute thread between two steps, in
+processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxpool.bench import checkpoint, report
+from mlxpool.bench.pools import interrupt_at_signals, serving
+from mlxpool.bench.shapes import SHAPES
+from mlxpool.client import Client
+
+MODEL = "m"
+GOAL_RESTART, GOAL_GAPS = 0.05, 1.05
+STREAMS = 4
+STREAM_TOKENS = 300
+BESIDE = 1200  # tokens of a prompt before streams
+PROMPTS = 6  # before the streams of a round
+CACHED = 6000  # tokens that the memory keeps in the pools of the gaps
+REST = 2.0  # seconds
+PATIENCE = 900.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a pool has its sockets and prefixes, and the folder of its model."""
+
+    run_dir: Path
+    prefixes: Path
+    model: Path
+
+
+def settings(place: Place, *, disk: bool, more: str = "") -> str:
+    """The settings of a pool."""
+    kept = 'prefix_disk = "8GiB"\n' if disk else ""
+    return (
+        f'[pool]\nprefix_dir = "{place.prefixes}"\nstop_grace = 30.0\n'
+        f'[models.{MODEL}]\npath = "{place.model}"\nkeep_alive = "-1"\n'
+        f"sequences = {STREAMS + 2}\n{kept}{more}"
+    )
+
+
+@contextmanager
+def pool(place: Place, text: str) -> Iterator[Client]:
+    """Runs a pool meanwhile, with a client; entered when its model is loaded."""
+    with serving(place.run_dir, text), Client(place.run_dir, connect_timeout=PATIENCE) as client:
+        client.generate(MODEL, tokens=[1, 2, 3], max_tokens=1)
+        yield client
+
+
+def prompt(rng: np.random.Generator, tokens: int, shape: str) -> list[int]:
+    """Random ids of a shape's vocabulary, without the special ones."""
+    ids: list[int] = rng.integers(0, SHAPES[shape]["vocab_size"] - 2, tokens).tolist()
+    return ids
+
+
+def first_token(client: Client, ids: Sequence[int]) -> tuple[float, int, list[int]]:
+    """Seconds to the first token, the tokens found in a cache, and the ids of the answer."""
+    began = time.perf_counter()
+    with client.stream(MODEL, tokens=list(ids), max_tokens=4, temperature=0) as stream:
+        deltas = iter(stream)
+        got = list(next(deltas).ids)
+        taken = time.perf_counter() - began
+        for delta in deltas:
+            got += delta.ids
+        usage = stream.result.usage or {}
+    return taken, int(usage["cached_tokens"]), got
+
+
+def restarts(place: Place, options: argparse.Namespace) -> list[dict[str, float]]:
+    """The first tokens of each round: cold, after a restart, from memory."""
+    rng, rounds = np.random.default_rng(1), []
+    text = settings(place, disk=True)
+    for number in range(options.rounds):
+        ids = prompt(rng, options.tokens, options.shape)
+        with pool(place, text) as client:
+            cold, none, expected = first_token(client, ids)
+        with pool(place, text) as client:
+            back, cached, got = first_token(client, ids)
+            memory, _, again = first_token(client, ids)
+        assert none == 0 and got == again == expected, "the answers differ"
+        rounds.append({"cold": cold, "restart": back, "memory": memory, "cached": cached})
+        print(
+            f"round {number + 1}: cold {cold:.2f} s, after a restart {back * 1000:.0f} ms"
+            f" ({back / cold:.4f}, {cached} tokens cached), from memory {memory * 1000:.0f} ms",
+            flush=True,
+        )
+    return rounds
+
+
+def streaming(client: Client, seed: int, gaps: list[float]) -> None:
+    """One stream, whose gaps between deltas are collected."""
+    before = 0.0
+    with client.stream(
+        MODEL, tokens=[seed + 5, 7, 9], max_tokens=STREAM_TOKENS, ignore_eos=True, seed=seed
+    ) as stream:
+        for _ in stream:
+            now = time.perf_counter()
+            if before:
+                gaps.append(now - before)
+            before = now
+
+
+def gaps_beside(client: Client, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """The gaps of STREAMS streams, seconds, while these prompts are answered one by one."""
+    every: list[list[float]] = [[] for _ in range(STREAMS)]
+    threads = [
+        threading.Thread(target=streaming, args=(client, seed, found))
+        for seed, found in enumerate(every)
+    ]
+    for thread in threads:
+        thread.start()
+    while not all(every):
+        time.sleep(0.01)
+    for ids in prompts:
+        client.generate(MODEL, tokens=list(ids), max_tokens=2, temperature=0)
+    for thread in threads:
+        thread.join()
+    return [gap for found in every for gap in found]
+
+
+def gaps_behind(client: Client, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """The gaps of streams, seconds, that begin when these prompts were answered."""
+    for ids in prompts:
+        client.generate(MODEL, tokens=list(ids), max_tokens=2, temperature=0)
+    found = gaps_beside(client, [])
+    time.sleep(REST)  # what an idle worker saves is not to disturb the other pool
+    return found
+
+
+def p99(values: Sequence[float]) -> float:
+    return float(np.percentile(values, 99))
+
+
+def pairs_of_gaps(
+    places: tuple[Place, Place], options: argparse.Namespace, token_bytes: int
+) -> list[tuple[float, float]]:
+    """The p99 of the gaps with and without a disk, in each round; prefixes are saved meanwhile."""
+    rng, pairs = np.random.default_rng(2), []
+    more = f"prefix_bytes = {CACHED * token_bytes}\n"
+    with (
+        pool(places[0], settings(places[0], disk=True, more=more)) as with_disk,
+        pool(places[1], settings(places[1], disk=False, more=more)) as without,
+    ):
+        for number in range(options.rounds + 1):
+            prompts = [prompt(rng, BESIDE, options.shape) for _ in range(PROMPTS)]
+            order = [with_disk, without] if number % 2 else [without, with_disk]
+            found = {id(client): gaps_behind(client, prompts) for client in order}
+            pair = p99(found[id(with_disk)]), p99(found[id(without)])
+            if number:  # the first round warms up
+                pairs.append(pair)
+                print(
+                    f"round {number}: p99 of gaps {pair[0] * 1000:.1f} ms with a disk,"
+                    f" {pair[1] * 1000:.1f} without ({pair[0] / pair[1]:.3f})",
+                    flush=True,
+                )
+    return pairs
+
+
+def pairs_of_returns(
+    places: tuple[Place, Place], options: argparse.Namespace
+) -> list[tuple[float, float]]:
+    """The p99 of gaps beside a conversation that comes back from the disk, or is computed."""
+    rng, pairs = np.random.default_rng(3), []
+    for number in range(min(3, options.rounds)):
+        ids = prompt(rng, options.tokens, options.shape)
+        with pool(places[0], settings(places[0], disk=True)) as client:
+            first_token(client, ids)
+        found = []
+        for place, disk in ((places[0], True), (places[1], False)):
+            with pool(place, settings(place, disk=disk)) as client:
+                found.append(p99(gaps_beside(client, [ids])))
+        pairs.append((found[0], found[1]))
+        print(
+            f"return {number + 1}: p99 of gaps {found[0] * 1000:.1f} ms from the disk,"
+            f" {found[1] * 1000:.1f} ms computed",
+            flush=True,
+        )
+    return pairs
+
+
+def cost_of_turns(place: Place, options: argparse.Namespace, token_bytes: int) -> dict[str, float]:
+    """What saving takes of the compute thread between decode steps, in processor time.
+
+    A machine that others use, too, changes this little.
+    """
+    from mlxpool.worker.engine.model_engine import ModelEngine
+    from mlxpool.worker.prefix_disk.folder import DiskSettings
+    from mlxpool.worker.weights.inspect import inspect
+    from mlxpool.worker.weights.load import load
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from support.engine_steps import decode, enter
+
+    rng = np.random.default_rng(4)
+    engine = ModelEngine(
+        load(inspect(place.model)), lookahead=False, prefix_bytes=CACHED * token_bytes
+    )
+    engine.open_disk(DiskSettings(place.prefixes, MODEL, 2**33), lambda: None)
+    assert engine.disk is not None
+    rows = [_sequence([7, number], STREAM_TOKENS) for number in range(STREAMS)]
+    for row in rows:
+        enter(engine, row)
+    steps, turns = [], []
+    for number in range(STREAM_TOKENS - 1):
+        if number % 50 == 0:  # another prompt comes and goes
+            other = _sequence(prompt(rng, BESIDE, options.shape), 1)
+            enter(engine, other)
+            engine.release(other)
+        began = time.thread_time()
+        decode(engine, rows)
+        between = time.thread_time()
+        engine.disk.turn(time.monotonic(), busy=True)
+        steps.append(between - began)
+        turns.append(time.thread_time() - between)
+    written = engine.disk.counters.written_bytes
+    assert written, "nothing was saved"
+    found = {
+        "step": statistics.mean(steps),
+        "turn": statistics.mean(turns),
+        "turn_p99": p99(turns),
+        "with_p99": p99([step + turn for step, turn in zip(steps, turns, strict=True)]),
+        "without_p99": p99(steps),
+        "written": written,
+    }
+    print(
+        f"processor time of the compute thread: a step {found['step'] * 1000:.2f} ms, saving"
+        f" {found['turn'] * 1000:.3f} ms (p99 {found['turn_p99'] * 1000:.2f}); p99 of both"
+        f" {found['with_p99'] * 1000:.2f} ms, of steps {found['without_p99'] * 1000:.2f} ms;"
+        f" {written / 1e6:.1f} MB written",
+        flush=True,
+    )
+    engine.close()
+    return found
+
+
+def _sequence(ids: Sequence[int], tokens: int) -> Any:
+    from mlxpool.common.options import Options
+    from mlxpool.worker.scheduling.sequence import Sequence as Generated
+
+    return Generated(b"", 1, tuple(ids), Options(temperature=0.0), 1, tokens)
+
+
+def main() -> int:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=13_000)
+    parser.add_argument("--shape", default="small", choices=sorted(SHAPES))
+    parser.add_argument("--only", choices=("restarts", "gaps", "returns", "cost"))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    interrupt_at_signals()
+    shape = SHAPES[options.shape]
+    token_bytes = (
+        2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
+    )
+    figures: dict[str, Any] = {"tokens": options.tokens, "shape": options.shape}
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        model = checkpoint.write(Path(folder, "model"), options.shape)
+        places = tuple(
+            Place(_made(Path(folder, name)), Path(folder, f"{name}-prefixes"), model)
+            for name in ("a", "b")
+        )
+        assert len(places) == 2
+        if options.only in (None, "restarts"):
+            figures["restarts"] = restarts(places[0], options)
+        if options.only in (None, "gaps"):
+            figures["gaps"] = pairs_of_gaps(places, options, token_bytes)
+        if options.only in (None, "cost"):
+            figures["cost"] = cost_of_turns(places[1], options, token_bytes)
+        if options.only in (None, "returns"):
+            figures["returns"] = pairs_of_returns(places, options)
+    return _report(options, figures)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(mode=0o700)
+    return path
+
+
+def _report(options: argparse.Namespace, figures: dict[str, Any]) -> int:
+    missed = False
+    if rounds := figures.get("restarts"):
+        shares = [one["restart"] / one["cold"] for one in rounds]
+        missed |= statistics.median(shares) > GOAL_RESTART
+        print(
+            f"first token after a restart over cold: {report.spread(shares, 4)}"
+            f" (goal {GOAL_RESTART})"
+        )
+    if pairs := figures.get("gaps"):
+        ratios = [one / other for one, other in pairs]
+        missed |= statistics.median(ratios) > GOAL_GAPS
+        print(
+            f"p99 of gaps with over without a disk: {report.spread(ratios, 3)} (goal {GOAL_GAPS})"
+        )
+    if pairs := figures.get("returns"):
+        ratios = [one / other for one, other in pairs]
+        print(f"p99 of gaps beside a return over beside a prefill: {report.spread(ratios, 3)}")
+    report.save(options.json, figures)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

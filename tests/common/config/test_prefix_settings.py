@@ -1,0 +1,56 @@
+"""The settings of prefixes on disk: what is refused, and the folder that is the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.config.bounds import ConfigError
+from mlxpool.common.config.loading import load
+from mlxpool.common.paths import default_prefix_dir
+
+
+def loaded(tmp_path: Path, model: str, path: str = "/models/m") -> None:
+    file = tmp_path / "mlxpool.toml"
+    file.write_text(f'[models.m]\npath = "{path}"\n{model}')
+    load(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "fault"),
+    [
+        ('prefix_disk = "1MiB"', "/m", "it is 1048576 bytes, must be 0 or at least 16777216"),
+        ('prefix_cache = "off"', "/m", "it needs prefix_cache = \"tree\", which is 'off'"),
+        ('prefix_cache = "single"', "/m", "it needs prefix_cache = \"tree\", which is 'single'"),
+        ("devices = 2", "/m", "it is not built for models on several devices, devices is 2"),
+        ('task = "embed"', "/m", "the model keeps no prefixes"),
+        ("", "builtin:counting", "the model keeps no prefixes"),
+        ("", "builtin:demo-embed", "the model keeps no prefixes"),
+    ],
+)
+def test_what_keeps_no_prefixes_is_refused_by_name(
+    tmp_path: Path, model: str, path: str, fault: str
+) -> None:
+    more = "" if "prefix_disk" in model else '\nprefix_disk = "20GB"'
+    with pytest.raises(ConfigError) as error:
+        loaded(tmp_path, model + more, path)
+    assert str(error.value).startswith("models.m.prefix_disk: ") and fault in str(error.value)
+
+
+def test_prefixes_on_disk_are_off_and_shared_by_default(tmp_path: Path) -> None:
+    loaded(tmp_path, 'prefix_disk = "20GB"\nprefix_scope = "owner"')
+    with pytest.raises(ConfigError, match="prefix_scope is 'user', must be of"):
+        loaded(tmp_path, 'prefix_scope = "user"')
+    found = load(None).models["demo"]
+    assert (found.prefix_disk, found.prefix_scope) == (0, "pool")
+
+
+def test_the_default_folder_is_among_the_users_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_prefix_dir() == Path.home() / ".cache/mlxpool/prefixes"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert default_prefix_dir() == Path("/caches/mlxpool/prefixes")
+    monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/mlxpool:/other")
+    assert default_prefix_dir() == Path("/var/cache/mlxpool/prefixes")

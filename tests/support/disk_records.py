@@ -1,0 +1,144 @@
+"""Records of the disk tier for tests: arrays follow from the inputs, so that a wrong one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_of
+from mlxpool.worker.prefix_disk.folder import ModelFolder
+from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
+from mlxpool.worker.prefix_disk.readings import Reading, ReadRecord, Wanted
+from mlxpool.worker.prefix_disk.records import Kind, decode_header, encode_header, places_of
+from mlxpool.worker.prefix_disk.tier import DiskTier
+from support.pool import until
+
+DIGEST = bytes(range(32))
+ABOUT = {"weights": "some", "layout": "rows"}
+ROOM = 2**20
+HEADS, SIZE = 2, 3
+
+
+def cells(ids: Sequence[int], start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
+    """Returns an array [HEADS, tokens, SIZE] that tells the inputs and their places."""
+    numbers = np.array([(one * 7 + start + at) % 65_521 for at, one in enumerate(ids)], np.uint16)
+    return np.broadcast_to(numbers[None, :, None], (HEADS, len(ids), SIZE)).copy()
+
+
+def records_of(
+    ids: Sequence[int], scope: str = "", *, states: Sequence[int] = ()
+) -> list[NewRecord]:
+    """Returns the records of a sequence: its blocks, a part at its end, and snapshots."""
+    found, key = [], root_key(scope)
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        part = tuple(ids[start : start + BLOCK_TOKENS])
+        found += record_of(part, start, key, states=states)
+        key = block_key(key, packed(part))
+    return found
+
+
+def record_of(
+    part: tuple[int, ...], start: int, parent: bytes, *, states: Sequence[int] = ()
+) -> list[NewRecord]:
+    """Returns the record of a block behind those of a key, and its snapshot if it is to have one.
+
+    A snapshot inside the block has a record of the inputs before it as well.
+    """
+    key = block_key(parent, packed(part))
+    arrays = (NamedArray("0.0", "bfloat16", (cells(part, start),)),)
+    found = [NewRecord(Kind.TOKENS, start, parent, key, part, arrays)]
+    for end in states:
+        if end == start + len(part):
+            state = NamedArray("1.0", "float32", (np.array([end], np.float32),), 0)
+            found.append(NewRecord(Kind.STATE, start, parent, key, part, (state,)))
+        elif start < end < start + len(part):
+            found += record_of(part[: end - start], start, parent, states=[end])
+    return found
+
+
+@contextmanager
+def tier_at(
+    path: Path, *, digest: bytes = DIGEST, budget: int = 2**26, model: str = "m"
+) -> Iterator[DiskTier]:
+    """Runs a tier in a folder."""
+    folder = ModelFolder(path, model, budget)
+    folder.prepare(digest)
+    tier = DiskTier(folder, digest, ABOUT, budget=budget, room=ROOM, wake=lambda: None)
+    tier.start()
+    try:
+        yield tier
+    finally:
+        tier.close()
+        tier.join()
+
+
+def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
+    """Writes records, and waits until they are."""
+    for record in records:
+        tier.write(record)
+    until(lambda: tier.pending == 0, "all is written")
+
+
+def wanted(
+    ids: Sequence[int],
+    *,
+    matched: int = 0,
+    restorable: int | None = None,
+    stateful: bool = False,
+    scope: str = "",
+    most: int | None = None,
+) -> Wanted:
+    """Returns what a prompt can use."""
+    least = matched if restorable is None else restorable
+    most = len(ids) - 1 if most is None else most
+    return Wanted(root_key(scope), tuple(ids), most, matched, least, stateful)
+
+
+def read_all(tier: DiskTier, what: Wanted) -> list[ReadRecord]:
+    """Reads everything that the disk has for a prompt."""
+    reading = tier.begin(what)
+    found: list[ReadRecord] = []
+    until(lambda: _take(reading, found), "all is read")
+    return found
+
+
+def _take(reading: Reading, found: list[ReadRecord]) -> bool:
+    while (record := reading.take()) is not None:
+        found.append(record)
+    return reading.finished
+
+
+def array_of(record: ReadRecord, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
+    """Returns an array of a record, bfloat16 as uint16."""
+    (place,) = (one for one in record.header.arrays if one.name == name)
+    kind = {"bfloat16": "uint16"}.get(place.dtype, place.dtype)
+    data = record.arrays[place.offset : place.offset + place.nbytes]
+    return data.view(kind).reshape(place.shape)
+
+
+def record_from(arrays: Sequence[NamedArray], start: int, tokens: int) -> ReadRecord:
+    """Returns the record of these arrays as a tier would read it."""
+    ids, parent = tuple(range(tokens)), root_key("")
+    record = NewRecord(Kind.TOKENS, start, parent, b"", ids, tuple(arrays))
+    places = places_of([(one.name, one.dtype, one.shape) for one in arrays])
+    payload = payload_of(record, places)
+    header = encode_header(DIGEST, record.kind, start, parent, packed(ids), places, payload.data)
+    return ReadRecord(decode_header(DIGEST, header), payload, start + tokens)
+
+
+def check_tokens(found: Sequence[ReadRecord], ids: Sequence[int], matched: int = 0) -> int:
+    """Asserts that records have what belongs to the inputs; returns up to where."""
+    end = matched
+    for record in found:
+        header = record.header
+        if header.kind is Kind.STATE:
+            assert array_of(record, "1.0").tolist() == [header.end]
+            continue
+        assert header.start <= end < record.end <= header.end
+        own = array_of(record, "0.0")[:, : record.end - header.start]
+        assert (own == cells(ids[header.start : record.end], header.start)).all()
+        end = record.end
+    return end

@@ -1,0 +1,391 @@
+"""The disk tier in an engine: a new engine goes on where another ended, with the same tokens.
+
+Each layout and each kind of cache: keys and values, a sliding window, a recurrent state, latent
+vectors. Answers are compared with those of an engine without a cache.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.engine_steps import decode, read
+from support.pool import until
+from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker import versions  # noqa: E402
+from mlxpool.worker.engine import disk_prefixes, disk_saves  # noqa: E402
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.prefix_disk import tier  # noqa: E402
+from mlxpool.worker.prefix_disk.folder import DiskSettings  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+
+LONG: dict[str, Any] = {"max_position_embeddings": 4096}
+WINDOW = {"model_type": "mistral", "sliding_window": 40}
+MODELS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": WINDOW,
+    "recurrent": {**QWEN3_NEXT, "num_hidden_layers": 3},
+    "latent": GLM,
+}
+CASES = [
+    ("full", "rows", False),
+    ("full", "slabs", False),
+    ("full", "pool", False),
+    ("full", "slabs", True),
+    ("window", "rows", False),
+    ("window", "pool", False),
+    ("recurrent", "rows", False),
+    ("latent", "rows", False),
+    ("latent", "pool", False),
+]
+INT8_CASES = [
+    ("full", "rows", True),
+    ("full", "slabs", True),
+    ("full", "pool", False),
+    ("window", "rows", False),
+]
+SIZE = 1100  # tokens of a prompt: four blocks and a part
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    known: dict[tuple[str, bool], LoadedModel] = {}
+
+    def get(name: str, deterministic: bool = False) -> LoadedModel:
+        if (name, deterministic) not in known:
+            path = tmp_path_factory.mktemp("model")
+            folder = inspect(write_checkpoint(path, **LONG, **MODELS[name]))
+            known[name, deterministic] = load(folder, deterministic=deterministic)
+        return known[name, deterministic]
+
+    yield get
+
+
+def prompt_of(size: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(salt).integers(0, 256, size).tolist())
+
+
+def sequence(prompt: Many[int], **named: Any) -> Sequence:
+    return Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 11, STEPS, **named)
+
+
+def opened(
+    loaded: LoadedModel, path: Path, *, budget: int = 2**28, name: str = "m", **settings: Any
+) -> ModelEngine:
+    """Returns an engine with a disk tier in a folder."""
+    engine = ModelEngine(loaded, **{"lookahead": False, "blocks": 64, **settings})
+    engine.open_disk(DiskSettings(path, name, budget), lambda: None)
+    assert engine.disk is not None
+    return engine
+
+
+def closed(engine: ModelEngine) -> None:
+    """Ends an engine as a worker ends, when all is written."""
+    assert engine.disk is not None
+    engine.disk.save_all(time.monotonic() + 60)
+    assert engine.disk.counters.dropped == 0
+    engine.close()
+
+
+def disk_of(engine: ModelEngine) -> DiskPrefixes:
+    assert engine.disk is not None
+    return engine.disk
+
+
+def looked_at(engine: ModelEngine) -> None:
+    """Waits until an engine knows what its folder has."""
+    until(lambda: disk_of(engine).counters.bytes, "the folder was looked at")
+
+
+def fetch(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> None:
+    """Waits until a sequence need not wait for the disk."""
+    disk = disk_of(engine)
+    disk.begin(seq, time.monotonic())
+
+    def ready() -> bool:
+        disk.turn(time.monotonic(), busy=busy)
+        return not seq.restoring
+
+    until(ready, "the disk is read")
+
+
+def ask(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> list[int]:
+    if engine.disk is not None:
+        fetch(engine, seq, busy=busy)
+    engine.admit(seq)
+    read(engine, seq)
+    decode(engine, [seq], STEPS)
+    engine.release(seq)
+    return seq.ids
+
+
+def plain(loaded: LoadedModel, prompt: Many[int], **settings: Any) -> list[int]:
+    return ask(
+        ModelEngine(loaded, lookahead=False, prefix="off", blocks=64, **settings), sequence(prompt)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "deterministic", "kv"),
+    [(*case, "auto") for case in CASES] + [(*case, "int8") for case in INT8_CASES],
+)
+def test_a_new_engine_goes_on_with_the_same_tokens(
+    loaded: Any, tmp_path: Path, name: str, layout: str, deterministic: bool, kv: str
+) -> None:
+    model, prompt = loaded(name, deterministic), prompt_of(SIZE)
+    first = opened(model, tmp_path, layout=layout, kv=kv)
+    seq = sequence(prompt, restore_at=1090)
+    answer = ask(first, seq)
+    assert seq.cached == 0 and answer == plain(model, prompt, layout=layout, kv=kv)
+    closed(first)
+
+    second = opened(model, tmp_path, layout=layout, kv=kv)
+    again = sequence(prompt, restore_at=1090)
+    looked_at(second)
+    assert ask(second, again) == answer
+    assert again.cached == (1090 if second.prefix.whole else SIZE - 1)
+    assert disk_of(second).counters.tokens == again.cached
+    turn = (*prompt, *answer, *prompt_of(30, 5))
+    next_turn = sequence(turn)
+    assert ask(second, next_turn) == plain(model, turn, layout=layout, kv=kv)
+    assert next_turn.cached >= (1090 if second.prefix.whole else SIZE)
+    branch = (*prompt[:700], *prompt_of(300, 6))
+    other = sequence(branch)
+    assert ask(second, other) == plain(model, branch, layout=layout, kv=kv)
+    assert other.cached == (0 if second.prefix.whole else 700)
+    second.close()
+
+
+def test_records_of_other_rules_are_never_used(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(SIZE)
+    engine = opened(loaded("full"), tmp_path, layout="rows")
+    ask(engine, sequence(prompt))
+    closed(engine)
+
+    def cached(model: LoadedModel, **settings: Any) -> int:
+        other = opened(model, tmp_path, **settings)
+        looked_at(other)
+        seq = sequence(prompt)
+        assert ask(other, seq) == plain(model, prompt, **settings)
+        other.close()
+        return seq.cached
+
+    assert cached(loaded("full"), layout="rows") == SIZE - 1
+    assert cached(loaded("window"), layout="rows") == 0  # other weights and caches
+    assert cached(loaded("full"), layout="slabs") == 0
+    assert cached(loaded("full"), layout="pool") == 0
+    assert cached(loaded("full", True), layout="rows") == 0
+    monkeypatch.setattr(versions, "KEPT_RULES", 2)
+    assert cached(loaded("full"), layout="rows") == 0
+    monkeypatch.undo()
+    assert cached(loaded("full", True), layout="rows", kv="int8") == 0
+
+
+@pytest.mark.parametrize("layout", ["slabs", "pool"])
+def test_damaged_segments_cost_time_and_no_token(loaded: Any, tmp_path: Path, layout: str) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path, layout=layout)
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    (path,) = tmp_path.rglob("*.seg")
+    data, draw = path.read_bytes(), np.random.default_rng(3)
+    cached = []
+    for _ in range(12):
+        damaged = bytearray(data)
+        for at in draw.integers(0, len(data), 2):
+            damaged[at] ^= 1 << int(draw.integers(0, 8))
+        path.write_bytes(damaged)
+        other = opened(model, tmp_path, layout=layout)
+        looked_at(other)
+        seq = sequence(prompt)
+        assert ask(other, seq) == answer
+        cached.append(seq.cached)
+        other.close()
+        for extra in set(tmp_path.rglob("*.seg")) - {path}:
+            extra.unlink()
+    assert min(cached) < SIZE - 1 and all(0 <= one < SIZE for one in cached)
+
+
+def test_owners_share_nothing(loaded: Any, tmp_path: Path) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path, by_owner=True)
+    ask(engine, sequence(prompt, owner="alice"))
+    seen = [sequence(prompt, owner=owner) for owner in ("bob", "alice", "")]
+    for seq in seen:
+        ask(engine, seq)
+    assert [seq.cached for seq in seen] == [0, SIZE - 1, 0]
+    closed(engine)
+    other = opened(model, tmp_path, by_owner=True)
+    looked_at(other)
+    seen = [sequence(prompt, owner=owner) for owner in ("carol", "bob", "alice")]
+    for seq in seen:
+        ask(other, seq)
+    assert [seq.cached for seq in seen] == [0, SIZE - 1, SIZE - 1]
+    other.close()
+
+
+def test_records_that_leave_the_memory_are_saved_while_sequences_run(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "REST", 0.0)
+    model = loaded("full")
+    token = 2 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, size, float32
+    engine = opened(model, tmp_path, layout="rows", prefix_bytes=3000 * token)
+    disk = disk_of(engine)
+    prompts = [prompt_of(SIZE, salt) for salt in range(4)]
+    for prompt in prompts:
+        ask(engine, sequence(prompt))
+        for _ in range(30):
+            until(lambda: disk._tier.pending == 0, "it is written")
+            disk.turn(time.monotonic(), busy=True)
+    assert engine.prefix.evictions > 0
+    seq = sequence(prompts[0])
+    assert ask(engine, seq, busy=True) == plain(model, prompts[0], layout="rows")
+    assert seq.cached >= 1024
+    engine.close()
+
+
+def test_a_tree_without_space_takes_what_fits(loaded: Any, tmp_path: Path) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path, layout="rows")
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    token = 2 * 2 * 2 * 8 * 4
+    small = opened(model, tmp_path, layout="rows", prefix_bytes=600 * token)
+    looked_at(small)
+    seq = sequence(prompt)
+    assert ask(small, seq) == answer
+    assert seq.cached == 512 and small.prefix.nbytes <= 600 * token
+    small.close()
+
+
+def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path, layout="pool")
+    ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path, layout="pool")
+    looked_at(other)
+    seq = sequence(prompt)
+    fetch(other, seq)
+    assert other.prefix.nbytes > 0
+    assert other.prefix.shrink(10**12) == 0  # what it waits for is not evicted
+    other.release(seq)
+    assert other.prefix.shrink(10**12) > 0 and other.prefix.nbytes == 0
+    assert other.blocks_in_use() == 0
+    other.close()
+
+
+def test_a_disk_that_does_not_answer_is_given_up(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path)
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path)
+    disk = disk_of(other)
+    looked_at(other)
+    monkeypatch.setattr(disk._tier, "_read_chosen", lambda *_: time.sleep(1.0))
+    seq = sequence(prompt)
+    disk.begin(seq, 100.0)
+    assert seq.restoring
+    disk.turn(100.0 + disk_prefixes.READ_LIMIT - 0.1, busy=False)
+    assert seq.restoring
+    disk.turn(100.0 + disk_prefixes.READ_LIMIT + 0.1, busy=False)
+    assert not seq.restoring
+    later = sequence(prompt)
+    disk.begin(later, 106.0)
+    assert not later.restoring  # nobody waits for it for a while
+    other.admit(seq)
+    read(other, seq)
+    decode(other, [seq], STEPS)
+    assert seq.ids == answer and seq.cached == 0
+    other.close()
+
+
+def test_a_request_waits_for_the_first_look_at_the_folder(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request after a restart may come before all segments were scanned."""
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path)
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    scan, may_scan = tier.DiskTier._refresh, threading.Event()
+
+    def refresh(one: tier.DiskTier, now: float) -> None:
+        may_scan.wait()
+        scan(one, now)
+
+    monkeypatch.setattr(tier.DiskTier, "_refresh", refresh)
+    other = opened(model, tmp_path)
+    disk, seq = disk_of(other), sequence(prompt)
+    disk.begin(seq, time.monotonic())
+    disk.turn(time.monotonic(), busy=False)
+    assert seq.restoring
+    may_scan.set()
+    assert ask(other, seq) == answer and seq.cached == SIZE - 1
+    other.close()
+
+
+def test_what_is_saved_is_not_looked_at_again(loaded: Any, tmp_path: Path) -> None:
+    engine = opened(loaded("full"), tmp_path)
+    disk = disk_of(engine)
+    ask(engine, sequence(prompt_of(SIZE)))
+    until(lambda: not disk.save_some() and not disk.may_save, "all is given away")
+    until(lambda: disk._tier.pending == 0, "all is written")
+    assert disk.counters.written_bytes > 0
+    written = disk.counters.written_bytes
+    assert len(list(tmp_path.rglob("*.seg"))) == 1
+    closed(engine)
+    assert disk.counters.written_bytes == written
+
+
+def test_engines_without_a_tree_are_refused(loaded: Any, tmp_path: Path) -> None:
+    for mode in ("off", "single"):
+        engine = ModelEngine(loaded("full"), prefix=mode)
+        with pytest.raises(ModelLoadFailed, match="prefix_disk is set, but this engine keeps no"):
+            engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
+
+
+def test_a_folder_of_others_is_refused(loaded: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    engine = ModelEngine(loaded("full"))
+    with pytest.raises(ModelLoadFailed, match=r"prefix_disk: .* has the mode 0777"):
+        engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
+
+
+def test_the_memory_of_records_on_their_way_is_reserved(loaded: Any, tmp_path: Path) -> None:
+    engine = ModelEngine(loaded("full"), limit=2**32)
+    before = engine._free_blocks()
+    engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
+    assert engine._free_blocks() <= before - 2 * 2**26 // engine._block_bytes
+    engine.close()
+
+
+def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) -> None:
+    engine = opened(loaded("full"), tmp_path)
+    ask(engine, sequence(prompt_of(512 + disk_saves.MIN_PART - STEPS - 1)))
+    closed(engine)
+    other = opened(loaded("full"), tmp_path)
+    until(lambda: len(disk_of(other)._tier.index) == 2, "two blocks are found")
+    other.close()

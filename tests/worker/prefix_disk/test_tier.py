@@ -1,0 +1,451 @@
+"""The disk tier without a model: what is found, shared, deleted, and what the disk may do to it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxpool.worker.prefix_disk import folder, tier
+from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord
+from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, UnsafeFolder
+from mlxpool.worker.prefix_disk.keys import root_key
+from mlxpool.worker.prefix_disk.records import Kind
+from support.disk_records import (
+    DIGEST,
+    check_tokens,
+    read_all,
+    record_of,
+    records_of,
+    tier_at,
+    wanted,
+    write_all,
+)
+from support.pool import until
+
+IDS = tuple(range(5, 905))  # three blocks and a part
+
+
+def segments(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.seg"))
+
+
+def stored(path: Path, records: Sequence[NewRecord], digest: bytes = DIGEST) -> None:
+    with tier_at(path, digest=digest) as one:
+        write_all(one, records)
+        assert one.counters.dropped == one.counters.bad == 0
+
+
+def found_end(path: Path, prompt: Sequence[int], **what: object) -> int:
+    """Returns up to where another worker finds the inputs of a prompt."""
+    with tier_at(path) as one:
+        return check_tokens(read_all(one, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
+
+
+# ---- what is found -------------------------------------------------------------------------------
+
+
+def test_another_worker_finds_what_was_written(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS))
+    assert found_end(tmp_path, [*IDS, 1, 2]) == len(IDS)
+    assert found_end(tmp_path, IDS) == len(IDS) - 1  # the last one is always computed
+    assert found_end(tmp_path, [*IDS[:800], 1, 2]) == 800  # inside a record
+    assert found_end(tmp_path, [*IDS[:700], *IDS]) == 700  # inside a whole block
+    assert found_end(tmp_path, [1, *IDS]) == 0
+
+
+def test_only_what_the_memory_lacks_is_read(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS))
+    with tier_at(tmp_path) as one:
+        prompt = [*IDS, 1]
+        found = read_all(one, wanted(prompt, matched=600))
+        assert [record.header.start for record in found] == [512, 768]
+        assert read_all(one, wanted(prompt, matched=850)) == []  # too little to be worth it
+        assert check_tokens(read_all(one, wanted(prompt, most=300)), prompt) == 300
+
+
+def test_a_gap_ends_what_is_found(tmp_path: Path) -> None:
+    every = records_of(IDS)
+    stored(tmp_path, [every[0], *every[2:]])
+    assert found_end(tmp_path, [*IDS, 1]) == 256
+    with tier_at(tmp_path) as one:  # the memory has what the disk lacks
+        assert check_tokens(read_all(one, wanted([*IDS, 1], matched=512)), IDS, 512) == len(IDS)
+
+
+def test_of_several_branches_the_longest_is_read(tmp_path: Path) -> None:
+    one, other = [*IDS[:600], *range(50)], [*IDS[:600], *range(100, 190)]
+    stored(tmp_path, [*records_of(one), *records_of(other)])
+    assert found_end(tmp_path, [*one, 1]) == len(one)
+    assert found_end(tmp_path, [*other, 1]) == len(other)
+    assert found_end(tmp_path, [*IDS[:640], 1]) == 600
+
+
+def test_scopes_share_nothing(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS, "alice"))
+    prompt = [*IDS, 1]
+    assert found_end(tmp_path, prompt, scope="alice") == len(IDS)
+    assert found_end(tmp_path, prompt, scope="bob") == found_end(tmp_path, prompt) == 0
+
+
+def test_another_digest_finds_nothing(tmp_path: Path) -> None:
+    """Of other weights, another dtype, layout or version; neither in its folder nor in this one."""
+    stored(tmp_path, records_of(IDS), digest=bytes(reversed(DIGEST)))
+    (there,) = segments(tmp_path)
+    assert found_end(tmp_path, [*IDS, 1]) == 0
+    there.rename(ModelFolder(tmp_path, "m", 1).segments_of(DIGEST) / there.name)
+    os.utime(next(iter(segments(tmp_path))), (1, 1))
+    with tier_at(tmp_path) as one:
+        assert read_all(one, wanted([*IDS, 1])) == []
+        assert one.counters.bad == 1
+
+
+@pytest.mark.parametrize(
+    ("states", "length", "end"),
+    [
+        ([900], 1000, 900),
+        ([900], 900, 0),  # a row begins with one token less than the prompt
+        ([850, 900], 900, 850),
+        ([512], 1000, 512),
+        ([512, 700], 1000, 700),
+        ([300], 1000, 300),
+        ([], 1000, 0),
+    ],
+)
+def test_a_recurrent_model_gets_the_last_snapshot(
+    tmp_path: Path, states: list[int], length: int, end: int
+) -> None:
+    stored(tmp_path, records_of(IDS, states=states))
+    prompt = [*IDS, *range(100)][:length]
+    with tier_at(tmp_path) as one:
+        found = read_all(one, wanted(prompt, stateful=True))
+    assert check_tokens(found, prompt) == end
+    assert [record.header.end for record in found if record.header.kind is Kind.STATE] == (
+        [end] if end else []
+    )
+
+
+def test_a_snapshot_inside_what_the_memory_has_is_read_alone(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS, states=[512, 700]))
+    with tier_at(tmp_path) as one:
+        (state,) = read_all(one, wanted(IDS, matched=800, restorable=512, stateful=True))
+        assert (state.header.kind, state.header.end) == (Kind.STATE, 700)
+        assert read_all(one, wanted(IDS, matched=800, restorable=700, stateful=True)) == []
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def test_a_record_is_written_once(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS))
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 4, "the records are found")
+        write_all(one, records_of(IDS))
+        assert one.counters.written_bytes == 0
+    assert len(segments(tmp_path)) == 1
+
+
+def test_two_workers_see_what_the_other_writes_and_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "REFRESH_INTERVAL", 0.02)
+    with tier_at(tmp_path) as one, tier_at(tmp_path) as other:
+        write_all(one, records_of(IDS[:512]))
+        until(lambda: len(other.index) == 2, "the records are found")
+        write_all(other, records_of(IDS)[2:])
+        until(lambda: len(one.index) == 4, "the records are found")
+        assert len(segments(tmp_path)) == 2
+        prompt = [*IDS, 1]
+        assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
+        for path in segments(tmp_path):
+            path.unlink()
+        until(lambda: not len(one.index) and not len(other.index), "nothing is there")
+        write_all(one, records_of(IDS))  # into a new segment, for its own was deleted
+        until(lambda: len(other.index) == 4, "the records are found")
+        assert one.counters.bad == other.counters.bad == 0
+
+
+def test_the_budget_holds_and_the_least_recently_used_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "SEGMENTS", 4)
+    size = 64 * 1024
+    each, budget = _large(0, size), 16 * (size + 8192)
+    with tier_at(tmp_path, budget=budget) as one:
+        for number in range(40):
+            write_all(one, _large(number, size))
+            assert sum(path.stat().st_size for path in segments(tmp_path)) <= budget
+            os.utime(segments(tmp_path)[0])  # the first one is in use
+        assert one.counters.dropped == 0
+        assert one.counters.written_bytes > 40 * size
+    with tier_at(tmp_path, budget=budget) as other:
+        until(lambda: len(other.index) > 4, "the records are found")
+        assert other.has(Kind.TOKENS, each[0].key)
+        assert not other.has(Kind.TOKENS, _large(8, size)[0].key)
+        assert other.has(Kind.TOKENS, _large(39, size)[0].key)
+
+
+def _large(number: int, size: int) -> list[NewRecord]:
+    (record,) = record_of((number, 1), 0, root_key(""))
+    array = NamedArray("0.0", "uint8", (np.zeros((1, 2, size // 2), np.uint8),))
+    return [NewRecord(record.kind, 0, record.parent, record.key, record.ids, (array,))]
+
+
+def test_segments_of_other_digests_count_and_go_first(tmp_path: Path) -> None:
+    size, budget = 2**20, 4 * 2**20
+    with tier_at(tmp_path, digest=bytes(32), budget=budget) as old:
+        write_all(old, _large(0, size))
+    os.utime(segments(tmp_path)[0], (1, 1))
+    with tier_at(tmp_path, budget=budget) as new:
+        for number in range(3):
+            write_all(new, _large(number, size))
+    assert len(list((tmp_path / "m").iterdir())) == 2  # the lock, and the folder of the new digest
+
+
+def test_a_record_larger_than_the_budget_is_not_written(tmp_path: Path) -> None:
+    with tier_at(tmp_path, budget=2**20) as one:
+        write_all(one, _large(0, 2**20))
+        assert one.counters.dropped == 1 and segments(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+@pytest.mark.parametrize("part", ["", "m"])
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int, part: str) -> None:
+    root = tmp_path / "root"
+    one = ModelFolder(root, "m", 1)
+    one.prepare(DIGEST)
+    (root / part).chmod(mode)
+    with pytest.raises(UnsafeFolder, match=rf"has the mode {mode:04o}.*chmod 700"):
+        one.prepare(DIGEST)
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(UnsafeFolder, match="runs as 4711; name another folder with prefix_dir"):
+        ModelFolder(tmp_path, "m", 1).prepare(DIGEST)
+
+
+def test_names_of_models_are_folders(tmp_path: Path) -> None:
+    for name in ("org/name", "a:b", "ümlaut", "%2F"):
+        ModelFolder(tmp_path, name, 1).prepare(DIGEST)
+    assert set(folder.models_in(tmp_path)) == {"org/name", "a:b", "ümlaut", "%2F"}
+    assert all(path.parent == tmp_path for path in folder.models_in(tmp_path).values())
+
+
+# ---- what the disk may do ------------------------------------------------------------------------
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_loses_records_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "ERROR_PAUSE", 0.0)
+    every = records_of(IDS)
+    with tier_at(tmp_path) as one:
+        write_all(one, every[:1])
+        with file_size_limit(segments(tmp_path)[0].stat().st_size + 500):
+            write_all(one, every[1:2])
+        assert one.counters.dropped == 1
+        write_all(one, every[2:])  # there is room again
+        assert one.counters.dropped == 1
+    assert found_end(tmp_path, [*IDS, 1]) == 256
+    with tier_at(tmp_path) as one:
+        write_all(one, every)
+    assert found_end(tmp_path, [*IDS, 1]) == len(IDS)
+
+
+def test_writing_pauses_while_the_disk_is_full(tmp_path: Path) -> None:
+    with tier_at(tmp_path) as one:
+        with file_size_limit(100):
+            write_all(one, records_of(IDS))
+        assert one.counters.dropped == 4 and one.counters.written_bytes == 0
+        write_all(one, records_of(IDS))  # of which none is tried
+        assert one.counters.dropped == 8
+    assert segments(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, records_of(IDS))
+    real = os.open
+
+    def read_only(path: str | Path, flags: int, *rest: int, **named: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(30, "Read-only file system")
+        return real(path, flags, *rest, **named)
+
+    with tier_at(tmp_path) as one:
+        monkeypatch.setattr(os, "open", read_only)
+        prompt = [*IDS, 1]
+        assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
+        write_all(one, records_of((1, 2, 3)))
+        assert one.counters.dropped == 1
+        monkeypatch.undo()
+
+
+def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS))
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 4, "the records are found")
+        place = one.index.tokens(records_of(IDS)[1].key)
+        assert place is not None
+        data[place.offset + place.header + 5] ^= 1
+        path.write_bytes(data)
+        prompt = [*IDS, 1]
+        assert check_tokens(read_all(one, wanted(prompt)), prompt) == 256
+        assert one.counters.bad == 1
+        write_all(one, records_of(IDS))
+        until(lambda: one.index.has(Kind.TOKENS, records_of(IDS)[1].key), "it is there again")
+        assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
+
+
+def test_a_bad_snapshot_is_replaced_by_an_earlier_one(tmp_path: Path) -> None:
+    every = records_of(IDS, states=[512, 900])
+    stored(tmp_path, every)
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == len(every), "the records are found")
+        place = one.index.state(every[-1].key)
+        assert place is not None
+        data[place.offset + place.header] ^= 1
+        path.write_bytes(data)
+        found = read_all(one, wanted([*IDS, 1], stateful=True))
+    states = [record.header.end for record in found if record.header.kind is Kind.STATE]
+    assert states == [512]
+
+
+def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS))
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 4, "the records are found")
+        os.truncate(segments(tmp_path)[0], 4000)
+        assert read_all(one, wanted([*IDS, 1])) == []
+        assert one.counters.bad == 1
+
+
+def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(tuple(range(256 * 40))))
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 40, "the records are found")
+        reading = one.begin(wanted(range(256 * 40)))
+        reading.room = 1  # a record at a time
+        until(lambda: reading.take() is not None, "a record comes")
+        reading.end()
+        until(lambda: reading.finished, "it ends")
+        assert reading.take() is None
+        assert one.counters.read_bytes < 40 * 256 * 12
+
+
+def test_a_lock_that_a_stopped_process_holds_costs_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "LOCK_WAIT", 0.05)
+    with tier_at(tmp_path) as one:
+        with ModelFolder(tmp_path, "m", 1).locked():
+            write_all(one, records_of((1, 2, 3)))
+            with pytest.raises(Locked), ModelFolder(tmp_path, "m", 1).locked():
+                pass
+        assert one.counters.dropped == 1
+
+
+# ---- fuzz ----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_damaged_folders_give_right_records_or_none(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Bits, cuts and pieces at wrong places, in two segments: a prompt gets its own, or a miss."""
+    path, places = tmp_path_factory.mktemp("fuzz"), st.integers(0, 2**20)
+    branch = [*IDS[:300], *range(2000, 2300)]
+    stored(path, records_of(IDS, states=[300, 512, 900]))
+    stored(path, records_of(branch, states=[600]))
+    for file in segments(path):
+        content = bytearray(file.read_bytes())
+        for _ in range(data.draw(st.integers(0, 3))):
+            at, other = (data.draw(places) % len(content) for _ in range(2))
+            kind = data.draw(st.sampled_from(["bit", "cut", "move", "zeros"]))
+            if kind == "bit":
+                content[at] ^= 1 << data.draw(st.integers(0, 7))
+            elif kind == "cut":
+                del content[at:]
+            else:
+                end = min(len(content), at + data.draw(st.integers(1, 2000)))
+                moved = bytes(end - at) if kind == "zeros" else bytes(content[at:end])
+                content[other : other + len(moved)] = moved
+            if not content:
+                break
+        file.write_bytes(content)
+    with tier_at(path) as one:
+        for prompt in ([*IDS, 1], [*branch, 1], [*IDS[:512], 7, 8]):
+            for stateful in (False, True):
+                found = read_all(one, wanted(prompt, stateful=stateful))
+                check_tokens(found, prompt)
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+
+
+def _write_until_killed(path: Path, number: int) -> None:
+    with tier_at(path, budget=2**23) as one:
+        for count in range(10_000):
+            base = number * 1_000_000 + count * 1000
+            write_all(one, records_of(tuple(range(base, base + 700)), states=[700]))
+
+
+def _grew(path: Path, size: int) -> bool:
+    with suppress(FileNotFoundError):
+        return sum(one.stat().st_size for one in segments(path)) > size
+    return False
+
+
+def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
+    """Two at a time on one folder, killed at any moment; their successors go on in it."""
+    context = multiprocessing.get_context("spawn")
+    for number in range(3):
+        pair = [
+            context.Process(target=_write_until_killed, args=(tmp_path, 2 * number + one))
+            for one in range(2)
+        ]
+        for process in pair:
+            process.start()
+        size = sum(path.stat().st_size for path in segments(tmp_path))
+        until(partial(_grew, tmp_path, size + 2**17), "they have written")
+        for process in pair:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        for process in pair:
+            process.join()
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) > 20, "the records are found")
+        ends = []
+        for number in range(6):
+            prompt = [*range(number * 1_000_000, number * 1_000_000 + 700), 1]
+            ends.append(check_tokens(read_all(one, wanted(prompt, stateful=True)), prompt))
+        assert one.counters.bad == 0  # what is torn is at the end of a segment, where nothing is
+        assert ends.count(700) >= 3  # of each pair one had written at least

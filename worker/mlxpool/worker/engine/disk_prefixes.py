@@ -1,0 +1,201 @@
+"""The disk tier in the compute thread: waiting sequences get their prefixes, the tree is saved.
+
+Nothing here waits for the disk, except for the end of the worker, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from mlxpool.worker.attention.stored_arrays import PortableStore
+from mlxpool.worker.engine.disk_saves import DiskSaves
+from mlxpool.worker.prefix.tree import Node
+from mlxpool.worker.prefix.tree_cache import TreeCache
+from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
+from mlxpool.worker.prefix_disk.readings import Reading, ReadRecord, Wanted
+from mlxpool.worker.prefix_disk.records import Kind
+from mlxpool.worker.prefix_disk.tier import DiskTier, TierCounters
+from mlxpool.worker.scheduling.sequence import Sequence
+
+log = logging.getLogger("mlxpool.worker")
+
+READ_LIMIT = 5.0  # seconds that a sequence waits for the next record; then it computes
+READ_PAUSE = 60.0  # seconds without readings after the disk has not answered
+SAVE_AT = 0.5  # of the cache's budget; above it records are saved while sequences run
+SAVE_INTERVAL = 0.01  # seconds between two looks at whether the writer takes more
+
+
+@dataclass(eq=False, slots=True)
+class _Restore:
+    """The reading of a waiting sequence. `nodes`: what was grafted last, which is not evicted."""
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    reading: Reading
+    since: float  # the last record came, monotonic seconds
+    got: int = 0  # tokens
+    nodes: list[Node[Any, Any]] = field(default_factory=list)
+
+
+class DiskPrefixes:
+    """Between the tree of an engine and its disk tier; used by the compute thread.
+
+    `bound`: sets the budget of the cache to what rows leave.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        cache: TreeCache[Any, Any, Any],
+        store: PortableStore[Any, Any],
+        bound: Callable[[], None],
+    ) -> None:
+        self._tier, self._cache, self._store, self._bound = tier, cache, store, bound
+        self._saves = DiskSaves(tier, cache, store)
+        self._restores: dict[Sequence, _Restore] = {}
+        self._paused_until = 0.0
+
+    @property
+    def counters(self) -> TierCounters:
+        """What the tier did since the start."""
+        return self._tier.counters
+
+    # ---- sequences that wait ---------------------------------------------------------------------
+
+    def begin(self, seq: Sequence, now: float) -> None:
+        """Begins to read what the disk has for a waiting sequence, if that is more than the memory.
+
+        It waits until `turn` has what there is. `now`: monotonic seconds.
+        """
+        if seq.looked_up:
+            return
+        seq.looked_up = True
+        most = min(seq.length - 1, seq.cacheable)
+        if most < BLOCK_TOKENS or now < self._paused_until:
+            return
+        scope = seq.owner if self._cache.by_owner else ""
+        root = root_key(scope)
+        first = block_key(root, packed(seq.token_range(0, BLOCK_TOKENS)))
+        if self._tier.looked and not self._tier.has(Kind.TOKENS, first):
+            return
+        tokens = tuple(seq.tokens)
+        matched, restorable = self._cache.probe(tokens, seq.media, most, seq.owner)
+        if most - restorable < BLOCK_TOKENS // 2:
+            return
+        wanted = Wanted(root, tokens, most, matched, restorable, self._cache.whole)
+        self._restores[seq] = _Restore(seq, tokens, self._tier.begin(wanted), now)
+        seq.restoring = True
+
+    @property
+    def reads(self) -> bool:
+        """Whether some sequence waits for the disk."""
+        return any(one.restoring for one in self._restores)
+
+    def turn(self, now: float, *, busy: bool) -> None:
+        """Takes what was read, and while sequences run (`busy`) saves what leaves the memory.
+
+        While sequences run it takes one record of each sequence, so that a step is not delayed by
+        copies.
+        """
+        self._tier.busy = busy
+        self._tier.free()
+        for restore in list(self._restores.values()):
+            if restore.sequence.restoring:
+                self._take(restore, now, all_of_it=not busy)
+        if busy and self._cache.nbytes > SAVE_AT * self._cache.budget:
+            self._saves.step(leaving=True)
+
+    def leave(self, seq: Sequence) -> None:
+        """The sequence has its row, or has left: what was read for it may be evicted."""
+        restore = self._restores.pop(seq, None)
+        if restore is None:
+            return
+        restore.reading.end()
+        seq.restoring = False
+        for node in restore.nodes:
+            self._cache.leave(node)
+        if restore.got:
+            self.counters.hits += 1
+            self.counters.tokens += restore.got
+
+    def _take(self, restore: _Restore, now: float, *, all_of_it: bool) -> None:
+        reading = restore.reading
+        while (record := reading.take()) is not None:
+            restore.since = now
+            if not self._graft(restore, record):
+                self._end(restore)
+                return
+            if not all_of_it:
+                break
+        if reading.finished:
+            self._end(restore)
+        elif now - restore.since > READ_LIMIT:
+            self._paused_until = now + READ_PAUSE
+            self._end(restore)
+
+    def _end(self, restore: _Restore) -> None:
+        restore.reading.end()
+        restore.sequence.restoring = False
+
+    def _graft(self, restore: _Restore, record: ReadRecord) -> bool:
+        """Adds a record to the tree; returns whether there was space for it."""
+        header, store = record.header, self._store
+        state = None
+        if header.kind is Kind.STATE:
+            size = sum(place.nbytes for place in header.arrays)
+            state = size, lambda: store.restored_state(record)
+        self._bound()
+        try:
+            node = self._cache.graft(
+                restore.tokens[: record.end],
+                restore.sequence.owner,
+                record.end if state else header.start,
+                lambda start, end: store.bytes_of(record, start, end),
+                lambda start, end: store.restored(record, start, end),
+                state,
+            )
+        except Exception:
+            log.exception("a prefix from the disk could not be restored")
+            return False
+        if node is None:
+            return False
+        for before in restore.nodes:
+            self._cache.leave(before)
+        restore.nodes = [node]
+        if header.kind is Kind.TOKENS:
+            restore.got += record.end - max(header.start, restore.reading.wanted.matched)
+        return True
+
+    # ---- the tree is saved -----------------------------------------------------------------------
+
+    @property
+    def may_save(self) -> bool:
+        """Whether the tree may have something that the disk lacks."""
+        return self._saves.may_have
+
+    def save_some(self) -> bool:
+        """Does one step of saving while nothing runs.
+
+        Returns False where nothing is left to do before the tier wakes the thread.
+        """
+        self._tier.busy = False
+        self._tier.free()
+        return self._saves.step(leaving=False)
+
+    def save_all(self, until: float) -> None:
+        """Writes what the disk lacks of the tree, until a time in monotonic seconds."""
+        self._saves.again()
+        while monotonic() < until:
+            if not self.save_some():
+                if not self._tier.pending and not self._saves.may_have:
+                    break
+                time.sleep(SAVE_INTERVAL)
+
+    def close(self) -> None:
+        """Ends the tier's threads."""
+        self._tier.close()

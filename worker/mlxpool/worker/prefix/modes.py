@@ -1,0 +1,34 @@
+"""The modes of the prefix cache, and the cache of each."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from mlxpool.worker.prefix.cache import PrefixCache, SingleCache
+from mlxpool.worker.prefix.store import PrefixRow, Store
+from mlxpool.worker.prefix.tree_cache import TreeCache
+
+E = TypeVar("E")
+S = TypeVar("S")
+R = TypeVar("R", bound=PrefixRow)
+
+MODES = ("tree", "single", "off")
+
+
+def make_prefix_cache(
+    mode: str, store: Store[R, E, S], budget: int, *, by_owner: bool = False
+) -> PrefixCache[R]:
+    """Makes the cache of a mode in MODES, with a budget in bytes.
+
+    `by_owner`: sequences of different owners share nothing. Raises ValueError for another mode or a
+    negative budget.
+    """
+    if mode not in MODES:
+        raise ValueError(f"prefix cache mode is {mode!r}, must be one of {', '.join(MODES)}")
+    made: PrefixCache[R]
+    if mode == "tree":
+        made = TreeCache(store, budget)
+    else:
+        made = SingleCache(store, budget) if mode == "single" else PrefixCache(store, budget)
+    made.by_owner = by_owner
+    return made

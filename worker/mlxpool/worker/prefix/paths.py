@@ -1,0 +1,48 @@
+"""The path from the root of a tree to a node: its tokens, and the pieces of some of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mlxpool.worker.prefix.tree import Node
+
+E = TypeVar("E")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[E]):
+    """Tokens [low, high) of a piece that has the tokens from `start` on."""
+
+    held: E
+    start: int
+    low: int
+    high: int
+
+
+def path_of(node: Node[E, S]) -> list[Node[E, S]]:
+    """Returns the nodes from the root, which has no tokens, to a node."""
+    path = [node]
+    while path[-1].parent is not None:
+        path.append(path[-1].parent)
+    return path[::-1]
+
+
+def tokens_of(path: Sequence[Node[E, S]]) -> tuple[int, ...]:
+    """Returns the tokens of a path."""
+    return tuple(token for node in path for token in node.tokens)
+
+
+def parts_between(path: Sequence[Node[E, S]], start: int, end: int) -> Iterator[Part[E]]:
+    """Yields the parts of pieces that have the tokens [start, end) of a path, in order."""
+    for node in path:
+        if node.end <= start or node.start >= end:
+            continue
+        at = node.start
+        for piece in node.pieces:
+            low, high = max(start, at), min(end, at + piece.tokens)
+            if low < high:
+                yield Part(piece.held, at, low, high)
+            at += piece.tokens

@@ -1,0 +1,197 @@
+"""What one sequence reads from the disk: chosen from the index, then record by record.
+
+The compute thread begins and ends a Reading, the thread of the tier fills it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mlxpool.worker.prefix_disk.index import Index
+from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, chain
+from mlxpool.worker.prefix_disk.records import Kind, RecordHeader
+from mlxpool.worker.prefix_disk.segments import Bytes, Place, same_ids
+
+MAX_CANDIDATES = 8  # records behind one block whose inputs are compared, the newest ones
+MIN_GAIN = 64  # tokens more than the memory has; fewer are computed
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence can use: of its inputs `ids` at most the first `most`.
+
+    The memory has the first `matched`, and can begin a row with `restorable` of them. `stateful`: a
+    row can only begin where there is a snapshot.
+    """
+
+    root: bytes  # the key of no inputs, see keys.root_key
+    ids: tuple[int, ...]
+    most: int
+    matched: int
+    restorable: int
+    stateful: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One record to read: inputs [start, end), or the snapshot behind `end` inputs."""
+
+    kind: Kind
+    key: bytes
+    place: Place
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRecord:
+    """A record that was read and checked. Of its inputs those up to `end` are wanted."""
+
+    header: RecordHeader
+    arrays: Bytes
+    end: int
+
+
+def choose(wanted: Wanted, index: Index) -> list[Choice]:
+    """Returns the records to read, in order; none if they would not save MIN_GAIN tokens.
+
+    Raises BadRecord and OSError for a header that cannot be read.
+    """
+    ids = wanted.ids[: wanted.most]
+    keys = chain(wanted.root, ids)
+    first = wanted.matched // BLOCK_TOKENS
+    blocks = [
+        Choice(Kind.TOKENS, key, place, number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
+        for number, key in _run(keys, first, index)
+        if (place := index.tokens(key)) is not None
+    ]
+    keys = keys[: first + len(blocks)]
+    if wanted.stateful:
+        return _with_state(wanted, index, keys, blocks)
+    at = len(keys) * BLOCK_TOKENS
+    parts = _parts(ids[at : at + BLOCK_TOKENS], at, [wanted.root, *keys][-1], index)
+    blocks += sorted((part for part, _ in parts), key=lambda part: part.end)[-1:]
+    gain = blocks[-1].end - wanted.matched if blocks else 0
+    return blocks if gain >= MIN_GAIN else []
+
+
+def _run(keys: Sequence[bytes], first: int, index: Index) -> Iterator[tuple[int, bytes]]:
+    """Yields the keys from number `first` on up to the first without a record."""
+    for number in range(first, len(keys)):
+        if index.tokens(keys[number]) is None:
+            return
+        yield number, keys[number]
+
+
+def _parts(
+    ids: Sequence[int], at: int, before: bytes, index: Index, *, with_state: bool = False
+) -> Iterator[tuple[Choice, bool]]:
+    """Yields the records behind `before` that begin as `ids` do, and whether all of each is used.
+
+    `at`: the number of their first input. `with_state`: only those that have a snapshot at the end.
+    """
+    keys = [key for key in index.behind(before) if not with_state or index.state(key)]
+    for key in keys[-MAX_CANDIDATES:]:
+        place = index.tokens(key)
+        if place is None:
+            continue
+        header = place.segment.header(place)
+        common = same_ids(header, ids)
+        if common:
+            choice = Choice(Kind.TOKENS, key, place, at, at + common)
+            yield choice, common == header.tokens
+
+
+def _with_state(
+    wanted: Wanted, index: Index, keys: Sequence[bytes], blocks: Sequence[Choice]
+) -> list[Choice]:
+    """Returns the records for the last position that has a snapshot; none if there is none.
+
+    `blocks` are those of `keys` that the memory lacks.
+    """
+    ids = wanted.ids[: wanted.most]
+    for count in range(len(keys), -1, -1):
+        before, at = keys[count - 1] if count else wanted.root, count * BLOCK_TOKENS
+        if at + BLOCK_TOKENS - wanted.restorable < MIN_GAIN:
+            break
+        needed = [block for block in blocks if block.end <= at]
+        parts = _parts(ids[at : at + BLOCK_TOKENS], at, before, index, with_state=True)
+        whole = [part for part, complete in parts if complete]
+        if whole:
+            last = max(whole, key=lambda part: part.end)
+            needed += [last] * (last.end > wanted.matched)
+            before, at = last.key, last.end
+        state = index.state(before)
+        if state is not None:
+            found = [*needed, Choice(Kind.STATE, before, state, at, at)]
+            return found if at - wanted.restorable >= MIN_GAIN else []
+    return []
+
+
+@dataclass(eq=False)
+class Reading:
+    """The records that the disk has for one sequence, as far as they were read.
+
+    The tier's thread calls `put` and `finish`, the compute thread all else. At most `room` bytes
+    wait to be taken, or one record.
+    """
+
+    wanted: Wanted
+    room: int
+    began: float  # monotonic seconds
+    tokens: int = 0  # that were read
+    _records: deque[ReadRecord] = field(default_factory=deque)
+    _bytes: int = 0  # of `_records`
+    _finished: bool = False
+    _ended: bool = False  # by the compute thread
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def put(self, record: ReadRecord) -> bool:
+        """Adds a record when there is room; returns False once nobody wants it."""
+        size = record.arrays.nbytes
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or not self._bytes or self._bytes + size <= self.room
+            )
+            if self._ended:
+                return False
+            self._records.append(record)
+            self._bytes += size
+            return True
+
+    def finish(self) -> None:
+        """No record will follow."""
+        with self._changed:
+            self._finished = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether all records were taken, and none will follow."""
+        with self._changed:
+            return self._finished and not self._records
+
+    def take(self) -> ReadRecord | None:
+        """Returns the next record; None if none waits."""
+        with self._changed:
+            if not self._records:
+                return None
+            record = self._records.popleft()
+            self._bytes -= record.arrays.nbytes
+            self._changed.notify_all()
+            return record
+
+    def end(self) -> None:
+        """Nothing more is wanted."""
+        with self._changed:
+            self._ended = True
+            self._records.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is wanted."""
+        return self._ended

@@ -1,0 +1,282 @@
+"""The bytes of a segment: a header, then records, each with two checksums. Pure.
+
+A record has named arrays with dtype and shape: what some layers keep of up to BLOCK_TOKENS inputs,
+or the states of layers behind them. Its header has the inputs themselves, which a reader compares,
+and a checksum of its own, so that a segment can be scanned without its contents. A checksum begins
+with the segment's digest: a record is valid in segments of the same model, rules and layout only.
+Anything that does not check is a BadRecord; the reader takes it for a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+from struct import error as StructError
+from typing import Any
+
+import xxhash
+
+from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, ID_BYTES, KEY_BYTES, block_key
+
+FORMAT = 1  # raised with every change of what follows
+SEGMENT_MAGIC = b"MLXPOOLP"
+RECORD_MAGIC = b"kvr1"
+ALIGNMENT = 64  # bytes; of records, and of arrays inside them
+MAX_SEGMENT_HEADER = 64 * 1024  # bytes
+MAX_HEADER = 1024 * 1024  # bytes of a record's header; thousands of arrays fit
+MAX_PAYLOAD = 2**34  # bytes of a record's arrays
+MAX_DIMENSIONS = 8
+CHECKED_AT_ONCE = 2**20  # bytes of arrays; other threads have Python's lock in between
+
+# Sizes of the items of dtypes, by MLX's names; others are not stored.
+ITEM_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+}
+
+# Magic, kind, (unused), arrays, inputs, bytes of the header, bytes of the arrays, position of the
+# first input, key of the inputs before, own key, checksum of the arrays.
+_RECORD = Struct(f"<4sBBHII QQ {KEY_BYTES}s {KEY_BYTES}s 16s")
+_SEGMENT = Struct("<8sII")  # magic, format, bytes of the description
+_CHECKSUM = 16  # bytes
+_SHAPE, _PLACE = Struct("<I"), Struct("<QQ")
+
+
+class BadRecord(ValueError):
+    """Bytes that are no valid record of this segment."""
+
+
+class Kind(IntEnum):
+    """What the arrays of a record are."""
+
+    TOKENS = 0  # of each input
+    STATE = 1  # snapshots behind the last input
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPlace:
+    """An array of a record: `nbytes` bytes in C order at `offset` of its arrays."""
+
+    name: str
+    dtype: str  # in ITEM_BYTES
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """`ids` are the packed inputs from number `start` on, behind those of the key `parent`."""
+
+    kind: Kind
+    start: int
+    parent: bytes
+    key: bytes
+    ids: bytes
+    arrays: tuple[ArrayPlace, ...]
+    payload: int  # bytes of all arrays
+    checksum: bytes  # of the arrays
+    size: int  # bytes of the header
+
+    @property
+    def tokens(self) -> int:
+        """The number of inputs."""
+        return len(self.ids) // ID_BYTES
+
+    @property
+    def end(self) -> int:
+        """The number of inputs up to the last one of this record."""
+        return self.start + self.tokens
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of header and arrays, without what aligns the next record."""
+        return self.size + self.payload
+
+
+def aligned(size: int) -> int:
+    """Returns the next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def places_of(arrays: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[ArrayPlace, ...]:
+    """Returns the places of arrays, given by name, dtype and shape.
+
+    Raises ValueError for a dtype that is not stored.
+    """
+    places, offset = [], 0
+    for name, dtype, shape in arrays:
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"array {name!r} has the dtype {dtype}, which is not stored")
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        places.append(ArrayPlace(name, dtype, shape, offset, nbytes))
+        offset = aligned(offset + nbytes)
+    return tuple(places)
+
+
+def payload_bytes(places: Sequence[ArrayPlace]) -> int:
+    """Returns the bytes of all arrays, with what aligns each."""
+    return aligned(places[-1].offset + places[-1].nbytes) if places else 0
+
+
+def encode_header(
+    digest: bytes,
+    kind: Kind,
+    start: int,
+    parent: bytes,
+    ids: bytes,
+    places: Sequence[ArrayPlace],
+    payload: bytes | memoryview,
+) -> bytes:
+    """Returns the header of a record with these arrays, whose bytes are `payload`."""
+    table = b"".join(map(_encoded_place, places))
+    size = aligned(_RECORD.size + len(ids) + len(table) + _CHECKSUM)
+    fixed = _RECORD.pack(
+        RECORD_MAGIC,
+        kind,
+        0,
+        len(places),
+        len(ids) // ID_BYTES,
+        size,
+        len(payload),
+        start,
+        parent,
+        block_key(parent, ids),
+        checksum_of(digest, payload),
+    )
+    body = (fixed + ids + table).ljust(size - _CHECKSUM, b"\0")
+    return body + xxhash.xxh3_128_digest(digest + body)
+
+
+def checksum_of(digest: bytes, payload: bytes | memoryview) -> bytes:
+    """Returns the checksum of the arrays of a record."""
+    state, whole = xxhash.xxh3_128(digest), memoryview(payload)
+    for at in range(0, len(whole), CHECKED_AT_ONCE):
+        state.update(whole[at : at + CHECKED_AT_ONCE])
+    return state.digest()
+
+
+def header_size(head: bytes) -> int:
+    """Returns the size of the header that begins with these bytes. Raises BadRecord."""
+    if len(head) < _RECORD.size:
+        raise BadRecord(f"a header of {len(head)} bytes, at least {_RECORD.size} are needed")
+    magic, _, _, _, tokens, size, payload, *_ = _RECORD.unpack_from(head)
+    if magic != RECORD_MAGIC:
+        raise BadRecord(f"a record begins with {magic!r}, must begin with {RECORD_MAGIC!r}")
+    if not _RECORD.size + _CHECKSUM <= size <= MAX_HEADER or size % ALIGNMENT:
+        raise BadRecord(f"a header says that it has {size} bytes, at most {MAX_HEADER} are allowed")
+    if payload > MAX_PAYLOAD or tokens > BLOCK_TOKENS:
+        raise BadRecord(f"a header says {tokens} inputs and {payload} bytes")
+    return int(size)
+
+
+HEAD_BYTES = _RECORD.size  # that `header_size` needs
+
+
+def decode_header(digest: bytes, data: bytes) -> RecordHeader:
+    """Returns the header that is all of `data`. Raises BadRecord."""
+    size = header_size(data)
+    if len(data) != size:
+        raise BadRecord(f"a header has {len(data)} bytes and says that it has {size}")
+    body, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
+    if xxhash.xxh3_128_digest(digest + body) != checksum:
+        raise BadRecord("the checksum of a header is wrong")
+    _, kind, _, count, tokens, _, payload, start, parent, key, found = _RECORD.unpack_from(data)
+    ids_end = _RECORD.size + tokens * ID_BYTES
+    ids = data[_RECORD.size : ids_end]
+    try:
+        places = _decoded_places(body, ids_end, count, payload)
+        return RecordHeader(Kind(kind), start, parent, key, ids, places, payload, found, size)
+    except (StructError, ValueError, IndexError) as error:
+        raise BadRecord(f"the table of arrays is wrong: {error}") from None
+
+
+def check_payload(digest: bytes, header: RecordHeader, payload: bytes | memoryview) -> None:
+    """Raises BadRecord unless the bytes are the arrays of the record."""
+    if len(payload) != header.payload:
+        raise BadRecord(f"the arrays have {len(payload)} bytes, must have {header.payload}")
+    if checksum_of(digest, payload) != header.checksum:
+        raise BadRecord("the checksum of the arrays is wrong")
+
+
+def _encoded_place(place: ArrayPlace) -> bytes:
+    name, dtype = place.name.encode(), place.dtype.encode()
+    shape = b"".join(map(_SHAPE.pack, place.shape))
+    sizes = bytes([len(name), len(dtype), len(place.shape)])
+    return sizes + name + dtype + shape + _PLACE.pack(place.offset, place.nbytes)
+
+
+def _decoded_places(data: bytes, at: int, count: int, payload: int) -> tuple[ArrayPlace, ...]:
+    places = []
+    for _ in range(count):
+        name_bytes, dtype_bytes, dimensions = data[at], data[at + 1], data[at + 2]
+        at += 3
+        name = data[at : at + name_bytes].decode()
+        at += name_bytes
+        dtype = data[at : at + dtype_bytes].decode()
+        at += dtype_bytes
+        if dimensions > MAX_DIMENSIONS or dtype not in ITEM_BYTES:
+            raise ValueError(f"array {name!r} has {dimensions} dimensions and the dtype {dtype!r}")
+        shape = tuple(_SHAPE.unpack_from(data, at + 4 * n)[0] for n in range(dimensions))
+        at += 4 * dimensions
+        offset, nbytes = _PLACE.unpack_from(data, at)
+        at += _PLACE.size
+        if nbytes != math.prod(shape) * ITEM_BYTES[dtype] or offset + nbytes > payload:
+            raise ValueError(f"array {name!r} of shape {shape} has {nbytes} bytes at {offset}")
+        places.append(ArrayPlace(name, dtype, shape, offset, nbytes))
+    return tuple(places)
+
+
+def encode_segment_header(digest: bytes, about: Mapping[str, Any]) -> bytes:
+    """Returns the header of a segment; `about` says in words what the digest covers."""
+    text = json.dumps({**about, "digest": digest.hex()}, sort_keys=True).encode()
+    size = aligned(_SEGMENT.size + len(text) + _CHECKSUM)
+    body = (_SEGMENT.pack(SEGMENT_MAGIC, FORMAT, len(text)) + text).ljust(size - _CHECKSUM, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+SEGMENT_HEAD_BYTES = _SEGMENT.size
+
+
+def segment_header_size(head: bytes) -> int:
+    """Returns the size of the segment's header that begins with these bytes. Raises BadRecord."""
+    if len(head) < _SEGMENT.size:
+        raise BadRecord(f"a segment of {len(head)} bytes, at least {_SEGMENT.size} are needed")
+    magic, form, text = _SEGMENT.unpack_from(head)
+    if magic != SEGMENT_MAGIC:
+        raise BadRecord(f"a segment begins with {magic!r}, must begin with {SEGMENT_MAGIC!r}")
+    if form != FORMAT:
+        raise BadRecord(f"a segment has the format {form}, this version reads {FORMAT}")
+    if text > MAX_SEGMENT_HEADER:
+        raise BadRecord(f"the description of a segment says that it has {text} bytes")
+    return aligned(_SEGMENT.size + text + _CHECKSUM)
+
+
+def decode_segment_header(data: bytes) -> dict[str, Any]:
+    """Returns what the header that is all of `data` says. Raises BadRecord."""
+    size = segment_header_size(data)
+    body, checksum = data[: size - _CHECKSUM], data[size - _CHECKSUM :]
+    if len(data) != size or xxhash.xxh3_128_digest(body) != checksum:
+        raise BadRecord("the checksum of a segment's header is wrong")
+    text = _SEGMENT.unpack_from(data)[2]
+    try:
+        about = json.loads(data[_SEGMENT.size : _SEGMENT.size + text])
+    except ValueError as error:
+        raise BadRecord(f"the description of a segment is no JSON: {error}") from None
+    if not isinstance(about, dict) or not isinstance(about.get("digest"), str):
+        raise BadRecord("the description of a segment has no digest")
+    return about

@@ -1,0 +1,239 @@
+"""Segment files: one process writes a segment, every process of the user reads it, none changes it.
+
+They are read with `pread` into memory of the process: a mapped file that shrinks, or whose disk
+fails, ends a process with SIGBUS. Nothing is synced to the disk: after a crash of the machine the
+tail of a segment may be missing or be zeros, and its records do not check.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.prefix_disk import records
+from mlxpool.worker.prefix_disk.keys import unpacked
+from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned
+
+SUFFIX = ".seg"
+FILE_MODE = 0o600
+MAX_PARTS = 512  # buffers of one system call; Linux takes 1,024
+USE_INTERVAL = 60.0  # seconds between two notes of a segment's use
+FIRST_READ = 16 * 1024  # bytes that are read of a header of unknown size
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is: at `offset` of a segment, with headers and arrays of so many bytes."""
+
+    segment: Segment
+    offset: int
+    header: int
+    payload: int
+    tokens: int
+
+
+class Segment:
+    """A segment that is read. `path` names it; it stays readable while it is open."""
+
+    def __init__(self, path: Path, digest: bytes) -> None:
+        """Opens a segment of this digest.
+
+        Raises BadRecord for a file that is none, or of another digest or owner, and OSError.
+        """
+        self.path = path
+        self._digest = digest
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._descriptor = os.open(path, flags)
+        try:
+            status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+                raise BadRecord(f"{path} is no regular file of this user")
+            about, size = read_description(self._descriptor)
+            if about["digest"] != digest.hex():
+                raise BadRecord(f"{path} has the digest {about['digest']}, not {digest.hex()}")
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.about = about
+        self.scanned = size  # bytes whose records are known
+        self.broken = False  # whether what follows them is no record
+        self.reported = False  # whether that was counted
+        self._used = 0.0  # when its use was noted last
+
+    def scan(self) -> list[tuple[RecordHeader, Place]]:
+        """Returns the records that were appended since the last call.
+
+        A record that is not complete is looked at again by the next call. One whose header does not
+        check ends the segment: nobody knows where the next one begins.
+        """
+        found: list[tuple[RecordHeader, Place]] = []
+        if self.broken:
+            return found
+        size = os.fstat(self._descriptor).st_size
+        for header, offset in headers_from(self._descriptor, self._digest, self.scanned, size):
+            if header is None:
+                self.broken = True
+                break
+            place = Place(self, offset, header.size, header.payload, header.tokens)
+            found.append((header, place))
+            self.scanned = offset + aligned(header.record_bytes)
+        return found
+
+    def read(self, place: Place) -> tuple[RecordHeader, Bytes]:
+        """Returns a record: its header, and its arrays as bytes.
+
+        Raises BadRecord for one that does not check, and OSError.
+        """
+        buffer = np.empty(place.header + place.payload, dtype=np.uint8)
+        view, done = buffer.data, 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], place.offset + done)
+            if not count:
+                raise BadRecord(f"{self.path} ends inside the record at {place.offset}")
+            done += count
+        header = records.decode_header(self._digest, bytes(view[: place.header]))
+        records.check_payload(self._digest, header, view[place.header :])
+        return header, buffer[place.header :]
+
+    def header(self, place: Place) -> RecordHeader:
+        """Returns the header of a record. Raises BadRecord and OSError."""
+        return records.decode_header(
+            self._digest, os.pread(self._descriptor, place.header, place.offset)
+        )
+
+    def note_use(self, now: float) -> None:
+        """Notes that it was used, for the order in which segments are deleted.
+
+        `now`: monotonic seconds. A folder that cannot be written keeps the old order.
+        """
+        if now - self._used < USE_INTERVAL:
+            return
+        self._used = now
+        try:
+            os.utime(self._descriptor)
+        except OSError:
+            pass
+
+    @property
+    def linked(self) -> bool:
+        """Whether the file still has a name."""
+        return os.fstat(self._descriptor).st_nlink > 0
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SegmentWriter:
+    """A new segment, to which this process alone appends."""
+
+    def __init__(self, folder: Path, digest: bytes, about: Mapping[str, Any]) -> None:
+        """Creates the file. Raises OSError."""
+        name = f"{time.time_ns():016x}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        self.path = folder / name
+        self._digest = digest
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, FILE_MODE)
+        self.size = 0
+        try:
+            self._append([records.encode_segment_header(digest, about)])
+        except BaseException:
+            self.close()
+            self.path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def linked(self) -> bool:
+        """Whether the file still has a name: another worker may have deleted it."""
+        return os.fstat(self._descriptor).st_nlink > 0
+
+    def append(self, header: bytes, payload: memoryview) -> None:
+        """Appends a record. Raises OSError; then the segment is as it was before."""
+        self._append([header, payload])
+
+    def _append(self, parts: Sequence[bytes | memoryview]) -> None:
+        whole = sum(map(len, parts))
+        padding = aligned(whole) - whole
+        views = [memoryview(part) for part in (*parts, bytes(padding)) if len(part)]
+        at = self.size
+        try:
+            while views:
+                count = os.pwritev(self._descriptor, views[:MAX_PARTS], at)
+                at += count
+                views = _without(views, count)
+        except OSError:
+            os.ftruncate(self._descriptor, self.size)
+            raise
+        self.size = at
+
+    def close(self) -> None:
+        """Closes the file; a segment without records is deleted."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _without(views: list[memoryview], count: int) -> list[memoryview]:
+    """Returns what is left of buffers after their first `count` bytes."""
+    while views and count >= len(views[0]):
+        count -= len(views[0])
+        views = views[1:]
+    return [views[0][count:], *views[1:]] if views and count else views
+
+
+def read_description(descriptor: int) -> tuple[dict[str, Any], int]:
+    """Returns what the header of an open segment says, and its size. Raises BadRecord, OSError."""
+    head = os.pread(descriptor, FIRST_READ, 0)
+    size = records.segment_header_size(head)
+    if size > len(head):
+        head = os.pread(descriptor, size, 0)
+    return records.decode_segment_header(head[:size]), size
+
+
+def headers_from(
+    descriptor: int, digest: bytes, offset: int, size: int
+) -> Iterator[tuple[RecordHeader | None, int]]:
+    """Yields the headers of the complete records in [offset, size), and their offsets.
+
+    None stands for one that does not check, and is the last.
+    """
+    while offset + records.HEAD_BYTES <= size:
+        head = os.pread(descriptor, FIRST_READ, offset)
+        try:
+            length = records.header_size(head)
+            if offset + length > size:
+                return  # it is being written, or its writer was ended
+            if length > len(head):
+                head = os.pread(descriptor, length, offset)
+            header = records.decode_header(digest, head[:length])
+        except BadRecord:
+            yield None, offset
+            return
+        end = offset + aligned(header.record_bytes)
+        if end > size:
+            return
+        yield header, offset
+        offset = end
+
+
+def same_ids(header: RecordHeader, wanted: Sequence[int]) -> int:
+    """Returns how many of the first inputs of a record are the wanted ones."""
+    count = 0
+    for one, other in zip(unpacked(header.ids), wanted, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

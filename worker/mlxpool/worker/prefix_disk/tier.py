@@ -1,0 +1,352 @@
+"""The disk tier of one worker: a thread that reads records, and one that writes them.
+
+The compute thread asks for records and gives some away; it never waits for the disk. Whatever the
+disk does, a request gets its tokens: what cannot be read is a miss, what cannot be written is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from mlxpool.common.closing import Closing
+from mlxpool.worker.prefix_disk import records
+from mlxpool.worker.prefix_disk.contents import NewRecord, payload_of
+from mlxpool.worker.prefix_disk.folder import ModelFolder
+from mlxpool.worker.prefix_disk.index import Index
+from mlxpool.worker.prefix_disk.keys import packed
+from mlxpool.worker.prefix_disk.readings import Choice, Reading, ReadRecord, Wanted, choose
+from mlxpool.worker.prefix_disk.records import BadRecord, Kind, places_of
+from mlxpool.worker.prefix_disk.segments import Segment, SegmentWriter
+
+log = logging.getLogger("mlxpool.worker")
+
+REFRESH_INTERVAL = 1.0  # seconds between two looks at what other workers wrote and deleted
+SEGMENTS = 8  # of the budget; the least recently used is deleted whole
+ERROR_PAUSE = 30.0  # seconds without writing after the disk was full or failed
+REST = 19.0  # times what a write took, that the writer rests afterwards while sequences run
+NEW_SECONDS = 5.0  # after its last change a segment without a header is no new one
+POLL = 0.02  # seconds between two looks of the writer at whether sequences still run
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What the tier did since the start; each field is written by one thread."""
+
+    hits: int = 0  # sequences that got tokens from the disk
+    tokens: int = 0  # that they got
+    read_bytes: int = 0
+    written_bytes: int = 0
+    bad: int = 0  # records that did not check, or could not be read
+    dropped: int = 0  # records that were not written: the disk was full, failed or too slow
+    bytes: int = 0  # of all segments of the model
+
+
+class DiskTier(Closing):
+    """The records of one model in a folder that workers share.
+
+    `digest` covers all that decides what a record's arrays are. `about` says it in words. `room`:
+    bytes of records that wait to be taken or written, each. `wake` is called by the reading thread
+    when the compute thread has something to do.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        digest: bytes,
+        about: Mapping[str, Any],
+        *,
+        budget: int,
+        room: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._folder, self._digest, self._about = folder, digest, about
+        self._budget, self._room, self._wake = budget, room, wake
+        self._path: Path = folder.segments_of(digest)
+        self.counters = TierCounters()
+        self.busy = False  # whether sequences run: then writes are spread over time
+        self.index = Index()
+        self._segments: dict[str, Segment | None] = {}  # by file name; None: of no use
+        self._refreshed = 0.0
+        self.looked = False  # whether the index has what was there at the start
+        self._readings: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._writes: queue.SimpleQueue[NewRecord | None] = queue.SimpleQueue()
+        self._pending = 0  # records that were given to `write` and not given back
+        self._pending_bytes = 0
+        self._written: deque[NewRecord] = deque()
+        self._writer: SegmentWriter | None = None
+        self._paused_until = 0.0
+        self._fault = ""  # of the newest write that failed
+        # Records of this worker that the index may not have yet, and their segments.
+        self._unseen: dict[tuple[Kind, bytes], Path] = {}
+        self._threads = [
+            threading.Thread(target=self._read_all, name="prefix-reader", daemon=True),
+            threading.Thread(target=self._write_all, name="prefix-writer", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Starts the threads; the first thing that they do is to find what is there."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the threads when they have done what they do now."""
+        self._closing.set()
+        self._readings.put(None)
+        self._writes.put(None)
+
+    def join(self) -> None:
+        """Waits for the end of the threads, after `close`."""
+        for thread in self._threads:
+            thread.join()
+        for segment in self._segments.values():
+            if segment is not None:
+                segment.close()
+
+    # ---- the compute thread ----------------------------------------------------------------------
+
+    def has(self, kind: Kind, key: bytes) -> bool:
+        """Whether there is a record of a kind and key."""
+        return self.index.has(kind, key) or (kind, key) in self._unseen
+
+    def begin(self, wanted: Wanted) -> Reading:
+        """Begins to read what the disk has for a sequence."""
+        reading = Reading(wanted, self._room, monotonic())
+        self._readings.put(reading)
+        return reading
+
+    def write(self, record: NewRecord) -> None:
+        """Gives a record away; `free` gives it back. The arrays must not change until then."""
+        self._pending += 1
+        self._pending_bytes += record.nbytes
+        self._writes.put(record)
+
+    def free(self) -> None:
+        """Drops the records that were written: the thread that uses MLX frees its arrays."""
+        while self._written:
+            record = self._written.popleft()
+            self._pending -= 1
+            self._pending_bytes -= record.nbytes
+
+    def takes(self, size: int) -> bool:
+        """Whether another record of so many bytes may be given away now."""
+        self.free()
+        return not self._pending or self._pending_bytes + size <= self._room
+
+    @property
+    def pending(self) -> int:
+        """Records that were given to `write` and are not written yet."""
+        self.free()
+        return self._pending
+
+    # ---- the thread that reads -------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        try:
+            self._refresh(monotonic())
+            self.looked = True
+            while not self._closing.is_set():
+                try:
+                    reading = self._readings.get(timeout=REFRESH_INTERVAL)
+                except queue.Empty:
+                    self._refresh(monotonic())
+                    continue
+                if reading is not None:
+                    self._read(reading)
+        except Exception:
+            log.exception("the disk tier of the prefix cache stops reading")
+            self.index, self.looked = Index(), True  # nothing is there, so nobody begins a reading
+            self._end_readings()
+
+    def _end_readings(self) -> None:
+        while not self._closing.is_set():
+            reading = self._readings.get()
+            if reading is not None:
+                reading.finish()
+                self._wake()
+
+    def _read(self, reading: Reading) -> None:
+        wanted: Wanted | None = reading.wanted
+        try:
+            if not reading.ended:
+                self._refresh(monotonic())
+                while wanted is not None:
+                    wanted = self._read_chosen(reading, wanted)
+        finally:
+            reading.finish()
+            self._wake()
+
+    def _read_chosen(self, reading: Reading, wanted: Wanted) -> Wanted | None:
+        """Reads the best records for a sequence.
+
+        Returns what is still wanted after one that did not check, where others may do; else None.
+        """
+        try:
+            choices = choose(wanted, self.index)
+        except (BadRecord, OSError):
+            self.counters.bad += 1
+            return None
+        for choice in choices:
+            try:
+                record = self._read_one(choice)
+            except (BadRecord, OSError) as error:
+                self.counters.bad += 1
+                self.index.discard(choice.kind, choice.key)
+                log.warning("a record of the prefix cache is bad", extra={"why": str(error)})
+                return wanted if wanted.stateful else None
+            if not reading.put(record):
+                return None
+            self._wake()
+            if choice.kind is Kind.TOKENS:
+                wanted = replace(wanted, matched=max(wanted.matched, choice.end))
+        return None
+
+    def _read_one(self, choice: Choice) -> ReadRecord:
+        segment = choice.place.segment
+        header, arrays = segment.read(choice.place)
+        if header.key != choice.key or header.kind is not choice.kind:
+            raise BadRecord("a record is not where the index has it")
+        segment.note_use(monotonic())
+        self.counters.read_bytes += arrays.nbytes
+        return ReadRecord(header, arrays, choice.end)
+
+    def _refresh(self, now: float) -> None:
+        """Finds the segments and records that were added, and forgets those that were deleted."""
+        if now - self._refreshed < REFRESH_INTERVAL / 10 and self._segments:
+            return
+        self._refreshed = now
+        files = self._folder.files()
+        there = {one.path.name: one.path for one in files if one.path.parent == self._path}
+        for name in self._segments.keys() - there.keys():
+            segment = self._segments.pop(name)
+            if segment is not None:
+                self.index.remove(segment)
+                segment.close()
+        for name in sorted(there):
+            if name not in self._segments:
+                self._open(there[name])
+            segment = self._segments.get(name)
+            if segment is not None:
+                self._scan(segment)
+        for (kind, key), path in list(self._unseen.items()):
+            if self.index.has(kind, key) or path.name not in there:
+                self._unseen.pop((kind, key), None)
+        self.counters.bytes = sum(one.size for one in files)
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._segments[path.name] = Segment(path, self._digest)
+        except FileNotFoundError:
+            pass  # deleted meanwhile
+        except (BadRecord, OSError) as error:
+            if not _is_new(path):  # else its writer may be writing its header
+                self._segments[path.name] = None
+                self.counters.bad += 1
+                log.warning("a segment of the prefix cache is bad", extra={"why": str(error)})
+
+    def _scan(self, segment: Segment) -> None:
+        try:
+            for header, place in segment.scan():
+                self.index.add(header, place)
+        except OSError as error:
+            segment.broken = True
+            log.warning("a segment cannot be read", extra={"why": str(error)})
+        if segment.broken and not segment.reported:
+            segment.reported = True
+            self.counters.bad += 1
+
+    # ---- the thread that writes ------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while (record := self._writes.get()) is not None:
+            began = monotonic()
+            try:
+                if not self.has(record.kind, record.key):  # another worker may have been here
+                    self._write(record, began)
+            except Exception:
+                self.counters.dropped += 1
+                log.exception("a record of the prefix cache could not be written")
+            self._written.append(record)
+            self._wake()
+            self._rest(began)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, record: NewRecord, now: float) -> None:
+        if now < self._paused_until:
+            self.counters.dropped += 1
+            return
+        places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
+        payload = payload_of(record, places).data
+        header = records.encode_header(
+            self._digest,
+            record.kind,
+            record.start,
+            record.parent,
+            packed(record.ids),
+            places,
+            payload,
+        )
+        size = len(header) + len(payload) + records.ALIGNMENT
+        try:
+            with self._folder.locked():
+                path = self._append(header, payload, size)
+        except OSError as error:
+            self._paused_until = now + ERROR_PAUSE
+            self.counters.dropped += 1
+            if str(error) != self._fault:
+                self._fault = str(error)
+                log.warning("the prefix cache cannot be written to disk", extra={"why": str(error)})
+            return
+        self._fault = ""
+        self._unseen[record.kind, record.key] = path
+        self.counters.written_bytes += size
+
+    def _append(self, header: bytes, payload: memoryview, size: int) -> Path:
+        """Appends a record to the segment of this worker, or to a new one, and returns its path.
+
+        Raises OSError.
+        """
+        writer = self._writer
+        if writer is not None and (
+            writer.size + size > max(size, self._budget // SEGMENTS) or not writer.linked
+        ):
+            writer.close()
+            writer = self._writer = None
+        spare = None if writer is None else writer.path
+        if not self._folder.make_room(size + records.MAX_SEGMENT_HEADER, spare):
+            raise OSError(
+                f"a record of {size} bytes does not fit into prefix_disk, {self._budget} bytes"
+            )
+        if writer is None:
+            writer = self._writer = SegmentWriter(self._path, self._digest, self._about)
+        try:
+            writer.append(header, payload)
+        except OSError:
+            writer.close()
+            self._writer = None
+            raise
+        return writer.path
+
+    def _rest(self, began: float) -> None:
+        """Waits after a write while sequences run, so that they notice little of it."""
+        until = monotonic() + REST * (monotonic() - began)
+        while self.busy and monotonic() < until and not self._closing.is_set():
+            time.sleep(POLL)
+
+
+def _is_new(path: Path) -> bool:
+    """Whether a file was written in the last seconds."""
+    try:
+        return time.time() - path.stat().st_mtime < NEW_SECONDS
+    except OSError:
+        return True
