@@ -26,6 +26,7 @@ from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Phase
 from mlxpool.worker.scheduling.sequence import Sequence as Row
+from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
 
@@ -75,10 +76,10 @@ class Answer:
 class Answers:
     """Runs requests on an engine of the demo model, all of them in one batch."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, speculator: Speculator | None = None) -> None:
         self.engine = engine
         self.generations = Generations(engine)
-        self.steps = Steps(engine, self.generations, Progress(lambda: None))
+        self.steps = Steps(engine, self.generations, Progress(lambda: None), speculator)
         self.answers: dict[int, Answer] = {}
 
     def admit(

@@ -22,6 +22,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "prefix_cache",
     "prefix_bytes",
     "step_target",
+    "speculation",
     "deterministic",
     "counting",
 )

@@ -295,6 +295,12 @@ WORKERS = (
            _WORKER, _beat(lambda worker: worker.prefix.get("hits"))),
     Family("mlxpool_prefix_cache_tokens_total", COUNTER, "Prompt tokens that were found",
            _WORKER, _beat(lambda worker: worker.prefix.get("tokens"))),
+    Family("mlxpool_spec_decode_drafts_total", COUNTER, "Decode steps of rows that checked drafts",
+           _WORKER, _beat(lambda worker: worker.speculation.get("checks"))),
+    Family("mlxpool_spec_decode_draft_tokens_total", COUNTER, "Tokens of drafts that were checked",
+           _WORKER, _beat(lambda worker: worker.speculation.get("drafted"))),
+    Family("mlxpool_spec_decode_accepted_tokens_total", COUNTER, "Of these, tokens that were right",
+           _WORKER, _beat(lambda worker: worker.speculation.get("accepted"))),
 )  # fmt: skip
 
 FAMILIES = (*BROKER, *REQUESTS, *WORKERS)

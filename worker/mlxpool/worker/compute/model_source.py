@@ -88,6 +88,7 @@ def open_source(
         files = open_files(locate(config))
         if is_encoder(files, config.task):
             require_one_device(config, "a model of texts")
+            require_no_drafts(config)
             return _encoder(files, config)
     return open_generator(config, counting, start_group)
 
@@ -114,6 +115,15 @@ def require_one_device(config: ModelConfig, what: str) -> None:
         raise ModelLoadFailed(
             f"devices is {config.devices}, but {what} is not divided between devices: leave devices"
             " out"
+        )
+
+
+def require_no_drafts(config: ModelConfig) -> None:
+    """Raises ModelLoadFailed where a model that generates nothing is to check drafts."""
+    if config.speculation not in ("off", "auto"):
+        raise ModelLoadFailed(
+            f"speculation is {config.speculation!r}, but a model of texts generates no tokens:"
+            " leave speculation out"
         )
 
 
