@@ -105,14 +105,20 @@ class Answers:
         admit = Admit(row, Facts(), detokenizer, 0.0, constraint=found)
         self.answers[number] = Answer(list(had))
         self.generations.add(Generation.begin(admit, self.engine.piece))
-        assert not self.steps.admit(row)
+        self._enter(row)
         return row
+
+    def _enter(self, row: Row) -> None:
+        assert self.engine.blocks.admit(row, alone=True)
+        assert not self.steps.admit(row)
 
     def step(self) -> None:
         """Runs one step, and admits rows that lost theirs."""
         for row in self.generations.sequences():
             if row.phase is Phase.WAITING:
-                assert not self.steps.admit(row)
+                self._enter(row)
+            elif self.engine.blocks.lacks_blocks(row):
+                assert self.engine.blocks.grow(row, alone=True)
         for delta in self.steps.run():
             self._take(delta)
 

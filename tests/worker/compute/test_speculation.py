@@ -6,6 +6,7 @@ The drafts are right ones with wrong ones among them, in random depths; see supp
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,20 @@ from hypothesis import strategies as st
 
 from support.constrained_answers import PROMPT, Answer, Answers, demo
 from support.drafting import EagerSpeculator, OracleDrafter
+from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.compute.drafting_rows import one_each  # noqa: E402
+from mlxpool.common.config.schema import Counting  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.protocol.deltas import Delta  # noqa: E402
+from mlxpool.worker.compute.drafting_rows import make_speculator, one_each  # noqa: E402
+from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
@@ -94,10 +102,13 @@ def admit(batch: Answers, number: int, request: dict[str, Any], had: Any = ()) -
 
 
 def engine(loaded: LoadedModel, layout: str, *, lookahead: bool = False) -> ModelEngine:
-    made = ModelEngine(
-        loaded, demo()[1], layout=layout, lookahead=lookahead, blocks=16, prefix_bytes=2**20
+    return ModelEngine(
+        loaded, demo()[1], layout=layout, lookahead=lookahead, blocks=32, prefix_bytes=2**20
     )
-    return made
+
+
+def engine_of_demo() -> ModelEngine:
+    return engine(load(demo()[0]), "slabs")
 
 
 def require_same(found: Answer, wanted: Answer, had: int = 0) -> None:
@@ -170,3 +181,125 @@ def test_answers_are_the_same_with_drafts(
         require_same(found[number], wanted[number], had[number])
     assert speculator.accepted <= speculator.drafted
     assert batch.engine.blocks.available == plain.engine.blocks.available or layout != "pool"
+
+
+REQUESTED: list[dict[str, Any]] = [
+    {"prompt": REPEATING, "options": {"temperature": 0.0, "logprobs": True}, "format": None},
+    {"prompt": PROMPT, "options": {"temperature": 0.9, "seed": 5}, "format": FORMATS[0]},
+    {"prompt": PROMPT, "options": {"temperature": 0.8, "repeat_penalty": 1.2}, "format": None},
+    {"prompt": REPEATING, "options": {"temperature": 0.0}, "format": FORMATS[2]},
+]
+
+
+def requested(number: int) -> dict[str, Any]:
+    return {**REQUESTED[number], "max_tokens": 60, "shifts": False}
+
+
+def run(
+    loaded: LoadedModel, layout: str, speculator: Any, *, lookahead: bool = False
+) -> tuple[dict[int, Answer], int]:
+    """The answers to all of REQUESTED, and the steps that they took."""
+    batch = Answers(engine(loaded, layout, lookahead=lookahead), speculator)
+    for number in range(len(REQUESTED)):
+        admit(batch, number, requested(number))
+    steps = 0
+    while len(batch.generations):
+        batch.step()
+        steps += 1
+    return batch.run(), steps
+
+
+@pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
+def test_right_drafts_save_steps(loaded: LoadedModel, layout: str, lookahead: bool) -> None:
+    """Of rows with and without a format; a step with drafts is the only one in flight."""
+    wanted, plain_steps = run(loaded, layout, None, lookahead=lookahead)
+    known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
+    speculator = EagerSpeculator(OracleDrafter(known, random.Random(7), 4096))
+    found, steps = run(loaded, layout, speculator, lookahead=lookahead)
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+    assert speculator.accepted > 60 and speculator.accepted > speculator.drafted / 4
+    assert steps < 0.7 * plain_steps
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_n_grams_give_the_same_answers(loaded: LoadedModel, lookahead: bool) -> None:
+    wanted, _ = run(loaded, "slabs", None)
+    speculator = EagerSpeculator()
+    found, _ = run(loaded, "slabs", speculator, lookahead=lookahead)
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+    assert speculator.accepted > 20
+
+
+def test_the_speculator_of_the_setting_gives_the_same_answers(loaded: LoadedModel) -> None:
+    """Its choices depend on the clock, so nothing is said of how many drafts it checks."""
+    wanted, _ = run(loaded, "slabs", None)
+    made = engine(loaded, "slabs")
+    found, _ = run(loaded, "slabs", make_speculator("ngram", made, "demo"))
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+
+
+@pytest.mark.parametrize("setting", ["off", "ngram", "auto"])
+def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
+    """With "auto" it serves without."""
+    exact = load(demo()[0], deterministic=True)
+    states = {**QWEN3_NEXT, "num_hidden_layers": 2}
+    recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
+    engines: list[tuple[Engine, str]] = [
+        (CountingEngine(Counting(), 1000), "the counting model cannot check drafts"),
+        (ModelEngine(exact, demo()[1], blocks=4), "deterministic is true"),
+        (ModelEngine(recurrent, blocks=4), "states or windows"),
+    ]
+    for made, words in engines:
+        if setting == "ngram":
+            with pytest.raises(ModelLoadFailed, match=f"speculation is 'ngram', but .*{words}"):
+                make_speculator(setting, made, "some")
+        else:
+            assert make_speculator(setting, made, "some") is None
+    assert (make_speculator(setting, engine_of_demo(), "demo") is None) == (setting == "off")
+
+
+def test_wrong_drafts_are_in_no_cached_prefix(loaded: LoadedModel) -> None:
+    """A later prompt with the answer in it finds its keys, and none of what was proposed."""
+    batch = Answers(engine(loaded, "slabs"), EagerSpeculator())
+    row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=30, ignore_eos=True)
+    answer = batch.run()[1].ids
+    speculator = batch.steps._drafting._speculator
+    assert speculator is not None and 0 < speculator.accepted < speculator.drafted
+    text = batch.engine.piece
+    assert b"".join(map(text, answer)).decode() == batch.answers[1].text
+    again = Sequence(b"", 1, (*row.prompt, *answer, 1, 2), row.options, 1, 5)
+    batch.engine.admit(again)
+    assert again.cached == len(row.prompt) + len(answer) - 1  # no pass has read the last token
+    plain = Answers(engine(loaded, "slabs"))
+    for one in (batch, plain):
+        one.generations.release(again)
+        follows = one.admit(2, prompt=REPEATING, had=answer, temperature=0.0, max_tokens=50)
+        assert follows.cached == (0 if one is plain else len(row.prompt) + len(answer) - 1)
+    assert batch.run()[2].ids == plain.run()[2].ids
+
+
+def test_the_tokens_of_a_step_are_one_delta_of_a_stream() -> None:
+    """At most one delta with tokens of each stream leaves the compute thread at once."""
+    rows = [Sequence(bytes([name]), 1, (1,), None, 0, 9) for name in range(3)]  # type: ignore[arg-type]
+    one, other, beside = (seq.id for seq in rows)
+    deltas = [
+        Delta(one, 1, 4, "a", b"1234", [{"id": 1}]),
+        Delta(beside, 1, 0, "", b"", [{"prompt": 1}]),
+        Delta(one, 1, 5, "b", b"5678", [{"id": 2}]),
+        Delta(beside, 1, 0, "", b"", [{"prompt": 2}]),
+        Delta(other, 1, 0, "x", b"abcd", None, {"prompt_tokens": 1}),
+        Delta(other, 1, 1, "y", b"efgh"),
+        Delta(other, 1, 2, "", b"", end={"reason": "stop"}),
+    ]
+    found = one_each(deltas, {rows[0]: (1,), rows[1]: (2, 3)})
+    assert found == [
+        Delta(one, 1, 4, "ab", b"12345678", [{"id": 1}, {"id": 2}]),
+        deltas[1],
+        deltas[3],
+        Delta(
+            other, 1, 0, "xy", b"abcdefgh", None, {"prompt_tokens": 1}, {"reason": "stop"}
+        ),
+    ]

@@ -54,6 +54,7 @@ CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
 ROWS_STAY = (
     "its layers have states or windows here, and rows with these cannot give up wrong drafts"
 )
+OTHER_BITS = "deterministic is true: log-probabilities of drafts differ in their last bits"
 NO_TOKEN = 0  # in place of an input of an image, whose features replace its embedding
 
 
@@ -182,6 +183,8 @@ class ModelEngine(WarmedEngine):
     @property
     def no_drafts(self) -> str:
         """See Engine.no_drafts."""
+        if self._loaded.deterministic:
+            return OTHER_BITS
         return ROWS_STAY if self._layout.store.stateful else ""
 
     @property
