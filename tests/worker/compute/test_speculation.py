@@ -299,7 +299,5 @@ def test_the_tokens_of_a_step_are_one_delta_of_a_stream() -> None:
         Delta(one, 1, 4, "ab", b"12345678", [{"id": 1}, {"id": 2}]),
         deltas[1],
         deltas[3],
-        Delta(
-            other, 1, 0, "xy", b"abcdefgh", None, {"prompt_tokens": 1}, {"reason": "stop"}
-        ),
+        Delta(other, 1, 0, "xy", b"abcdefgh", None, {"prompt_tokens": 1}, {"reason": "stop"}),
     ]

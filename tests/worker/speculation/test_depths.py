@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from mlxpool.worker.speculation.depths import MIN_GAIN, choose_depths
 
-CHANCES = st.lists(
-    st.lists(st.floats(0, 1), max_size=3).map(tuple), min_size=1, max_size=3
-)
+CHANCES = st.lists(st.lists(st.floats(0, 1), max_size=3).map(tuple), min_size=1, max_size=3)
 
 
 def test_drafts_that_cost_nothing_are_all_checked() -> None:
