@@ -117,7 +117,7 @@ class DraftingRows:
         """Takes into account what became of a step, before its tokens are appended."""
         if self._speculator is None:
             return
-        now = monotonic()
+        now = self._speculator.clock()
         if drafts:
             self._speculator.checked(drafts, drawn)
         if self._ended:

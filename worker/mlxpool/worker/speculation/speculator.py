@@ -51,14 +51,16 @@ class Speculator:
         *,
         ahead: bool = False,
     ) -> None:
-        """`predict`: seconds of a pass. `ahead`: passes without drafts are submitted ahead."""
+        """`predict`: seconds of a pass. `clock`: seconds, of steps as well. `ahead`: passes without
+        drafts are submitted ahead.
+        """
         self.drafter = drafter
         self.checks = 0  # decode steps of rows with drafts
         self.drafted = 0  # tokens that they checked
         self.accepted = 0  # of these, tokens that were right
         self.times = StepTimes(BUBBLE if ahead else 0.0)
         self._predict = predict
-        self._clock = clock
+        self.clock = clock
         self._ahead = ahead
         self._paying: set[Sequence] = set()  # rows with drafts in the newest step
         self._followed: set[Sequence] = set()
@@ -84,12 +86,12 @@ class Speculator:
         if first and self._with_drafts >= PLAIN_INTERVAL:
             return {}
         ready = [one for one in first if self._follow(one.sequence)]
-        began = self._clock()
+        began = self.clock()
         others = [one for one in candidates if one.sequence not in self._paying]
         ready += self._look(others, began + self._saved)
         most = min(MAX_STEP_DRAFTS, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
-        self._saved -= self._clock() - began
+        self._saved -= self.clock() - began
         self._paying = set(found)
         return found
 
@@ -98,7 +100,7 @@ class Speculator:
         ready = []
         begin = self._next % len(others) if others else 0
         for one in [*others[begin:], *others[:begin]]:
-            if self._clock() >= until:
+            if self.clock() >= until:
                 break
             self._next += 1
             if self._follow(one.sequence):
@@ -107,12 +109,12 @@ class Speculator:
 
     def read(self, readers: Iterable[Sequence]) -> None:
         """Follows sequences whose prompts are being read, as far as the time suffices."""
-        began = self._clock()
+        began = self.clock()
         for seq in readers:
-            if self._clock() - began >= self._saved:
+            if self.clock() - began >= self._saved:
                 break
             self._follow(seq)
-        self._saved -= self._clock() - began
+        self._saved -= self.clock() - began
 
     def _follow(self, seq: Sequence) -> bool:
         self._followed.add(seq)
