@@ -55,8 +55,8 @@ from mlxpool.worker.weights.locate import DEMO_FOLDER
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODULES = ("argparse", "csv", "difflib", "fractions", "heapq", "inspect", "tarfile", "textwrap")
-SHORTEST, LONGEST = 60, 600  # tokens of a text that is written again
-REPEATED = 12  # tokens of it that the prompt has again
+SHORTEST, LONGEST = 150, 400  # tokens of a text that is written again
+REPEATED = 32  # tokens of it that the prompt has again
 BEGIN = 24  # tokens of a prompt that is completed
 COLUMNS = (
     "load",

@@ -59,7 +59,9 @@ class EagerSpeculator(Speculator):
     def rests(self) -> bool:
         return False
 
-    def depths(self, rows: int, lines: int, candidates: Many[Candidate]) -> dict[Sequence, int]:
+    def depths(
+        self, rows: int, lines: int, candidates: Many[Candidate], began: float
+    ) -> dict[Sequence, int]:
         found = {}
         for one in candidates:
             self._forget_ended(rows)

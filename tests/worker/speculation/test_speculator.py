@@ -90,7 +90,7 @@ class Scene:
             chosen = {}
             if not self.speculator.rests:
                 candidates = [Candidate(one, 50) for one in self.rows]
-                chosen = self.speculator.depths(len(self.rows), 512, candidates)
+                chosen = self.speculator.depths(len(self.rows), 512, candidates, self.clock())
             drafts = self.speculator.drafts(chosen)
             count = sum(chosen.values())
             seconds = STEP + (self.cost(len(chosen), count) if count else 0.0)
@@ -213,5 +213,15 @@ def test_half_of_the_inputs_are_left_to_prompts() -> None:
     scene = Scene(4, 0.99)
     scene.run(5)
     candidates = [Candidate(one, 50) for one in scene.rows]
-    assert sum(scene.speculator.depths(4, 12, candidates).values()) == 4
-    assert scene.speculator.depths(4, 5, candidates) == {}
+    assert sum(scene.speculator.depths(4, 12, candidates, scene.clock()).values()) == 4
+    assert scene.speculator.depths(4, 5, candidates, scene.clock()) == {}
+
+
+def test_prompts_are_indexed_while_they_are_read_as_far_as_the_time_suffices() -> None:
+    scene = Scene(1, 0.5, follow=0.002)
+    scene.speculator.read([sequence()])
+    assert not scene.drafter.followed
+    scene.speculator.step_ended(1, {}, 0.45, measured=False)
+    scene.speculator.read([sequence() for _ in range(9)])
+    assert len(scene.drafter.followed) == 2
+    assert scene.speculator.rests

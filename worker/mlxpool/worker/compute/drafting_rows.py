@@ -103,8 +103,9 @@ class DraftingRows:
     def _depths(
         self, speculator: Speculator, live: Many[Sequence], limits: StepLimits
     ) -> dict[Sequence, int]:
+        began = speculator.clock()
         rows, candidates = candidates_of(live, limits, self._engine.blocks.given, self._may_check)
-        return speculator.depths(rows, limits.lines, candidates)
+        return speculator.depths(rows, limits.lines, candidates, began)
 
     def _may_check(self, sequence: Sequence) -> bool:
         """Whether the masks behind drafts of a sequence are made in the time of a step."""
@@ -126,6 +127,9 @@ class DraftingRows:
                 step.rows, drafts, now - self._ended, measured=plain or bool(drafts)
             )
         self._ended, self._waited = now, False
+        if step.rows < len(step.spans):
+            reading = (span.sequence for span in step.chunks)
+            self._speculator.read([one for one in reading if one.reads_prompt and not one.media])
 
     def pause(self) -> None:
         """Nothing is computed now."""

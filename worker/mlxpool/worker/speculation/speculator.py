@@ -75,20 +75,24 @@ class Speculator:
         """Whether the next step has no drafts in any case."""
         return self._saved <= 0 and not self._paying
 
-    def depths(self, rows: int, lines: int, candidates: Many[Candidate]) -> dict[Sequence, int]:
+    def depths(
+        self, rows: int, lines: int, candidates: Many[Candidate], began: float
+    ) -> dict[Sequence, int]:
         """Returns how many drafts sequences check in the next step; none: those left out.
 
         `rows`: the sequences that decode in it; it has at most `lines` inputs, half of which are
-        left to prompts. The tokens that the candidates have so far are taken into account.
+        left to prompts. The tokens that the candidates have so far are taken into account. `began`:
+        when the candidates were asked for.
         """
         self._forget_ended(rows)
         first = [one for one in candidates if one.sequence in self._paying]
         if first and self._with_drafts >= PLAIN_INTERVAL:
             return {}
         ready = [one for one in first if self._follow(one.sequence)]
-        began = self.clock()
+        if first:  # what these take is in the time of their steps
+            began = self.clock()
         others = [one for one in candidates if one.sequence not in self._paying]
-        ready += self._look(others, began + self._saved)
+        ready += self._look(others, self.clock() + self._saved)
         most = min(MAX_STEP_DRAFTS, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
         self._saved -= self.clock() - began
