@@ -221,7 +221,7 @@ def test_prompts_are_indexed_while_they_are_read_as_far_as_the_time_suffices() -
     scene = Scene(1, 0.5, follow=0.002)
     scene.speculator.read([sequence()])
     assert not scene.drafter.followed
-    scene.speculator.step_ended(1, {}, 0.45, measured=False)
+    scene.speculator.step_ended(1, {}, 0.35, measured=False)
     scene.speculator.read([sequence() for _ in range(9)])
     assert len(scene.drafter.followed) == 2
     assert scene.speculator.rests

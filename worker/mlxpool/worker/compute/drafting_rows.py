@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from time import monotonic
 
@@ -86,26 +87,24 @@ class DraftingRows:
         self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
         self._waited = False  # whether passes in flight were waited for before the next step
 
-    def wanted(self, live: Many[Sequence], limits: StepLimits) -> bool:
-        """Whether the next step should check drafts, as far as the tokens that are known say."""
+    def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
+        """Returns how many drafts sequences should check, by the tokens that are known."""
         speculator = self._speculator
         if speculator is None or speculator.rests:
-            return False
-        return bool(self._depths(speculator, live, limits))
-
-    def drafts(self, live: Many[Sequence], limits: StepLimits) -> Drafts:
-        """Returns the drafts of the next step, with no pass in flight."""
-        speculator = self._speculator
-        assert speculator is not None
-        self._waited = limits.ahead > 0
-        return speculator.drafts(self._depths(speculator, live, limits))
-
-    def _depths(
-        self, speculator: Speculator, live: Many[Sequence], limits: StepLimits
-    ) -> dict[Sequence, int]:
+            return {}
         began = speculator.clock()
         rows, candidates = candidates_of(live, limits, self._engine.blocks.given, self._may_check)
         return speculator.depths(rows, limits.lines, candidates, began)
+
+    def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
+        """As `depths`, when the passes in flight were waited for because drafts were wanted."""
+        self._waited = True
+        return self.depths(live, limits)
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """Returns the drafts of the next step, with no pass in flight."""
+        assert self._speculator is not None
+        return self._speculator.drafts(depths)
 
     def _may_check(self, sequence: Sequence) -> bool:
         """Whether the masks behind drafts of a sequence are made in the time of a step."""
@@ -122,10 +121,9 @@ class DraftingRows:
         if drafts:
             self._speculator.checked(drafts, drawn)
         if self._ended:
-            plain = step.rows == len(step.spans) and not fresh and not self._waited
-            self._speculator.step_ended(
-                step.rows, drafts, now - self._ended, measured=plain or bool(drafts)
-            )
+            alone = step.rows == len(step.spans) and not fresh
+            measured = alone and (bool(drafts) or not self._waited)
+            self._speculator.step_ended(step.rows, drafts, now - self._ended, measured=measured)
         self._ended, self._waited = now, False
         if step.rows < len(step.spans):
             reading = (span.sequence for span in step.chunks)

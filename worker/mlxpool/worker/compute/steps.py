@@ -167,11 +167,12 @@ class Steps:
         self._constrained.release()
         limits = self._engine.limits
         deltas: list[Delta] = []
-        drafts = NO_DRAFTS
-        if self._drafting.wanted(live, limits):
+        depths = self._drafting.depths(live, limits)
+        if depths and self._flights:
             while self._flights:  # a draft follows the newest token
                 deltas += self.collect()
-            drafts = self._drafting.drafts(live, limits)
+            depths = self._drafting.depths_after_wait(live, limits)
+        drafts = self._drafting.drafts(depths) if depths else NO_DRAFTS
         step = schedule(
             live,
             limits,

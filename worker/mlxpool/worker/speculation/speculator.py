@@ -20,7 +20,8 @@ from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 16  # of a row in one step
 MAX_STEP_DRAFTS = 256  # of all rows
-HOST_SHARE = 0.008  # of the time of steps: so much may be spent on rows whose drafts do not pay
+HOST_SHARE = 0.01  # of the time of steps: so much may be spent on rows whose drafts do not pay
+HOST_SHARE_BESIDE = 0.03  # the same where other rows have drafts: one more costs such a step little
 MAX_SAVED = 0.005  # seconds of that share that are kept for later steps
 PLAIN_INTERVAL = 64  # steps with drafts, after which some without show what they cost now
 PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
@@ -66,6 +67,7 @@ class Speculator:
         self._followed: set[Sequence] = set()
         self._next = 0  # the row that is looked at next, among those that do not pay
         self._saved = 0.0  # seconds that may be spent on these
+        self._seconds = 0.0  # of the newest step
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
         self._was_plain = False  # whether the newest step had no drafts
@@ -89,13 +91,13 @@ class Speculator:
         if first and self._with_drafts >= PLAIN_INTERVAL:
             return {}
         ready = [one for one in first if self._follow(one.sequence)]
-        if first:  # what these take is in the time of their steps
-            began = self.clock()
         others = [one for one in candidates if one.sequence not in self._paying]
-        ready += self._look(others, self.clock() + self._saved)
+        share = max(self._saved, HOST_SHARE_BESIDE * self._seconds) if first else self._saved
+        ready += self._look(others, self.clock() + share)
         most = min(MAX_STEP_DRAFTS, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
-        self._saved -= self.clock() - began
+        if not first:  # with drafts it is in the time of their steps
+            self._saved -= self.clock() - began
         self._paying = set(found)
         return found
 
@@ -182,6 +184,7 @@ class Speculator:
         Other steps read prompts or compiled something, or others ended before they began.
         """
         self._saved = min(MAX_SAVED, self._saved + HOST_SHARE * seconds)
+        self._seconds = seconds
         plain = not drafts
         if measured and (not plain or self._was_plain or not self._ahead):
             count = sum(map(len, drafts.values()))
