@@ -30,6 +30,7 @@ BEAT = {
         "preemptions": 3,
     },
     "prefix": {"hits": 4, "misses": 6, "tokens": 80},
+    "speculation": {"checks": 3, "drafted": 12, "accepted": 7},
 }
 
 
@@ -124,6 +125,9 @@ def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     assert value(metrics, "mlxpool_preemptions_total", **at) == 3
     assert value(metrics, "mlxpool_prefix_cache_queries_total", **at) == 10
     assert value(metrics, "mlxpool_prefix_cache_hits_total", **at) == 4
+    assert value(metrics, "mlxpool_spec_decode_drafts_total", **at) == 3
+    assert value(metrics, "mlxpool_spec_decode_draft_tokens_total", **at) == 12
+    assert value(metrics, "mlxpool_spec_decode_accepted_tokens_total", **at) == 7
 
 
 def test_histograms_add_up(story: Story) -> None:
