@@ -166,7 +166,7 @@ def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
         request = story.generate(link=number, owner=f"uid:{number}", session=f"s{number}")
         worker.fail(request, f"code {number}")
         story.generate(name=f"nowhere-{number}")
-        worker.beat(memory={**BEAT["memory"], f"kind {number}": 1}, prefix=BEAT["prefix"])
+        worker.beat(**{**BEAT, "memory": {**BEAT["memory"], f"kind {number}": 1}})
     assert {name: len(metric.samples) for name, metric in read(story, writer).items()} == before
 
 
