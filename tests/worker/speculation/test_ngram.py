@@ -60,7 +60,7 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     """Of the class of the length of the match, and of all streams more slowly."""
     drafter, seq = NgramDrafter(), sequence([*range(100, 200)])
     followed(drafter, seq, [110, 111, 112])
-    assert drafter.chances(seq, 3) == (0.4, 0.4, 0.6)
+    assert drafter.chances(seq, 3) == (0.25, 0.25, 0.45)
     followed(drafter, seq, range(113, 150))
     high = drafter.chances(seq, 2)
     assert CLASSES[-1][1] < high[0] < 1 and high[0] == high[1]

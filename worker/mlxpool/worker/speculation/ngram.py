@@ -14,7 +14,7 @@ NEW_STREAM = 0.15  # weight of the newest draft in the average of a stream
 NEW_MODEL = 0.02  # the same of the averages of all streams, with which a new one begins
 # The averages have a class for each range of tokens that a match has; its first length, and the
 # chance that is assumed at first. A match of 0 goes on behind a token that was another.
-CLASSES = ((0, 0.3), (3, 0.4), (5, 0.6), (9, 0.75), (17, 0.85))
+CLASSES = ((0, 0.2), (3, 0.25), (5, 0.45), (9, 0.7), (17, 0.85))
 _LONGEST = CLASSES[-1][0]
 _CLASS_OF = tuple(
     sum(length >= first for first, _ in CLASSES) - 1 for length in range(_LONGEST + 1)

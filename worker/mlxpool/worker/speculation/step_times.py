@@ -18,6 +18,7 @@ FIT_INTERVAL = 8  # new ones, at least, between two fits
 NEWEST = 0.15  # weight of the newest step in an average
 MAX_CHANGE = 0.25  # of an average by one step: others use the machine as well
 FIRST_STEPS = 4  # whose times an average takes as they are
+DOUBT = 0.5  # of a plain step, that one with drafts is assumed to take more, until one was measured
 KINDS = 64  # of steps with drafts whose deviation from the fit is kept
 
 Predict = Callable[[int], float]  # lines of a decode step -> seconds
@@ -74,9 +75,13 @@ class StepTimes:
         return predict(rows) if found is None else found
 
     def with_drafts(self, rows: int, checked: int, drafts: int, predict: Predict) -> float:
-        """Returns the seconds of a step with drafts: as measured, or `guessed`."""
+        """Returns the seconds of a step with drafts: as measured.
+
+        Before one was, it is `guessed` with a share of a plain step more, so that drafts with small
+        chances do not begin.
+        """
         if self._weights is None:
-            return self.guessed(rows, drafts, predict)
+            return self.guessed(rows, drafts, predict) + DOUBT * self.plain(rows, predict)
         seconds = self.plain(rows, predict) + self._extra_seconds(checked, drafts)
         return seconds * self._deviations.get(_kind(rows, drafts), 1.0)
 
