@@ -126,7 +126,7 @@ def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
 
 def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
     """They are tried again now and then, and begin again when that has changed."""
-    scene = Scene(4, 0.9, lambda checked, drafts: 0.003 * drafts)
+    scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
     found = scene.run(TRIAL_INTERVAL)
     assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * TRIAL_DRAFTS
     later = scene.run(10 * TRIAL_INTERVAL)

@@ -27,7 +27,8 @@ PLAIN_INTERVAL = 64  # steps with drafts, after which some without show what the
 PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
 TRIAL_INTERVAL = 256  # steps, after which measured costs that forbid drafts are doubted once
 TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be predicted to cost
-TRIAL_DRAFTS = 4  # of a trial, and of the first steps; later ones may have twice as many as before
+TRIAL_DRAFTS = 4  # of a trial
+FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
 
 Drafts = Mapping[Sequence, tuple[int, ...]]
@@ -156,7 +157,7 @@ class Speculator:
         plain = times.plain(rows, predict)
         if plain <= 0:
             return {}
-        most = min(most, max(TRIAL_DRAFTS, 2 * times.known_drafts))
+        most = min(most, max(TRIAL_DRAFTS, FIRST_DRAFTS * rows, 2 * times.known_drafts))
         found = choose_depths(chances, rows, most, plain, seconds)
         if not any(found) and self._without >= TRIAL_INTERVAL:
             self._without = 0
