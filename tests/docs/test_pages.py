@@ -123,6 +123,7 @@ PAGES = {
     ),
     "docs/operate.md": Page(),
     "docs/prefix-cache.md": Page(),
+    "docs/speculation.md": Page(),
     "docs/quickstart.md": Page(needs=("openai",), programs=("curl",)),
     "docs/reliability.md": Page(),
     "docs/scale.md": Page(("mkdir -p /data/small",)),

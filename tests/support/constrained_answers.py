@@ -26,6 +26,7 @@ from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Phase
 from mlxpool.worker.scheduling.sequence import Sequence as Row
+from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
 
@@ -75,10 +76,10 @@ class Answer:
 class Answers:
     """Runs requests on an engine of the demo model, all of them in one batch."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, speculator: Speculator | None = None) -> None:
         self.engine = engine
         self.generations = Generations(engine)
-        self.steps = Steps(engine, self.generations, Progress(lambda: None))
+        self.steps = Steps(engine, self.generations, Progress(lambda: None), speculator)
         self.answers: dict[int, Answer] = {}
 
     def admit(
@@ -104,14 +105,20 @@ class Answers:
         admit = Admit(row, Facts(), detokenizer, 0.0, constraint=found)
         self.answers[number] = Answer(list(had))
         self.generations.add(Generation.begin(admit, self.engine.piece))
-        assert not self.steps.admit(row)
+        self._enter(row)
         return row
+
+    def _enter(self, row: Row) -> None:
+        assert self.engine.blocks.admit(row, alone=True)
+        assert not self.steps.admit(row)
 
     def step(self) -> None:
         """Runs one step, and admits rows that lost theirs."""
         for row in self.generations.sequences():
             if row.phase is Phase.WAITING:
-                assert not self.steps.admit(row)
+                self._enter(row)
+            elif self.engine.blocks.lacks_blocks(row):
+                assert self.engine.blocks.grow(row, alone=True)
         for delta in self.steps.run():
             self._take(delta)
 

@@ -50,6 +50,7 @@ BEAT = {
         "disk_dropped": 3,
         "disk_bytes": 5000,
     },
+    "speculation": {"checks": 3, "drafted": 12, "accepted": 7},
 }
 
 
@@ -155,6 +156,9 @@ def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
         "dropped_total": 3,
         "bytes": 5000,
     }
+    assert value(metrics, "mlxpool_spec_decode_drafts_total", **at) == 3
+    assert value(metrics, "mlxpool_spec_decode_draft_tokens_total", **at) == 12
+    assert value(metrics, "mlxpool_spec_decode_accepted_tokens_total", **at) == 7
 
 
 def test_histograms_add_up(story: Story) -> None:
@@ -193,7 +197,7 @@ def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
         request = story.generate(link=number, owner=f"uid:{number}", session=f"s{number}")
         worker.fail(request, f"code {number}")
         story.generate(name=f"nowhere-{number}")
-        worker.beat(memory={**BEAT["memory"], f"kind {number}": 1}, prefix=BEAT["prefix"])
+        worker.beat(**{**BEAT, "memory": {**BEAT["memory"], f"kind {number}": 1}})
     assert {name: len(metric.samples) for name, metric in read(story, writer).items()} == before
 
 

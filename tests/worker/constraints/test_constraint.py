@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from mlxpool.common.errors import BadRequest
@@ -170,3 +173,81 @@ def test_the_newest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.constraint(formats[2])
     assert [compiler.knows(one) for one in formats] == [True, False, True]
     assert loads == [1]
+
+
+BEHIND: list[dict[str, Any]] = [
+    PERSON,
+    {"type": "choice", "choices": COLOURS},
+    {"type": "regex", "pattern": "[a-z]{1,6}(-[0-9]+){0,3}; done"},
+    {"type": "json"},
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    format=st.sampled_from(BEHIND),
+    had=st.integers(0, 12),
+    count=st.integers(0, 6),
+    seed=st.integers(0, 2**32),
+    wrong=st.booleans(),
+    thinks=st.booleans(),
+)
+def test_masks_behind_drafts_are_those_of_single_tokens(
+    format: dict[str, Any], had: int, count: int, seed: int, wrong: bool, thinks: bool
+) -> None:
+    """The constraint itself is as it was; behind what may not follow nothing may be drawn."""
+    folder, _, table = demo()
+    draw = random.Random(seed)
+    asked, single = constraint(format), constraint(format)
+    pieces: list[bytes] = [piece or b"" for piece in table.pieces]
+    if thinks:  # they may end among the drafts
+        had = 0
+        for one in (asked, single):
+            one.begin_in_thoughts(lambda token: b"</think>" if token % 3 else pieces[token])
+
+    def next_token() -> int | None:
+        allowed = [token for token in tokens_of(single.mask()) if token not in folder.eos_ids]
+        return draw.choice(allowed) if allowed else None
+
+    for _ in range(had):
+        token = next_token()
+        if token is None:
+            return
+        asked.take(token)
+        single.take(token)
+    masks, drafts = [single.mask()[0]], list[int]()
+    for _ in range(count):
+        token = next_token()
+        if token is None:
+            break
+        drafts.append(token)
+        single.take(token)
+        masks.append(single.mask()[0])
+    if wrong and drafts:
+        at = draw.randrange(len(drafts))
+        banned = {*range(len(pieces))} - {*tokens_of(masks[at][None])}
+        drafts[at] = draw.choice(sorted(banned or folder.eos_ids))
+        masks[at + 1 :] = [np.zeros_like(masks[0])] * (len(drafts) - at)
+    before = asked.mask().copy()
+    found = asked.masks_behind(before, drafts)
+    assert found.shape == (len(drafts) + 1, before.size)
+    assert [line.tolist() for line in found] == [line.tolist() for line in masks]
+    assert asked.mask().tolist() == before.tolist()
+    if drafts and not wrong:
+        asked.take(drafts[0])
+        assert asked.mask().tolist() == masks[1][None].tolist()
+
+
+def test_an_error_behind_a_draft_is_left_to_the_answer_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = constraint({"type": "regex", "pattern": "[a-z]{9}"})
+    draft = tokens_of(rule.mask())[0]
+    first = rule.mask()
+
+    def fails(self: Any) -> Any:
+        raise BadRequest("format: too complex")
+
+    monkeypatch.setattr(type(rule), "mask", fails)
+    found = rule.masks_behind(first, [draft, draft])
+    assert found[0].tolist() == first[0].tolist() and not found[1:].any()

@@ -209,3 +209,27 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
         tokens = [one.token for one in engine.collect().drawn]
         assert len(tokens) == count and tokens[0] == first
         assert (tokens == [first, second, third]) == (count == 3)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_row_that_is_withdrawn_gives_up_its_drafts(tmp_path: Any, again: bool) -> None:
+    """With `again` its last token as well: the next pass reads it and draws what follows it."""
+    loaded = load(inspect(write_checkpoint(tmp_path)))
+    plain = ModelEngine(loaded, prefix="off", lookahead=False)
+    expected = running(plain)
+    for seq in expected:
+        decode(plain, [seq], 3)
+    engine = ModelEngine(loaded, prefix="off", lookahead=False)
+    rows = running(engine)
+    read = rows[0].submitted
+    drafts = {seq: tuple(other.ids[:2]) for seq, other in zip(rows, expected, strict=True)}
+    engine.forward([Span.check(seq, drafts[seq]) for seq in rows])
+    engine.withdraw(rows[0], again=again)
+    assert (rows[0].awaited, rows[0].submitted) == (0, read + (not again))
+    engine.draw({})
+    commit(engine)
+    assert [seq.ids for seq in rows[1:]] == [seq.ids for seq in expected[1:]] and not rows[0].ids
+    if not again:
+        rows[0].ids.append(expected[0].ids[0])
+    decode(engine, rows[:1], 3 - len(rows[0].ids))
+    assert rows[0].ids == expected[0].ids

@@ -25,6 +25,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "prefix_disk",
     "prefix_scope",
     "step_target",
+    "speculation",
     "deterministic",
     "counting",
 )

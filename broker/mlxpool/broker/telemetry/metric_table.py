@@ -323,6 +323,12 @@ WORKERS = (
            _WORKER, _disk("bad")),
     Family("mlxpool_prefix_disk_dropped_total", COUNTER, "Records that could not be written",
            _WORKER, _disk("dropped")),
+    Family("mlxpool_spec_decode_drafts_total", COUNTER, "Decode steps of rows that checked drafts",
+           _WORKER, _beat(lambda worker: worker.speculation.get("checks"))),
+    Family("mlxpool_spec_decode_draft_tokens_total", COUNTER, "Tokens of drafts that were checked",
+           _WORKER, _beat(lambda worker: worker.speculation.get("drafted"))),
+    Family("mlxpool_spec_decode_accepted_tokens_total", COUNTER, "Of these, tokens that were right",
+           _WORKER, _beat(lambda worker: worker.speculation.get("accepted"))),
 )  # fmt: skip
 
 FAMILIES = (*BROKER, *REQUESTS, *WORKERS)

@@ -110,6 +110,7 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "layout": beat.layout or None,
         "memory": beat.memory,
         "prefix": beat.prefix,
+        "speculation": beat.speculation,
         "ranks": [
             {
                 "rank": rank,

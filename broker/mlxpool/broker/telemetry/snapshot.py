@@ -145,6 +145,11 @@ class WorkerSnapshot:
         return {} if self.beat is None else _integers(self.beat.prefix)
 
     @property
+    def speculation(self) -> dict[str, int]:
+        """Counters of its drafts, by name; empty without a beat, and where none are checked."""
+        return {} if self.beat is None else _integers(self.beat.speculation)
+
+    @property
     def memory_used(self) -> int:
         """Bytes. The resident set lacks device memory, `total` lacks memory outside MLX."""
         memory = self.memory

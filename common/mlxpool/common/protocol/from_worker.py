@@ -115,6 +115,7 @@ class Beat(Content):
     prefix: Mapping[str, Any] = field(default_factory=dict)
     look: ProgressSample | None = None
     load_progress: float | None = None
+    speculation: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -129,6 +130,7 @@ class Beat(Content):
             "load_progress": self.load_progress,
             "memory": self.memory,
             "prefix": self.prefix,
+            "speculation": self.speculation,
         }
         if (look := self.look) is not None:
             body["look"] = [look.tokens, look.fresh, look.usual_token_ns, look.usual_step_ns]
@@ -153,6 +155,7 @@ class Beat(Content):
             mapping(body.get("prefix")),
             ProgressSample.parse(body["look"]) if "look" in body else None,
             float(loaded) if is_number(loaded) and 0 <= loaded <= 1 else None,
+            mapping(body.get("speculation")),
         )
 
 

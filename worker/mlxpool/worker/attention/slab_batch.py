@@ -23,6 +23,7 @@ from mlxpool.worker.attention.dot_product import (
 )
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_batch import (
+    Queries,
     RowAttention,
     RowBatch,
     RowSpan,
@@ -30,15 +31,13 @@ from mlxpool.worker.attention.row_batch import (
     line_selector,
 )
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.slab_checks import MASKED_SCORE, WIDTH_STEP, CheckReader
 from mlxpool.worker.attention.slabs import Slab, SlabRow
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
-
-WIDTH_STEP = 64  # tokens; the width that is read of each block is a multiple of it
-MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 
 NOT_PLAIN = (
     "slabs are for layers that keep keys and values of all tokens, see RowShape.all_full_attention"
@@ -255,7 +254,8 @@ class SlabRowBatch(RowBatch):
     """A RowBatch of rows in slabs: all tokens of a layer are written before any attends.
 
     MLX copies a slab that is written while somebody is still to read it. Leading spans of one
-    token attend together, as in SlabBatch, unless another attention is asked for.
+    token attend together, as in SlabBatch, and so do those that check drafts, unless another
+    attention is asked for.
     """
 
     def __init__(
@@ -269,45 +269,68 @@ class SlabRowBatch(RowBatch):
         self._rows = [cast(SlabRow, span.row) for span in spans]
         for row, span in zip(self._rows, spans, strict=True):
             row.reserve(row.offset + span.count)
-        self._together = leading_singles(spans) if attention is causal_attention else 0
+        plain = attention is causal_attention
+        self._together = leading_singles(spans) if plain else 0
         self._reader = self._reader_of(self._rows[: self._together]) if self._together else None
-        self._order: Callable[[mx.array], mx.array] | None = None
-        if wanted is not None:  # `attend` makes the last layer's tokens in another order
-            made = [*range(self._together)]
-            apart = [one for one in self._wanted if one.span >= self._together]
-            made += [line for one in apart for line in range(one.first, one.end)]
-            self._order = line_selector([made.index(line) for line in self._lines], len(made))
+        checks = [one for one in self._queries if plain and _is_check(spans[one.span])]
+        self._check_lines = [line for one in checks for line in range(one.first, one.end)]
+        self._checks: CheckReader | None = None
+        self._select_checks = None
+        if checks:
+            rows = [self._rows[one.span] for one in checks]
+            self._checks = CheckReader(rows, [one.end - one.first for one in checks])
+            self._select_checks = line_selector(self._check_lines, self._queries[-1].end)
+        joined = {*range(self._together), *(one.span for one in checks)}
+        self._apart = [one for one in self._queries if one.span not in joined]
+        # Lines are made in another order than the pass has them.
+        self._order = self._order_of(self._apart, range(self._queries[-1].end))
+        self._last_apart = [one for one in self._wanted if one.span not in joined]
+        self._last_order = self._order_of(self._last_apart, self._lines)
+
+    def _order_of(
+        self, apart: Sequence[Queries], lines: Sequence[int]
+    ) -> Callable[[mx.array], mx.array]:
+        """Returns what selects `lines` of those that `attend` makes, with these spans apart."""
+        made = [*range(self._together), *self._check_lines]
+        made += [line for one in apart for line in range(one.first, one.end)]
+        places = {line: place for place, line in enumerate(made)}
+        return line_selector([places[line] for line in lines], len(made))
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See ForwardBatch.attend."""
-        if self._reader is None:
+        if self._reader is None and self._checks is None:
             return super().attend(layer, q, k, v, scores)
         seen = self._write(layer, (k, v))
-        parts = [self._reader.read(layer, q[: self._together], scores)]
-        for one in self._asked(layer):
-            if one.span >= self._together:
-                asked = q[one.first : one.end]
-                parts.append(self._attend(one, asked, seen[one.span], scores, 0))
+        parts = []
+        if self._reader is not None:
+            parts.append(self._reader.read(layer, q[: self._together], scores))
+        if self._checks is not None and self._select_checks is not None:
+            parts.append(self._checks.read(layer, self._select_checks(q), scores))
+        last = layer == self._last_layer
+        for one in self._last_apart if last else self._apart:
+            asked = q[one.first : one.end]
+            parts.append(self._attend(one, asked, seen[one.span], scores, 0))
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
-        ordered = self._order if layer == self._last_layer else None
-        return out if ordered is None else ordered(out)
+        return self._last_order(out) if last else self._order(out)
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
         """See RowBatch. Returns nothing for the rows that attend together."""
         if self._reader is not None:
             keys, values = (x[: self._together] for x in new)
             self._reader.write(layer, keys, values)
-        apart = self._queries[self._together :]
-        for one in apart:
+        if self._checks is not None and self._select_checks is not None:
+            keys, values = map(self._select_checks, new)
+            self._checks.write(layer, keys, values)
+        for one in self._apart:
             row = self._rows[one.span]
             row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
         return {
             one.span: self._rows[one.span].read(
                 layer, self._rows[one.span].offset + one.end - one.first
             )
-            for one in apart
+            for one in self._apart
         }
 
     @staticmethod
@@ -318,6 +341,11 @@ class SlabRowBatch(RowBatch):
             len(rows), _is_simple(found, len(rows)), constants, arrays, blocks
         )
         return SlabReader(rows[0].shape, member, readings, [slab.layers for slab, _ in found])
+
+
+def _is_check(span: RowSpan) -> bool:
+    """Whether a span checks drafts: each of its tokens gives logits."""
+    return span.count > 1 and span.lines == span.count and not span.hidden and span.plain
 
 
 _Constants = tuple[int, int, int, bool, bool, bool]

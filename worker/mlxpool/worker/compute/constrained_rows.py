@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping
+from collections.abc import Sequence as Many
 
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.constraints.constraint import MAX_RUN, Constraint
 from mlxpool.worker.constraints.masks import Found, Masks
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.scheduling.sequence import Phase, SampledToken
+from mlxpool.worker.scheduling.scheduler import NO_DRAFTS
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
 # Forced tokens that are appended together, at least. A pass that reads several of a row takes
 # longer: rows without a format see that, and rows with one have forced tokens as well.
@@ -38,18 +40,23 @@ class ConstrainedRows:
             return MIN_RUN_OF_ALL if everyone else MIN_RUN
         return MIN_RUN_OF_ALL if everyone and rows < limits.run_lines else NO_RUN
 
-    def take(self, drawn: Sequence[SampledToken], least: int) -> None:
+    def take(self, drawn: Many[SampledToken], least: int, drafts: Container[Sequence] = ()) -> None:
         """Gives the constraints of rows the tokens that were drawn, before these are committed.
 
-        Tokens that end an answer are left out. Then starts the masks behind these tokens, where
-        other threads make masks, except for rows that append `least` or more forced tokens.
+        Tokens that end an answer are left out, and rows that checked `drafts`. Then starts the
+        masks behind these tokens, where other threads make masks, except for rows that append
+        `least` or more forced tokens.
         """
         if not self._generations.constrained_count:
             return
         of, running, eos = self._generations.of, Phase.RUNNING, self._engine.eos
         tokens: dict[Constraint, int] = {}
         for one in drawn:
-            if one.sequence.phase is running and one.token not in eos:
+            if (
+                one.sequence.phase is running
+                and one.token not in eos
+                and one.sequence not in drafts
+            ):
                 constraint = of(one.sequence).constraint
                 if constraint is not None:
                     tokens.setdefault(constraint, one.token)
@@ -58,23 +65,25 @@ class ConstrainedRows:
             [one for one in taken if len(one.forced(find=False)) < least and not one.finished]
         )
 
-    def begin_behind_runs(self, drawn: Sequence[SampledToken]) -> None:
+    def begin_behind_runs(self, drawn: Many[SampledToken]) -> None:
         """Begins the masks of rows that got forced tokens: a pass reads these before it draws."""
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
         of, running = self._generations.of, Phase.RUNNING
-        rows = [
-            of(one.sequence).constraint
+        rows = {  # each once, though a row that checked drafts may have several tokens
+            of(one.sequence).constraint: None
             for one in drawn
             if one.sequence.phase is running and one.sequence.unread
-        ]
+        }
         self._masks.begin_early([one for one in rows if one is not None])
 
-    def masks(self, rows: Iterable[Generation]) -> dict[Generation, Found]:
+    def masks(
+        self, rows: Iterable[Generation], drafts: Mapping[Sequence, Many[int]] = NO_DRAFTS
+    ) -> dict[Generation, Found]:
         """Returns the masks with which rows of the newest pass draw, or why there is none.
 
         A row whose next tokens are known by now draws none, and one whose mask is late neither: its
-        last input is read again when it is made.
+        last input is read again when it is made. A row that checks `drafts` has a mask behind each.
         """
         asking: dict[Constraint, Generation] = {}
         for row in rows:
@@ -91,6 +100,10 @@ class ConstrainedRows:
             if constraint not in found or self._masks.is_late(constraint):
                 row.sequence.held = True
                 self._held.append(row)
+        for constraint, mask in found.items() if drafts else ():
+            behind = drafts.get(asking[constraint].sequence)
+            if behind and not isinstance(mask, Exception):
+                found[constraint] = constraint.masks_behind(mask, behind)
         return {asking[constraint]: made for constraint, made in found.items()}
 
     def finds_forced(self, row: Generation) -> bool:

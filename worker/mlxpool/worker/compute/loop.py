@@ -36,6 +36,7 @@ from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.scheduler import running
+from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
 REPORT_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
@@ -49,7 +50,7 @@ BeginGeneration = Callable[[Admit, Callable[[int], bytes]], Generation]
 class ComputeLoop:
     """Owns the engine. `post` sends a message to the main thread.
 
-    `begin` makes the generation of an admitted sequence.
+    `begin` makes the generation of an admitted sequence. `speculator` None: no drafts are checked.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ComputeLoop:
         cpu_threads: CpuThreads,
         post: Callable[[Outbound], None],
         begin: BeginGeneration = Generation.begin,
+        speculator: Speculator | None = None,
     ) -> None:
         self._engine = engine
         self._max_sequences = max_sequences
@@ -72,7 +74,8 @@ class ComputeLoop:
         self._begin = begin
         self._generations = Generations(engine)
         self._admissions = Admissions(engine, self._generations, progress)
-        self._steps = Steps(engine, self._generations, progress)
+        self._steps = Steps(engine, self._generations, progress, speculator)
+        self._speculator = speculator
         self._decisions = Decisions(engine, self._generations, post)
         self._reported = 0.0  # when the memory was read last
         self._saving = False  # whether no request came for SAVE_DELAY, or none will
@@ -95,6 +98,7 @@ class ComputeLoop:
             self._steps.collect()  # of sequences that have left
         if not self._generations and not self._decisions:
             self._report_memory(monotonic())
+            self._steps.pause()
             self._progress.enter("idle")
             self._cpu_threads.end_steps()
             self._handle(self._next_message(), deltas)
@@ -200,6 +204,13 @@ class ComputeLoop:
         self._reported = now
         self._progress.memory.read(self._engine.memory())
         self._progress.capacity_tokens = self._engine.blocks.capacity * KV_BLOCK_TOKENS
+        drafts = self._speculator
+        if drafts is not None:
+            self._progress.speculation = {
+                "checks": drafts.checks,
+                "drafted": drafts.drafted,
+                "accepted": drafts.accepted,
+            }
         counters = self._engine.prefix
         if counters is not None:
             self._progress.prefix = {

@@ -92,6 +92,7 @@ def open_source(
             require_one_device(config, "a model of texts")
             require_no_kv(config.kv, "a model of texts")
             require_no_disk(config, "a model of texts")
+            require_no_drafts(config)
             return _encoder(files, config)
     return open_generator(config, counting, start_group)
 
@@ -129,6 +130,15 @@ def require_no_disk(config: ModelConfig, what: str) -> None:
         raise ModelLoadFailed(
             f"prefix_disk is {config.prefix_disk} bytes, but {what} keeps no prefixes: leave"
             " prefix_disk out"
+        )
+
+
+def require_no_drafts(config: ModelConfig) -> None:
+    """Raises ModelLoadFailed where a model that generates nothing is to check drafts."""
+    if config.speculation not in ("off", "auto"):
+        raise ModelLoadFailed(
+            f"speculation is {config.speculation!r}, but a model of texts generates no tokens:"
+            " leave speculation out"
         )
 
 

@@ -39,6 +39,7 @@ class Progress:
         self.memory = MemoryFigures()
         self.capacity_tokens = 0  # that fit, cached prefixes included; 0: not known yet
         self.prefix: dict[str, int] = {}
+        self.speculation: dict[str, int] = {}
         self.block = block or Block.private()
         self._on_phase = on_phase
         self._clock = clock

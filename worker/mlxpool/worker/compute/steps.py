@@ -13,14 +13,16 @@ from typing import Self
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.constrained_rows import ConstrainedRows
+from mlxpool.worker.compute.constrained_rows import NO_RUN, ConstrainedRows
+from mlxpool.worker.compute.drafting_rows import DraftingRows, one_each
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.engine import Engine, Mask
-from mlxpool.worker.scheduling.scheduler import schedule
+from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Step
+from mlxpool.worker.speculation.speculator import Drafts, Speculator
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -46,20 +48,22 @@ class StepInFlight:
 
     `request` is the id of the request whose prompt it reads; None: it reads several or none.
     `tokens` counts the inputs of a step that reads prompts; 0: it is a decode step of `rows` rows.
+    `drafts` are those that it checks.
     """
 
     step: Step
     request: bytes | None
     tokens: int
     rows: int
+    drafts: Drafts
     fresh: bool = False
 
     @classmethod
-    def of(cls, step: Step) -> Self:
+    def of(cls, step: Step, drafts: Drafts) -> Self:
         chunks = step.chunks
         request = chunks[0].sequence.id if len(chunks) == 1 else None
         tokens = sum(span.count for span in step.spans) if chunks else 0
-        return cls(step, request, tokens, len(step.spans))
+        return cls(step, request, tokens, len(step.spans), drafts)
 
     @property
     def shown(self) -> tuple[bytes | None, int, int]:
@@ -74,12 +78,20 @@ class Steps:
     DeviceLost is raised, and their streams continue in another process.
     """
 
-    def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        generations: Generations,
+        progress: Progress,
+        speculator: Speculator | None = None,
+    ) -> None:
+        """`speculator` None: no drafts are checked."""
         self._engine = engine
         self._generations = generations
         self._progress = progress
         self._flights: deque[StepInFlight] = deque()
         self._constrained = ConstrainedRows(engine, generations)
+        self._drafting = DraftingRows(engine, generations, self._constrained, speculator)
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
 
@@ -87,6 +99,10 @@ class Steps:
     def in_flight(self) -> int:
         """Steps that were submitted and not collected."""
         return len(self._flights)
+
+    def pause(self) -> None:
+        """Nothing is computed now, so that the time until the next step is not that of a step."""
+        self._drafting.pause()
 
     def admit(self, sequence: Sequence) -> list[Delta]:
         """Give the sequence a row of the engine."""
@@ -150,32 +166,41 @@ class Steps:
     def _run(self, live: list[Sequence]) -> list[Delta]:
         self._constrained.release()
         limits = self._engine.limits
+        deltas: list[Delta] = []
+        depths = self._drafting.depths(live, limits)
+        if depths and self._flights:
+            while self._flights:  # a draft follows the newest token
+                deltas += self.collect()
+            depths = self._drafting.depths_after_wait(live, limits)
+        drafts = self._drafting.drafts(depths) if depths else NO_DRAFTS
         step = schedule(
             live,
             limits,
             self._engine.cost.seconds,
             self._engine.clip,
             alone=not self._alone,
+            drafts=drafts,
         )
         if step.alone and self._flights:
-            return self.collect()
+            return deltas + self.collect()
         if step.spans:
-            deltas = self._submit(step)
-            if self._flights and (step.alone or len(self._flights) > limits.ahead):
+            deltas += self._submit(step, drafts)
+            if self._flights and (step.alone or drafts or len(self._flights) > limits.ahead):
                 deltas += self.collect()
-            return deltas
+            return one_each(deltas, drafts) if drafts else deltas
         if self._flights:
-            return self.collect()
+            return deltas + self.collect()
+        self._drafting.pause()
         self._constrained.wait()
-        return []
+        return deltas
 
-    def _submit(self, step: Step) -> list[Delta]:
+    def _submit(self, step: Step, drafts: Drafts) -> list[Delta]:
         self._alone = step.alone
         now = monotonic()
         for span in step.chunks:
             generation = self._generations.of(span.sequence)
             generation.prefill_at = generation.prefill_at or now
-        flight = StepInFlight.of(step)
+        flight = StepInFlight.of(step, drafts)
         if not self._flights:
             self._progress.awaits(flight.request, flight.tokens, flight.rows)
         constrained = self._generations.constrained(step.spans)
@@ -187,9 +212,9 @@ class Steps:
         self._flights[-1] = replace(flight, fresh=fresh)
         if len(self._flights) == 1:
             self._progress.compiles(fresh=fresh)
-        return self._draw(constrained) if constrained else []
+        return self._draw(constrained, drafts) if constrained else []
 
-    def _draw(self, constrained: list[Generation]) -> list[Delta]:
+    def _draw(self, constrained: list[Generation], drafts: Drafts) -> list[Delta]:
         """Have the newest step draw its tokens, with masks that are made while it computes.
 
         What a mask allows depends on the token before, so the step before is collected first.
@@ -200,7 +225,7 @@ class Steps:
         if not self._flights:
             return deltas  # the step before failed, and this one with it
         masks: dict[Sequence, Mask] = {}
-        for row, mask in self._constrained.masks(constrained).items():
+        for row, mask in self._constrained.masks(constrained, drafts).items():
             if isinstance(mask, Exception):
                 log.warning("the mask of an answer could not be made", exc_info=mask)
                 deltas.append(self._generations.fail(row.sequence, as_pool_error(mask)))
@@ -227,7 +252,8 @@ class Steps:
         for one in found.prompts:
             if self._is_live(one.sequence):
                 deltas += self._generations.of(one.sequence).add_to_report(one)
-        deltas += self._commit(found.drawn)
+        self._drafting.collected(flight.step, flight.drafts, found.drawn, fresh=flight.fresh)
+        deltas += self._commit(found.drawn, flight.drafts)
         for failed in found.failed:
             if self._is_live(failed.sequence):
                 deltas.append(self._generations.fail(failed.sequence, Internal(str(failed))))
@@ -269,12 +295,13 @@ class Steps:
                 one.return_to_waiting()
         return deltas
 
-    def _commit(self, drawn: list[SampledToken]) -> list[Delta]:
+    def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
         deltas: list[Delta] = []
         of, eos, running = self._generations.of, self._engine.eos, Phase.RUNNING
         now, least = monotonic(), self._constrained.min_run()
-        self._constrained.take(drawn, least)
+        self._constrained.take(drawn, least, drafts)
+        newest = {one.sequence: one for one in drawn} if drafts else {}
         for one in drawn:  # in every step, so with as few calls as possible
             sequence, token, _ = one
             if sequence.phase is not running:
@@ -284,7 +311,8 @@ class Steps:
                 if generation.plain:
                     delta = generation.append(token, eos)
                 if delta is None:
-                    delta = self._commit_one(generation, one, now, least)
+                    last = newest.get(sequence, one) is one
+                    delta = self._commit_one(generation, one, now, least if last else NO_RUN)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent
@@ -296,7 +324,10 @@ class Steps:
     def _commit_one(
         self, generation: Generation, drawn: SampledToken, now: float, least: int
     ) -> Delta:
-        """Append one token of a completion, which may end with it."""
+        """Append one token of a completion, which may end with it.
+
+        The tokens that are forced behind it are appended if they are `least` or more.
+        """
         find = self._constrained.finds_forced(generation)
         delta = generation.commit(drawn, self._engine.eos, now, find=find, least=least)
         sequence = generation.sequence

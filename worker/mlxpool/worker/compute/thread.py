@@ -15,6 +15,7 @@ from pathlib import Path
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal
 from mlxpool.worker.compute import encoder_loop, model_source
+from mlxpool.worker.compute.drafting_rows import make_speculator
 from mlxpool.worker.compute.encoder_loop import EncoderLoop
 from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.loop import BeginGeneration, ComputeLoop
@@ -90,6 +91,7 @@ class Compute(threading.Thread):
         if isinstance(source, EncoderSource):
             return self._load_encoder(source)
         engine = source.load(partial(self._loaded_so_far, source.weight_bytes))
+        speculator = make_speculator(self.config.model.speculation, engine, self.config.name)
         self.progress.loaded = 1.0
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
@@ -108,6 +110,7 @@ class Compute(threading.Thread):
             cpu_threads,
             self._post,
             self._begin,
+            speculator,
         )
         self._post(Loaded(source.max_sequences))
         return loop

@@ -191,6 +191,43 @@ class Constraint:
     def _forget(self) -> None:
         self._accepts, self._finished, self._sought = None, None, False
 
+    def copy(self) -> Constraint:
+        """Returns a constraint with the same state, which takes tokens by itself."""
+        made = Constraint(
+            self._matcher.deep_copy(),
+            self._ends,
+            self._others,
+            self.digest,
+            tokens=self.tokens,
+            canonical=self._canonical,
+            small=self.small,
+        )
+        made._forced.extend(self._forced)
+        made._sought, made._thoughts, made._piece = self._sought, self._thoughts, self._piece
+        return made
+
+    def masks_behind(self, mask: Words, drafts: Sequence[int]) -> Words:
+        """Returns [1 + drafts, words]: `mask`, which is that of the next token, and one behind
+        each draft.
+
+        It allows no token where the drafts before it cannot be the answer's, and behind an error,
+        which the mask of the answer itself will raise.
+        """
+        lines = np.zeros((1 + len(drafts), mask.size), dtype=np.uint32)
+        lines[0] = mask
+        behind: Constraint | None = None
+        for number, token in enumerate(drafts):
+            word, bit = divmod(token, WORD_BITS)
+            if not lines[number, word] >> bit & 1 or self._ends[word] >> bit & 1:
+                break  # what follows an end is dropped
+            behind = behind or self.copy()
+            try:
+                behind.take(token)
+                lines[number + 1] = behind.mask()
+            except BadRequest:
+                break
+        return lines
+
     def replay(self, tokens: Sequence[int]) -> None:
         """Appends the ids of a resumed answer. Raises BadRequest naming the first that is wrong."""
         begin = 0

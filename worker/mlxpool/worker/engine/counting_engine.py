@@ -86,6 +86,7 @@ class CountingEngine:
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
 
     layout = ""
+    no_drafts = "the counting model cannot check drafts"
     prefix = None
     disk = None
     encoded: EncodedImages[Any] = EncodedImages(0)  # it reads no images

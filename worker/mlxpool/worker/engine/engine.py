@@ -125,6 +125,10 @@ class Engine(Protocol):
         """The memory layout in a few words for operators; may be empty."""
 
     @property
+    def no_drafts(self) -> str:
+        """Why the engine checks no drafts, for operators; empty: it does."""
+
+    @property
     def yields_cores(self) -> bool:
         """Whether steps may use fewer cores while other processes need them.
 
@@ -182,7 +186,7 @@ class Engine(Protocol):
         """Takes a sequence out of the newest pass, before it draws: it gets no token of it.
 
         `again`: it gives up its last input, which a later pass reads again; otherwise its next
-        tokens are known.
+        tokens are known. It gives up its drafts in any case.
         """
 
     def collect(self) -> StepResult:

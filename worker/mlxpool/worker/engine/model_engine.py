@@ -55,6 +55,10 @@ from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
+ROWS_STAY = (
+    "its layers have states or windows here, and rows with these cannot give up wrong drafts"
+)
+OTHER_BITS = "deterministic is true: log-probabilities of drafts differ in their last bits"
 NO_TOKEN = 0  # in place of an input of an image, whose features replace its embedding
 
 
@@ -208,6 +212,13 @@ class ModelEngine(WarmedEngine):
         )
 
     @property
+    def no_drafts(self) -> str:
+        """See Engine.no_drafts."""
+        if self._loaded.deterministic:
+            return OTHER_BITS
+        return ROWS_STAY if self._layout.store.stateful else ""
+
+    @property
     def limits(self) -> StepLimits:
         """See Engine.limits."""
         return StepLimits(
@@ -247,9 +258,10 @@ class ModelEngine(WarmedEngine):
         flight = self._flights[-1]
         assert flight.undrawn is not None, "the newest pass has drawn its tokens"
         self._flights[-1] = flight.without(seq)
-        seq.awaited -= 1
-        if again:
-            seq.submitted -= 1
+        span = next(one for one in flight.spans if one.sequence is seq)
+        seq.awaited -= span.draws
+        if again or span.drafts:
+            seq.submitted = span.end - (span.draws if again else len(span.drafts))
             self._rows[seq].trim(seq.submitted)
 
     def _start(self, spans: Many[Span], *, at_once: bool) -> bool:

@@ -286,7 +286,7 @@ class RowEngine(ABC, Generic[R]):
         """Shows the cost model a pass that has ended."""
         began = max(flight.began, self._last_end)
         self._last_end = finished
-        if not flight.fresh:
+        if not flight.fresh and not flight.checks:  # see speculation/step_times.py
             self.cost.observe(flight.load or Load.of(flight.spans), finished - began)
 
     def release(self, seq: Sequence) -> None:

@@ -57,6 +57,8 @@ class GroupEngine(ModelEngine):
             collectives=self._collectives,
         )
 
+    no_drafts = "a group of devices checks no drafts"
+
     def collect(self) -> StepResult:
         """See Engine.collect."""
         found = super().collect()

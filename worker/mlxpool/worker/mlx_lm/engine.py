@@ -133,6 +133,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         self.blocks.capacity = self._capacity()
 
     layout = "mlx-lm's code"
+    no_drafts = "mlx-lm's code computes this model, and checks no drafts"
 
     @property
     def _store(self) -> Any:

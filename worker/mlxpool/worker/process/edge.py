@@ -107,6 +107,7 @@ class Heartbeat:
                 "prepare": load.memory,
             },
             prefix=progress.prefix,
+            speculation=progress.speculation,
             look=self._sample() if self._with_sample else None,
         )
 

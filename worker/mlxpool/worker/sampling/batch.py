@@ -289,14 +289,16 @@ def accepted_tokens(
     """Returns the tokens of a check of drafts: those that equal their drafts and the next one.
 
     They are the tokens that as many single draws would have given. The row and those behind it have
-    the tokens that were drawn before each draft, and behind the last. Raises SequenceFailed when
-    logits were no numbers.
+    the tokens that were drawn before each draft, and behind the last. Where one could not be drawn,
+    those before it are returned, so that the next pass meets it. Raises SequenceFailed when it is
+    the first.
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))
-    if NO_TOKEN in drawn[: right + 1]:
+    count = right + (drawn[right] != NO_TOKEN)  # drafts are tokens, so it can only be the last
+    if not count:
         raise _no_numbers(seq)
-    return [SampledToken(seq, drawn[n], _logprob(sampled, seq, row + n)) for n in range(right + 1)]
+    return [SampledToken(seq, drawn[n], _logprob(sampled, seq, row + n)) for n in range(count)]
 
 
 def _no_numbers(seq: Sequence) -> SequenceFailed:

@@ -8,7 +8,7 @@ sequences in the order of their arrival.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -21,6 +21,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
 MAX_RUN_LINES = 64  # inputs of a pass beyond one of each sequence whose run of tokens is read
+NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
 
 # (sequence, tokens) -> tokens of its next chunk: at most so many, or a group of an image's inputs,
 # which is not divided; 0: its next input is of an image that is not encoded yet
@@ -56,15 +57,19 @@ def schedule(
     clip: Clip,
     *,
     alone: bool = True,
+    drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS,
 ) -> Step:
     """Returns the next step; it may be empty.
 
     A sequence whose next input needs an image without features is left out, see compute/image_jobs.
     `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
-    decode.
+    decode. `drafts` are checked in the decode steps of their sequences, with no pass in flight.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
-    rows += _run_spans(runs, _spare_lines(len(rows) + len(runs), limits), clip)
+    if drafts:
+        rows = [_with_drafts(span, drafts.get(span.sequence, ())) for span in rows]
+    lines = _inputs(rows) if drafts else len(rows)
+    rows += _run_spans(runs, _spare_lines(lines + len(runs), limits), clip)
     if not prompts:
         return Step(tuple(rows), len(rows))
     if prompts[0].read_alone and (alone or not rows):
@@ -119,6 +124,10 @@ def _rows_and_prompts(
         elif length - submitted == 1 and (not one.media or clip(one, 1)):
             rows.append(Span(one, submitted, 1, 1))
     return rows, prompts, runs
+
+
+def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
+    return Span.check(span.sequence, drafts) if drafts and not span.sequence.awaited else span
 
 
 def _spare_lines(rows: int, limits: StepLimits) -> int:

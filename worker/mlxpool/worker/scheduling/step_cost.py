@@ -54,7 +54,8 @@ class Load:
 
     def with_span(self, span: Span) -> Self:
         """The load with one span more."""
-        keys, pairs = (span.end, 0) if span.decodes else (0, span.count * span.end)
+        single = span.count == 1 and span.draws
+        keys, pairs = (span.end, 0) if single else (0, span.count * span.end)
         return type(self)(
             self.lines + span.count, self.keys + keys, self.pairs + pairs, self.drawn + span.draws
         )

@@ -1,0 +1,79 @@
+"""A worker that is killed in a step that checks drafts: the stream is that of a pool without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.engine_faults import install_fault
+from chaos.harness import LIMITS
+from support.pool import Pool, until
+
+pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
+    "fresh_limit = 1.5", "fresh_limit = 60"
+)
+DRAFTS = '\n[models.demo]\npath = "builtin:demo"\nspeculation = "ngram"\n'
+PROMPT = "rows = [\n    (1, 'one'),\n    (2, 'two'),\n    (1, 'one'),\n    (2, 'two'),\n    (1, '"
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3, "logprobs": True},
+    {"temperature": 0.0, "format": {"type": "regex", "pattern": "[12](, [12]){20,30}; end"}},
+]
+PLACES = (3, 11, 19)  # ids, one place for each of OPTIONS
+# Drafts are checked whether they pay or not. Ends the process once for each request, by the length
+# of its answer, in a step that checks drafts of it behind so many ids; the folder MARKS says which.
+FAULT = f"""\
+import os, signal
+
+def arm(engine):
+    from mlxpool.worker.speculation import speculator
+
+    speculator.HOST_SHARE = speculator.MAX_SAVED = 1e9
+    speculator.choose_depths = lambda chances, *others: [len(some) for some in chances]
+    collect = engine.collect
+
+    def collect_or_end(self):
+        for span in self._flights[0].checks:
+            row = span.sequence
+            place = {dict(zip((60, 61, 90), PLACES, strict=True))!r}[row.max_tokens]
+            if len(row.ids) >= place:
+                try:
+                    mark = os.path.join(os.environ["MARKS"], str(row.max_tokens))
+                    os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), signal.SIGKILL)
+        return collect(self)
+
+    engine.collect = collect_or_end
+"""
+
+
+def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path) -> None:
+    asked = list(zip((60, 61, 90), OPTIONS, strict=True))
+    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
+        wanted = [
+            client.generate("demo", PROMPT, max_tokens=count, **options) for count, options in asked
+        ]
+        (row,) = pool.ask("ps")["workers"]
+        assert row["speculation"] == {}
+    environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
+    with (
+        Pool(tmp_path, CONFIG + DRAFTS, environment=environment) as pool,
+        pool.client(connect_timeout=60) as client,
+    ):
+        for (count, options), plain in zip(asked, wanted, strict=True):
+            hit = client.generate("demo", PROMPT, max_tokens=count, **options)
+            assert hit.attempts == 2 and (tmp_path / str(count)).exists()
+            assert (hit.ids, hit.text, hit.reason) == (plain.ids, plain.text, plain.reason)
+
+        def counted() -> bool:
+            (row,) = pool.ask("ps")["workers"]
+            found = row["speculation"]
+            return bool(found) and found["drafted"] >= found["accepted"] > 0 < found["checks"]
+
+        until(counted, "the worker says how many drafts were right")

@@ -1,0 +1,75 @@
+"""Drafts that are known to be right or wrong, and steps that check them whether they pay or not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from time import monotonic
+
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.ngram import NgramDrafter
+from mlxpool.worker.speculation.speculator import Candidate, Speculator
+
+MAX_DEPTH = 6
+
+
+class OracleDrafter:
+    """Proposes the next ids of answers that are known, some of them changed.
+
+    `answers`: the whole answer of a request by its id. An id that follows the last one is drawn.
+    """
+
+    name = "oracle"
+
+    def __init__(self, answers: Mapping[bytes, Many[int]], draw: random.Random, size: int) -> None:
+        """`size`: of the vocabulary."""
+        self._answers = answers
+        self._draw = draw
+        self._size = size
+
+    def follow(self, seq: Sequence) -> bool:
+        return True
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        return (0.5,) * most
+
+    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
+        known = [*self._answers[seq.id][len(seq.ids) :][:count]]
+        known += [self._draw.randrange(self._size) for _ in range(count - len(known))]
+        if self._draw.random() < 0.5:
+            known[self._draw.randrange(count)] = self._draw.randrange(self._size)
+        return tuple(known)
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+
+class EagerSpeculator(Speculator):
+    """Has every row check a random number of drafts, where it has room and there are some."""
+
+    def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
+        """Without `draw` it is as many as possible."""
+        super().__init__(drafter or NgramDrafter(), lambda load: 0.0, monotonic)
+        self._draw = draw
+        self.most = 0  # drafts of a row in a step
+
+    @property
+    def rests(self) -> bool:
+        return False
+
+    def depths(
+        self, rows: int, lines: int, candidates: Many[Candidate], began: float
+    ) -> dict[Sequence, int]:
+        found = {}
+        for one in candidates:
+            self._forget_ended(rows)
+            if not self._follow(one.sequence):
+                continue
+            some = self.drafter.chances(one.sequence, max(0, min(MAX_DEPTH, one.room)))
+            depth = len(some) if self._draw is None else self._draw.randint(0, len(some))
+            if depth:
+                found[one.sequence] = depth
+                self.most = max(self.most, depth)
+        return found

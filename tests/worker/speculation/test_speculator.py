@@ -1,0 +1,227 @@
+"""Which rows have drafts: where they pay, as far as the time suffices, within every bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mlxpool.common.options import Options
+from mlxpool.worker.media.spans import MediaSpan
+from mlxpool.worker.scheduling.context_policy import ContextShift
+from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.speculation.speculator import (
+    MAX_DRAFTS,
+    PLAIN_INTERVAL,
+    TRIAL_DRAFTS,
+    TRIAL_INTERVAL,
+    Candidate,
+    Speculator,
+    candidates_of,
+)
+
+LIMITS = StepLimits(lines=512, pairs=2**20, context=1000)
+STEP = 0.010  # seconds
+
+
+class Clock:
+    """A time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SureDrafter:
+    """Proposes token 7, with one chance for all drafts; to follow a row takes `seconds`."""
+
+    name = "sure"
+
+    def __init__(self, clock: Clock, chance: float, seconds: float = 0.0) -> None:
+        self.clock, self.chance, self.seconds = clock, chance, seconds
+        self.followed: list[Sequence] = []
+        self.forgotten: list[Sequence] = []
+
+    def follow(self, seq: Sequence) -> bool:
+        self.followed.append(seq)
+        self.clock.now += self.seconds
+        return True
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        return (self.chance,) * most
+
+    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
+        return (7,) * count
+
+    def forget(self, seq: Sequence) -> None:
+        self.forgotten.append(seq)
+
+
+class Scene:
+    """Steps of `rows` sequences. `cost`: seconds of rows that check and of their drafts."""
+
+    def __init__(
+        self,
+        rows: int,
+        chance: float,
+        cost: Callable[[int, int], float] = lambda checked, drafts: 0.0,
+        *,
+        follow: float = 0.0,
+        ahead: bool = False,
+    ) -> None:
+        self.clock = Clock()
+        self.drafter = SureDrafter(self.clock, chance, follow)
+        self.rows = [sequence() for _ in range(rows)]
+        self.speculator = Speculator(self.drafter, self._predict, self.clock, ahead=ahead)
+        self.cost = cost
+        self.depths: list[int] = []  # drafts of each step
+
+    def _predict(self, load: Load) -> float:
+        return STEP + 1e-6 * load.lines
+
+    def run(self, steps: int) -> list[int]:
+        """Returns how many drafts each step had."""
+        begin = len(self.depths)
+        for _ in range(steps):
+            chosen = {}
+            if not self.speculator.rests:
+                candidates = [Candidate(one, 50) for one in self.rows]
+                chosen = self.speculator.depths(len(self.rows), 512, candidates, self.clock())
+            drafts = self.speculator.drafts(chosen)
+            count = sum(chosen.values())
+            seconds = STEP + (self.cost(len(chosen), count) if count else 0.0)
+            self.clock.now += seconds
+            self.speculator.step_ended(len(self.rows), drafts, seconds, measured=True)
+            self.depths.append(count)
+        return self.depths[begin:]
+
+
+def sequence(length: int = 20, max_tokens: int = 100) -> Sequence:
+    seq = Sequence(b"", 1, (1,) * length, Options(), 0, max_tokens, phase=Phase.RUNNING)
+    seq.submitted = length - 1
+    return seq
+
+
+def test_right_drafts_that_cost_little_are_checked_in_nearly_every_step() -> None:
+    scene = Scene(2, 0.95)
+    found = scene.run(200)
+    assert found.count(0) <= 2 + 200 // PLAIN_INTERVAL
+    assert max(found[:2]) <= TRIAL_DRAFTS
+    assert max(found) == 2 * MAX_DRAFTS
+
+
+def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
+    scene = Scene(1, 0.95)
+    scene.run(10)
+    found = scene.run(3 * PLAIN_INTERVAL)
+    assert 2 <= found.count(0) <= 3
+    ahead = Scene(1, 0.95, ahead=True)
+    ahead.run(10)
+    assert 8 <= ahead.run(3 * PLAIN_INTERVAL).count(0) <= 12
+
+
+def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
+    """They are tried again now and then, and begin again when that has changed."""
+    scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
+    found = scene.run(TRIAL_INTERVAL)
+    assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * TRIAL_DRAFTS
+    later = scene.run(10 * TRIAL_INTERVAL)
+    assert 8 <= sum(map(bool, later)) <= 10 and max(later) <= TRIAL_DRAFTS
+    scene.cost = lambda checked, drafts: 0.0
+    assert sum(map(bool, scene.run(20 * TRIAL_INTERVAL))) > 10 * TRIAL_INTERVAL
+
+
+def test_a_trial_that_would_cost_much_is_left_out() -> None:
+    scene = Scene(4, 0.9, lambda checked, drafts: 0.05 * drafts)
+    scene.run(20)
+    assert not any(scene.run(4 * TRIAL_INTERVAL))
+
+
+def test_wrong_drafts_are_not_checked() -> None:
+    assert not any(Scene(4, 0.02).run(500))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_rows_whose_drafts_are_wrong_take_a_small_share_of_the_time(rows: int) -> None:
+    scene = Scene(rows, 0.01, follow=20e-6)
+    scene.run(1000)
+    spent = scene.clock.now - 100.0 - 1000 * STEP
+    assert 0 < spent < 0.012 * 1000 * STEP
+    assert {id(one) for one in scene.drafter.followed} == {id(one) for one in scene.rows}
+
+
+def test_a_row_that_pays_is_followed_in_every_step() -> None:
+    scene = Scene(1, 0.95, follow=0.001)
+    scene.run(50)
+    assert len(scene.drafter.followed) >= 48
+
+
+def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
+    scene = Scene(3, 0.5)
+    scene.run(20)
+    first = scene.rows.pop(0)
+    first.phase = Phase.FINISHED
+    scene.run(20)
+    assert scene.drafter.forgotten == [first]
+
+
+def test_drafts_are_counted() -> None:
+    speculator = Scene(1, 0.5).speculator
+    one, other, beside = sequence(), sequence(), sequence()
+    drawn = [SampledToken(beside, 1), *[SampledToken(one, 7)] * 3, SampledToken(other, 4)]
+    speculator.checked({one: (7, 7, 7), other: (7,)}, drawn)
+    assert (speculator.checks, speculator.drafted, speculator.accepted) == (2, 4, 2)
+    speculator.checked({one: (7, 7)}, [])  # it was cancelled meanwhile
+    assert (speculator.checks, speculator.drafted, speculator.accepted) == (3, 6, 2)
+
+
+def rooms(seq: Sequence, blocks: int = 4) -> list[int]:
+    rows, found = candidates_of([seq], LIMITS, lambda _: blocks, lambda _: True)
+    assert rows == 1
+    return [one.room for one in found]
+
+
+def test_drafts_have_room_in_the_answer_in_the_context_and_in_the_blocks() -> None:
+    assert rooms(sequence(20, max_tokens=100)) == [99]
+    assert rooms(sequence(20, max_tokens=1)) == [0]
+    assert rooms(sequence(990, max_tokens=100)) == [10]
+    assert rooms(sequence(250, max_tokens=100), blocks=1) == [6]
+    shifted = sequence(20)
+    shifted.shift = ContextShift(28, 4)
+    assert rooms(shifted) == [8]
+    ahead = sequence(20)
+    ahead.submitted, ahead.awaited = 20, 1
+    assert rooms(ahead) == [98]
+
+
+def test_only_sequences_that_decode_have_drafts() -> None:
+    waiting, held, reading, image, late = (sequence() for _ in range(5))
+    waiting.phase = Phase.WAITING
+    held.held = True
+    reading.submitted = 3
+    image.media = (MediaSpan(0, 4, b"", (1, 1, 1), False),)
+    every = [waiting, held, reading, image, late]
+    rows, found = candidates_of(every, LIMITS, lambda _: 4, lambda seq: seq is not late)
+    assert rows == 2 and found == []
+
+
+def test_half_of_the_inputs_are_left_to_prompts() -> None:
+    scene = Scene(4, 0.99)
+    scene.run(5)
+    candidates = [Candidate(one, 50) for one in scene.rows]
+    assert sum(scene.speculator.depths(4, 12, candidates, scene.clock()).values()) == 4
+    assert scene.speculator.depths(4, 5, candidates, scene.clock()) == {}
+
+
+def test_prompts_are_indexed_while_they_are_read_as_far_as_the_time_suffices() -> None:
+    scene = Scene(1, 0.5, follow=0.002)
+    scene.speculator.read([sequence()])
+    assert not scene.drafter.followed
+    scene.speculator.step_ended(1, {}, 0.35, measured=False)
+    scene.speculator.read([sequence() for _ in range(9)])
+    assert len(scene.drafter.followed) == 2
+    assert scene.speculator.rests

@@ -1,0 +1,134 @@
+"""The rows of a step that check drafts: which these are, and how long such steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from time import monotonic
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.worker.compute.constrained_rows import ConstrainedRows
+from mlxpool.worker.compute.generations import Generations
+from mlxpool.worker.compute.messages import RunKey
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
+from mlxpool.worker.scheduling.spans import Step
+from mlxpool.worker.speculation.ngram import NgramDrafter
+from mlxpool.worker.speculation.speculator import Drafts, Speculator, candidates_of
+
+OFF, AUTO = "off", "auto"  # values of the setting `speculation`
+
+
+def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
+    """Returns what chooses drafts as the setting `speculation` says; None: there are none.
+
+    Raises ModelLoadFailed where drafts are asked for and the engine checks none.
+    """
+    if setting == OFF or (setting == AUTO and engine.no_drafts):
+        return None
+    if engine.no_drafts:
+        raise ModelLoadFailed(
+            f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation out of"
+            f" [models.{model}], or set it to {AUTO!r}"
+        )
+    ahead = engine.limits.ahead > 0
+    return Speculator(NgramDrafter(), engine.cost.seconds, monotonic, ahead=ahead)
+
+
+def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
+    """Returns the deltas with those of each stream that checked drafts as one.
+
+    They follow each other: each has one token, or the end.
+    """
+    found: list[Delta] = []
+    places: dict[RunKey, int | None] = {(one.id, one.run_number): None for one in drafts}
+    for one in deltas:
+        key = one.id, one.attempt
+        place = places.get(key)
+        if place is not None:
+            found[place] = _together(found[place], one)
+            continue
+        if key in places:
+            places[key] = len(found)
+        found.append(one)
+    return found
+
+
+def _together(first: Delta, second: Delta) -> Delta:
+    logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return first._replace(
+        text=first.text + second.text,
+        ids=first.ids + second.ids,
+        logprobs=logprobs or None,
+        facts=first.facts or second.facts,
+        end=second.end,
+    )
+
+
+class DraftingRows:
+    """Used by the compute thread before a step and behind it; without a speculator it does nothing.
+
+    A step with drafts is computed with no other in flight.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generations: Generations,
+        constrained: ConstrainedRows,
+        speculator: Speculator | None,
+    ) -> None:
+        self._engine = engine
+        self._generations = generations
+        self._constrained = constrained
+        self._speculator = speculator
+        self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
+        self._waited = False  # whether passes in flight were waited for before the next step
+
+    def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
+        """Returns how many drafts sequences should check, by the tokens that are known."""
+        speculator = self._speculator
+        if speculator is None or speculator.rests:
+            return {}
+        began = speculator.clock()
+        rows, candidates = candidates_of(live, limits, self._engine.blocks.given, self._may_check)
+        return speculator.depths(rows, limits.lines, candidates, began)
+
+    def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
+        """As `depths`, when the passes in flight were waited for because drafts were wanted."""
+        self._waited = True
+        return self.depths(live, limits)
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """Returns the drafts of the next step, with no pass in flight."""
+        assert self._speculator is not None
+        return self._speculator.drafts(depths)
+
+    def _may_check(self, sequence: Sequence) -> bool:
+        """Whether the masks behind drafts of a sequence are made in the time of a step."""
+        generation = self._generations.of(sequence)
+        return generation.constraint is None or self._constrained.finds_forced(generation)
+
+    def collected(
+        self, step: Step, drafts: Drafts, drawn: Many[SampledToken], *, fresh: bool
+    ) -> None:
+        """Takes into account what became of a step, before its tokens are appended."""
+        if self._speculator is None:
+            return
+        now = self._speculator.clock()
+        if drafts:
+            self._speculator.checked(drafts, drawn)
+        if self._ended:
+            alone = step.rows == len(step.spans) and not fresh
+            measured = alone and (bool(drafts) or not self._waited)
+            self._speculator.step_ended(step.rows, drafts, now - self._ended, measured=measured)
+        self._ended, self._waited = now, False
+        if step.rows < len(step.spans):
+            reading = (span.sequence for span in step.chunks)
+            self._speculator.read([one for one in reading if one.reads_prompt and not one.media])
+
+    def pause(self) -> None:
+        """Nothing is computed now."""
+        self._ended = 0.0

@@ -1,0 +1,52 @@
+"""How many drafts of each row a step checks, so that it gives the most tokens a second. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+MIN_GAIN = 1.05  # tokens a second with drafts divided by those without: below it there are none
+
+
+def choose_depths(
+    chances: Many[Many[float]],
+    rows: int,
+    most: int,
+    plain: float,
+    seconds: Callable[[int, int], float],
+) -> list[int]:
+    """Returns the number of drafts to check of each row that has some.
+
+    `chances` of each such row: how likely each draft is right if those before it are. `rows`: all
+    rows of the step, with those that have none. `most`: drafts of all together. `plain`: seconds of
+    the step without drafts; `seconds`: of a step with drafts, for the rows that have some and all
+    drafts together. All are 0 where drafts do not pay.
+    """
+    every = sorted(
+        ((chance, row) for row, some in enumerate(chances) for chance in _together(some)),
+        key=lambda one: -one[0],  # stable: the drafts of a row stay in order
+    )[:most]
+    best, depths = MIN_GAIN * rows / plain, [0] * len(chances)
+    reached, gained, chosen = [0] * len(chances), 0.0, 0
+    checked = 0
+    for number, (chance, row) in enumerate(every, start=1):
+        gained += chance
+        checked += not reached[row]
+        reached[row] += 1
+        if number & (number - 1) and number < len(every):
+            continue  # only powers of two, and all
+        rate = (rows + gained) / seconds(checked, number)
+        if rate > best:
+            best, chosen = rate, number
+    for _, row in every[:chosen]:
+        depths[row] += 1
+    return depths
+
+
+def _together(chances: Many[float]) -> list[float]:
+    """Returns how likely all drafts up to each one are right."""
+    product, found = 1.0, []
+    for chance in chances:
+        product *= chance
+        found.append(product)
+    return found

@@ -1,0 +1,115 @@
+"""Drafts of what followed the same tokens earlier in the prompt or the answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.speculation.ngram_index import NGRAM, NOWHERE, NgramIndex
+
+MAX_INDEXED = 4096  # tokens that a call of `follow` takes at once
+MAX_LEARNED = 64  # of these, tokens from which it learns
+# Weights of the newest draft in the average of a stream, a wrong and a right one: wrong drafts cost
+# more than right ones that were not checked.
+NEW_STREAM = (0.3, 0.15)
+NEW_MODEL = 0.03  # the same of the averages of all streams, with which a new one begins
+# The averages have a class for each range of tokens that a match has; its first length, and the
+# chance that is assumed at first. A match of 0 goes on behind a token that was another.
+CLASSES = ((0, 0.2), (3, 0.25), (5, 0.45), (9, 0.7), (17, 0.85))
+_LONGEST = CLASSES[-1][0]
+_CLASS_OF = tuple(
+    sum(length >= first for first, _ in CLASSES) - 1 for length in range(_LONGEST + 1)
+)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is known of one sequence: `place` is that of the next draft in the index."""
+
+    index: NgramIndex
+    chances: list[float]
+    place: int = NOWHERE
+    length: int = 0  # tokens of the match before the place
+    known: bool = False  # whether `place` was looked for behind the newest token
+
+
+@dataclass(slots=True)
+class NgramDrafter:
+    """The Drafter of n-grams.
+
+    A match is followed token by token while it is right. Behind a token that was another, the
+    longest match is looked for again; where there is none, it goes on behind that token.
+    """
+
+    name: str = "ngram"
+    chances_of_all: list[float] = field(default_factory=lambda: [one for _, one in CLASSES])
+    _streams: dict[Sequence, _Stream] = field(default_factory=dict)
+
+    def follow(self, seq: Sequence) -> bool:
+        """See Drafter."""
+        stream = self._streams.get(seq)
+        if stream is None:
+            index = NgramIndex(len(seq.prompt) + seq.max_tokens)
+            stream = self._streams[seq] = _Stream(index, [*self.chances_of_all])
+        index, prompt = stream.index, len(seq.prompt)
+        begin, size = len(index), prompt + len(seq.ids)
+        end = min(size, begin + MAX_INDEXED)
+        bulk = min(end, max(prompt, end - MAX_LEARNED))
+        if bulk > begin:
+            index.extend(seq.prompt[begin:bulk])
+            index.extend(seq.ids[max(0, begin - prompt) : max(0, bulk - prompt)])
+            stream.place, stream.known = NOWHERE, False
+            begin = bulk
+        if end < size:
+            return False
+        if not stream.known:
+            stream.place, stream.length = index.longest_match()
+            stream.known = True
+        if begin < end:
+            self._take(stream, seq.ids[begin - prompt : end - prompt])
+        return True
+
+    def _take(self, stream: _Stream, tokens: Many[int]) -> None:
+        """Appends tokens of the answer and learns whether they are as was proposed."""
+        index, chances, every = stream.index, stream.chances, self.chances_of_all
+        place, length = stream.place, stream.length
+        for token in tokens:
+            right = False
+            if place != NOWHERE:
+                kind = _CLASS_OF[min(length, _LONGEST)]
+                right = index.tokens[place] == token
+                chances[kind] += NEW_STREAM[right] * (right - chances[kind])
+                every[kind] += NEW_MODEL * (right - every[kind])
+            index.append(token)
+            if right:
+                place, length = place + 1, length + 1
+                if length >= NGRAM:
+                    continue
+            found, matched = index.longest_match()
+            if found != NOWHERE:
+                place, length = found, matched
+            elif not right:
+                place = place + 1 if place != NOWHERE and length >= NGRAM else NOWHERE
+                length = 0
+        stream.place, stream.length = place, length
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        """See Drafter."""
+        stream = self._streams.get(seq)
+        if stream is None or stream.place == NOWHERE:
+            return ()
+        first = stream.length
+        return tuple(
+            stream.chances[_CLASS_OF[min(length, _LONGEST)]]
+            for length in range(first, first + most)
+        )
+
+    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
+        """See Drafter."""
+        stream = self._streams[seq]
+        return stream.index.copied(stream.place, count)
+
+    def forget(self, seq: Sequence) -> None:
+        """See Drafter."""
+        self._streams.pop(seq, None)

@@ -1,0 +1,231 @@
+"""Chooses the drafts of a step for all its rows, and counts what became of them. Pure.
+
+Rows are looked at as far as a share of the time of steps allows, so that requests for which drafts
+are never right pay nearly nothing. A row whose drafts pay is looked at in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.speculation.depths import choose_depths
+from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.step_times import StepTimes
+
+MAX_DRAFTS = 16  # of a row in one step
+MAX_STEP_DRAFTS = 256  # of all rows
+HOST_SHARE = 0.01  # of the time of steps: so much may be spent on rows whose drafts do not pay
+HOST_SHARE_BESIDE = 0.03  # the same where other rows have drafts: one more costs such a step little
+MAX_SAVED = 0.005  # seconds of that share that are kept for later steps
+PLAIN_INTERVAL = 64  # steps with drafts, after which some without show what they cost now
+PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
+TRIAL_INTERVAL = 256  # steps, after which measured costs that forbid drafts are doubted once
+TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be predicted to cost
+TRIAL_DRAFTS = 4  # of a trial
+FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
+BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
+
+Drafts = Mapping[Sequence, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that decodes in the next step, and how many drafts it may check."""
+
+    sequence: Sequence
+    room: int
+
+
+class Speculator:
+    """Used by the compute thread."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        predict: Callable[[Load], float],
+        clock: Callable[[], float],
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """`predict`: seconds of a pass. `clock`: seconds, of steps as well. `ahead`: passes without
+        drafts are submitted ahead.
+        """
+        self.drafter = drafter
+        self.checks = 0  # decode steps of rows with drafts
+        self.drafted = 0  # tokens that they checked
+        self.accepted = 0  # of these, tokens that were right
+        self.times = StepTimes(BUBBLE if ahead else 0.0)
+        self._predict = predict
+        self.clock = clock
+        self._ahead = ahead
+        self._paying: set[Sequence] = set()  # rows with drafts in the newest step
+        self._followed: set[Sequence] = set()
+        self._next = 0  # the row that is looked at next, among those that do not pay
+        self._saved = 0.0  # seconds that may be spent on these
+        self._seconds = 0.0  # of the newest step
+        self._with_drafts = 0  # steps since the last ones without
+        self._without = 0  # steps since the last one with drafts
+        self._was_plain = False  # whether the newest step had no drafts
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step has no drafts in any case."""
+        return self._saved <= 0 and not self._paying
+
+    def depths(
+        self, rows: int, lines: int, candidates: Many[Candidate], began: float
+    ) -> dict[Sequence, int]:
+        """Returns how many drafts sequences check in the next step; none: those left out.
+
+        `rows`: the sequences that decode in it; it has at most `lines` inputs, half of which are
+        left to prompts. The tokens that the candidates have so far are taken into account. `began`:
+        when the candidates were asked for.
+        """
+        self._forget_ended(rows)
+        first = [one for one in candidates if one.sequence in self._paying]
+        if first and self._with_drafts >= PLAIN_INTERVAL:
+            return {}
+        ready = [one for one in first if self._follow(one.sequence)]
+        others = [one for one in candidates if one.sequence not in self._paying]
+        share = max(self._saved, HOST_SHARE_BESIDE * self._seconds) if first else self._saved
+        ready += self._look(others, self.clock() + share)
+        most = min(MAX_STEP_DRAFTS, (lines - rows) // 2)
+        found = self._chosen(rows, most, ready) if ready and most > 0 else {}
+        if not first:  # with drafts it is in the time of their steps
+            self._saved -= self.clock() - began
+        self._paying = set(found)
+        return found
+
+    def _look(self, others: Many[Candidate], until: float) -> list[Candidate]:
+        """Follows other candidates in turn until a time; returns those that can be drafted for."""
+        ready = []
+        begin = self._next % len(others) if others else 0
+        for one in [*others[begin:], *others[:begin]]:
+            if self.clock() >= until:
+                break
+            self._next += 1
+            if self._follow(one.sequence):
+                ready.append(one)
+        return ready
+
+    def read(self, readers: Iterable[Sequence]) -> None:
+        """Follows sequences whose prompts are being read, as far as the time suffices."""
+        began = self.clock()
+        for seq in readers:
+            if self.clock() - began >= self._saved:
+                break
+            self._follow(seq)
+        self._saved -= self.clock() - began
+
+    def _follow(self, seq: Sequence) -> bool:
+        self._followed.add(seq)
+        return self.drafter.follow(seq)
+
+    def _forget_ended(self, rows: int) -> None:
+        if len(self._followed) <= rows:
+            return
+        for seq in [one for one in self._followed if one.phase is Phase.FINISHED]:
+            self._followed.discard(seq)
+            self.drafter.forget(seq)
+
+    def _chosen(self, rows: int, most: int, ready: Many[Candidate]) -> dict[Sequence, int]:
+        each = max(1, min(MAX_DRAFTS, MAX_STEP_DRAFTS // len(ready)))
+        chances = [
+            self.drafter.chances(one.sequence, min(each, one.room)) if one.room > 0 else ()
+            for one in ready
+        ]
+        if not any(chances):
+            return {}
+        keys = sum(one.sequence.length for one in ready) * rows // len(ready)
+        times = self.times
+
+        def predict(lines: int) -> float:
+            return self._predict(Load(lines, keys, 0, lines))
+
+        def seconds(checked: int, drafts: int) -> float:
+            return times.with_drafts(rows, checked, drafts, predict)
+
+        def guessed(checked: int, drafts: int) -> float:
+            return times.guessed(rows, drafts, predict)
+
+        plain = times.plain(rows, predict)
+        if plain <= 0:
+            return {}
+        most = min(most, max(TRIAL_DRAFTS, FIRST_DRAFTS * rows, 2 * times.known_drafts))
+        found = choose_depths(chances, rows, most, plain, seconds)
+        if not any(found) and self._without >= TRIAL_INTERVAL:
+            self._without = 0
+            found = choose_depths(chances, rows, min(most, TRIAL_DRAFTS), plain, guessed)
+            more = seconds(sum(map(bool, found)), sum(found)) - plain
+            if more > TRIAL_SHARE * TRIAL_INTERVAL * plain:
+                return {}
+        return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """Returns so many drafts of each of these sequences, as `depths` gave them."""
+        return {seq: self.drafter.drafts(seq, count) for seq, count in depths.items()}
+
+    def checked(self, drafts: Drafts, drawn: Iterable[SampledToken]) -> None:
+        """Counts the drafts of a step that drew these tokens."""
+        self.checks += len(drafts)
+        self.drafted += sum(map(len, drafts.values()))
+        tokens = sum(one.sequence in drafts for one in drawn)
+        left = len({one.sequence for one in drawn if one.sequence in drafts})
+        self.accepted += tokens - left
+
+    def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
+        """Takes into account what a step took. `measured`: that is the time of such a step.
+
+        Other steps read prompts or compiled something, or others ended before they began.
+        """
+        self._saved = min(MAX_SAVED, self._saved + HOST_SHARE * seconds)
+        self._seconds = seconds
+        plain = not drafts
+        if measured and (not plain or self._was_plain or not self._ahead):
+            count = sum(map(len, drafts.values()))
+            self.times.observe(rows, len(drafts), count, seconds)
+        self._without = self._without + 1 if plain else 0
+        self._with_drafts += 1
+        if self._without >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
+            self._with_drafts = 0
+        self._was_plain = plain
+
+
+def candidates_of(
+    live: Many[Sequence],
+    limits: StepLimits,
+    given: Callable[[Sequence], int],
+    allowed: Callable[[Sequence], bool],
+) -> tuple[int, list[Candidate]]:
+    """Returns how many sequences decode in the next step, and those of them that may have drafts.
+
+    A draft has a place in the blocks that its sequence was `given`, in its context, and in the
+    tokens that it may generate, so drafts take nothing from others. A sequence with images has
+    none, and one that is not `allowed`.
+    """
+    rows = 0
+    found = []
+    for one in live:
+        if one.phase is not Phase.RUNNING or one.held:
+            continue
+        awaited, length = one.awaited, one.length
+        if not awaited and length - one.submitted != 1:
+            rows += one.reads_run
+            continue
+        rows += 1
+        if one.media or not allowed(one):
+            continue
+        context = limits.context if one.shift is None else one.shift.context
+        room = min(
+            one.max_tokens - len(one.ids) - 1,
+            context - length,
+            given(one) * KV_BLOCK_TOKENS - length,
+        )
+        found.append(Candidate(one, room - awaited))
+    return rows, found

@@ -1,0 +1,138 @@
+"""What steps cost that check drafts, learned from measured ones. Pure.
+
+The seconds are those of a whole step on the clock, between the ends of two steps: forward pass,
+draw, search of drafts, texts, and where passes are otherwise submitted ahead the wait for each
+other of host and device. Steps that read prompts are not among them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+OBSERVATIONS = 64  # steps with drafts that the fit takes into account
+FIT_INTERVAL = 8  # new ones, at least, between two fits
+NEWEST = 0.15  # weight of the newest step in an average
+MAX_CHANGE = 0.25  # of an average by one step: others use the machine as well
+FIRST_STEPS = 4  # whose times an average takes as they are
+DOUBT = 0.5  # of a plain step, that one with drafts is assumed to take more, until one was measured
+KINDS = 64  # of steps with drafts whose deviation from the fit is kept
+
+Predict = Callable[[int], float]  # lines of a decode step -> seconds
+
+
+class StepTimes:
+    """Seconds of steps of `rows` decode rows, `checked` of which check `drafts` tokens together."""
+
+    def __init__(self, bubble: float = 0.0) -> None:
+        """`bubble`: seconds that a step with drafts loses, until it was measured."""
+        self._bubble = bubble
+        self._plain: dict[int, tuple[float, int]] = {}  # average and number of steps, by rows
+        self._sizes: list[int] = []  # the keys of _plain, in order
+        self._extra: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
+        self._weights: list[float] | None = None
+        self._new = 0
+        self._most = 0  # drafts of a measured step
+        self._deviations: dict[tuple[int, int], float] = {}
+
+    def observe(self, rows: int, checked: int, drafts: int, seconds: float) -> None:
+        """Takes a measured step into account."""
+        if not drafts:
+            known, count = self._plain.get(rows, (0.0, 0))
+            if not count:
+                insort(self._sizes, rows)
+            self._plain[rows] = _average(known, count, seconds), count + 1
+            return
+        plain = self._plain_seconds(rows)
+        if plain is None:
+            return
+        self._extra.append(([1.0, checked, drafts], seconds - plain))
+        self._new += 1
+        if self._new >= FIT_INTERVAL or len(self._extra) < FIT_INTERVAL:
+            self._fit()
+        self._most = max(self._most, drafts)
+        if len(self._extra) < FIT_INTERVAL:
+            return
+        kind = _kind(rows, drafts)
+        ratio = seconds / max(1e-9, plain + self._extra_seconds(checked, drafts))
+        bounded = min(2.0, max(0.5, ratio))
+        before = self._deviations.pop(kind, 1.0)
+        self._deviations[kind] = before + NEWEST * (bounded - before)  # the newest kind is last
+        if len(self._deviations) > KINDS:
+            del self._deviations[next(iter(self._deviations))]
+
+    @property
+    def known_drafts(self) -> int:
+        """The most drafts of a step that was measured; 0: none was. The fit says less of more."""
+        return self._most
+
+    def plain(self, rows: int, predict: Predict) -> float:
+        """Returns the seconds of a step without drafts."""
+        found = self._plain_seconds(rows)
+        return predict(rows) if found is None else found
+
+    def with_drafts(self, rows: int, checked: int, drafts: int, predict: Predict) -> float:
+        """Returns the seconds of a step with drafts: as measured.
+
+        Before one was, it is `guessed` with a share of a plain step more, so that drafts with small
+        chances do not begin.
+        """
+        if self._weights is None:
+            return self.guessed(rows, drafts, predict) + DOUBT * self.plain(rows, predict)
+        seconds = self.plain(rows, predict) + self._extra_seconds(checked, drafts)
+        return seconds * self._deviations.get(_kind(rows, drafts), 1.0)
+
+    def guessed(self, rows: int, drafts: int, predict: Predict) -> float:
+        """Returns what `predict` says of the further lines of such a step, with the bubble."""
+        further = max(0.0, predict(rows + drafts) - predict(rows))
+        return self.plain(rows, predict) + self._bubble + further
+
+    def _plain_seconds(self, rows: int) -> float | None:
+        """Returns the measured seconds, or those between the nearest numbers of rows."""
+        sizes = self._sizes
+        if not sizes:
+            return None
+        at = bisect_left(sizes, rows)
+        if at < len(sizes) and sizes[at] == rows:
+            return self._plain[rows][0]
+        if at in (0, len(sizes)):
+            return self._plain[sizes[min(at, len(sizes) - 1)]][0]
+        low, high = sizes[at - 1], sizes[at]
+        share = (rows - low) / (high - low)
+        return self._plain[low][0] * (1 - share) + self._plain[high][0] * share
+
+    def _extra_seconds(self, checked: int, drafts: int) -> float:
+        assert self._weights is not None
+        constant, of_row, of_draft = self._weights
+        return constant + of_row * checked + of_draft * drafts
+
+    def _fit(self) -> None:
+        """Least squares with a little weight on small coefficients; none is negative."""
+        self._new = 0
+        features = np.array([one for one, _ in self._extra])
+        seconds = np.array([took for _, took in self._extra])
+        square = features.T @ features
+        square += 1e-4 * np.diag(np.diag(square))
+        kept = [0, 1, 2]
+        weights = np.zeros(3)
+        while kept:
+            found = np.linalg.solve(square[np.ix_(kept, kept)], features[:, kept].T @ seconds)
+            if (found >= 0).all():
+                weights[kept] = found
+                break
+            kept.pop(int(found.argmin()))
+        self._weights = weights.tolist()
+
+
+def _kind(rows: int, drafts: int) -> tuple[int, int]:
+    return rows.bit_length(), drafts.bit_length()
+
+
+def _average(known: float, count: int, seconds: float) -> float:
+    if count < FIRST_STEPS:
+        return (known * count + seconds) / (count + 1)
+    change = NEWEST * (seconds - known)
+    return known + min(known * MAX_CHANGE, max(-known * MAX_CHANGE, change))
