@@ -16,6 +16,8 @@ import numpy as np
 
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
+from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch, SlabRunner
+from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.paged_runner import (
@@ -39,8 +41,6 @@ from mlxpool.worker.attention.row_batch import (
 )
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
-from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
 from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.kernels.block_write import makes_tables
@@ -185,7 +185,7 @@ class Layout:
 
 
 class SlabLayout(Layout):
-    """Rows share slabs of blocks, for the CPU: see slabs.py."""
+    """Rows share slabs of blocks, for the CPU: see in_slabs/slabs.py."""
 
     name = "slabs"
     batch = SlabRowBatch

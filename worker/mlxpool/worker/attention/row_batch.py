@@ -22,9 +22,9 @@ from mlxpool.worker.attention.dot_product import (
     heads_first,
     masked_attention,
 )
+from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_cache import Arrays, RowCache
-from mlxpool.worker.attention.slabs import SlabRow
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 

@@ -21,6 +21,8 @@ from mlxpool.worker.attention.dot_product import (
     softmax_average,
     softmax_terms,
 )
+from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE, WIDTH_STEP, CheckReader
+from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_batch import (
     Queries,
@@ -31,8 +33,6 @@ from mlxpool.worker.attention.row_batch import (
     line_selector,
 )
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
-from mlxpool.worker.attention.slab_checks import MASKED_SCORE, WIDTH_STEP, CheckReader
-from mlxpool.worker.attention.slabs import Slab, SlabRow
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.attention.dot_product import apply_softcap, softmax_terms
-from mlxpool.worker.attention.slabs import Slab, SlabRow
+from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
