@@ -156,6 +156,7 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
     unused = {f.name for f in FAMILIES if not used & set(f.series())}
     assert unused == {
         "mlxpool_broker_uptime_seconds",
+        "mlxpool_kv_cache_info",
         "mlxpool_poisoned_requests",
         "mlxpool_prefix_cache_tokens_total",
         "mlxpool_prefix_disk_bytes",
@@ -164,6 +165,7 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
         "mlxpool_prefix_disk_written_bytes_total",
         "mlxpool_request_inference_time_seconds",
         "mlxpool_requests_waiting_bytes",
+        "mlxpool_spec_decode_drafts_total",
     }
     families = {re.sub(r"_(sum|count|bucket)$", "", name) for name in OF_GATEWAY}
     assert not [name for name in families if not any(one.startswith(name) for one in used if one)]

@@ -422,7 +422,7 @@ def test_the_broker_shuts_down_in_order(tmp_path: Path) -> None:
 
 def test_workers_end_with_a_killed_broker(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool:
-        with pool.client(broker_grace=1.0) as client:
+        with pool.client(broker_grace=5.0) as client:
             stream = client.stream("slow", "x")
             deltas = iter(stream)
             next(deltas)

@@ -33,7 +33,10 @@ ORPHANS = {
     "blobs of no job": "SELECT job FROM job_blob WHERE job NOT IN (SELECT seq FROM job)",
     "failures without a job": "SELECT job FROM failure WHERE job NOT IN (SELECT seq FROM job)",
     "parts without a file": "SELECT file FROM file_part WHERE file NOT IN (SELECT id FROM file)",
-    "notices without a job": "SELECT job FROM outbox WHERE job NOT IN (SELECT seq FROM job)",
+    "notices of no job and no batch": (
+        "SELECT end_seq FROM outbox WHERE subject NOT IN (SELECT id FROM job)"
+        " AND subject NOT IN (SELECT id FROM batch)"
+    ),
     "ends that two jobs have": (
         "SELECT end_seq FROM job WHERE end_seq IS NOT NULL GROUP BY end_seq HAVING COUNT(*) > 1"
     ),

@@ -24,7 +24,7 @@ from mlxpool.worker.compute.model_source import open_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
-from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
+from mlxpool.worker.prefix import tree_cache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -96,7 +96,7 @@ def test_a_resumed_stream_goes_on_with_the_same_tokens(
 
     Full attention, sliding windows, and recurrent layers between layers of keys and values.
     """
-    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
+    monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 16)
     engine = ModelEngine(models[name], kv="int8", lookahead=False)
     assert engine.layout == ("slabs, int8" if name == "llama" else "rows, int8")
     whole = answer(engine, PROMPT, TOKENS, 512)
