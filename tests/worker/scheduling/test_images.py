@@ -179,3 +179,11 @@ def test_penalties_count_no_images() -> None:
     seq.ids = [70, 71]
     assert seq.newest(100) == [0, 1, 7, 8, 9, 70, 71]
     assert seq.newest(6) == [8, 9, 70, 71] or seq.newest(6) == [7, 8, 9, 70, 71]
+
+
+def test_penalties_count_no_images_that_a_shift_has_discarded() -> None:
+    """A stream that is resumed behind the shift has the slots in its prompt, and no image."""
+    image = span(2, 5)
+    seq = sequence(10, image, shift=ContextShift(28, 2, (image,)))
+    seq.media, seq.ids = (), [70, 71]
+    assert seq.newest(100) == [0, 1, 7, 8, 9, 70, 71]

@@ -127,8 +127,10 @@ class DraftingRows:
         self._ended, self._waited = now, False
         if step.rows < len(step.spans):
             reading = (span.sequence for span in step.chunks)
-            self._speculator.read([one for one in reading if one.reads_prompt and not one.media])
+            self._speculator.read(
+                [one for one in reading if one.reads_prompt and not one.has_slots]
+            )
 
     def pause(self) -> None:
-        """Nothing is computed now."""
+        """What follows until the next step is not part of a step."""
         self._ended = 0.0

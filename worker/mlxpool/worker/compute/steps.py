@@ -113,6 +113,7 @@ class Steps:
             self._require_device(error, None)
             return [self._generations.fail(sequence, as_pool_error(error))]
         sequence.phase = Phase.RUNNING
+        self._drafting.pause()  # a prefix may have been copied
         if log.isEnabledFor(logging.DEBUG):
             self._log_prefix(sequence)
         if self._failed_joint_steps >= MAX_FAILED_JOINT_STEPS:
@@ -159,6 +160,7 @@ class Steps:
             log.warning("an image could not be encoded", exc_info=error)
             self._require_device(error, job.sequence.id)
             return [self._generations.fail(job.sequence, as_pool_error(error))]
+        self._drafting.pause()
         if self._flights:
             self._progress.awaits(*self._flights[0].shown)
         return []
@@ -171,6 +173,8 @@ class Steps:
         if depths and self._flights:
             while self._flights:  # a draft follows the newest token
                 deltas += self.collect()
+            if self._engine.blocks.lacking(live):
+                return deltas  # forced tokens were appended: the next turn gives blocks for them
             depths = self._drafting.depths_after_wait(live, limits)
         drafts = self._drafting.drafts(depths) if depths else NO_DRAFTS
         step = schedule(
@@ -181,6 +185,8 @@ class Steps:
             alone=not self._alone,
             drafts=drafts,
         )
+        if drafts:
+            drafts = {span.sequence: span.drafts for span in step.spans if span.drafts}
         if step.alone and self._flights:
             return deltas + self.collect()
         if step.spans:

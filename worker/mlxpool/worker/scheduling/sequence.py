@@ -154,7 +154,15 @@ class Sequence:
         """
         size = len(self.prompt) + len(self.ids)
         found = self._stream_range(max(0, size - count), size)
-        return [token for token in found if not is_slot(token)] if self.images else found
+        return [token for token in found if not is_slot(token)] if self.has_slots else found
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether `prompt` has slots of images, of which context shifts may have discarded all.
+
+        A stream that is resumed behind such a shift has no more `images`.
+        """
+        return bool(self.media) or (self.shift is not None and bool(self.shift.media))
 
     @property
     def next_image(self) -> MediaSpan | None:

@@ -26,6 +26,7 @@ MAX_SAVED = 0.005  # seconds of that share that are kept for later steps
 PLAIN_INTERVAL = 64  # steps with drafts, after which some without show what they cost now
 PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
 TRIAL_INTERVAL = 256  # steps, after which measured costs that forbid drafts are doubted once
+MAX_TRIAL_INTERVAL = 2**15  # the same, where trials were refused
 TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be predicted to cost
 TRIAL_DRAFTS = 4  # of a trial
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
@@ -71,6 +72,7 @@ class Speculator:
         self._seconds = 0.0  # of the newest step
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
+        self._trial_after = TRIAL_INTERVAL  # steps without drafts until costs are doubted
         self._was_plain = False  # whether the newest step had no drafts
 
     @property
@@ -159,11 +161,18 @@ class Speculator:
             return {}
         most = min(most, max(TRIAL_DRAFTS, FIRST_DRAFTS * rows, 2 * times.known_drafts))
         found = choose_depths(chances, rows, most, plain, seconds)
-        if not any(found) and self._without >= TRIAL_INTERVAL:
+        if any(found):
+            if times.measured:
+                self._trial_after = TRIAL_INTERVAL
+        elif self._without >= self._trial_after:
             self._without = 0
             found = choose_depths(chances, rows, min(most, TRIAL_DRAFTS), plain, guessed)
             more = seconds(sum(map(bool, found)), sum(found)) - plain
             if more > TRIAL_SHARE * TRIAL_INTERVAL * plain:
+                # A step that something disturbed must not forbid drafts for ever; a cost that is
+                # real is measured again, ever more rarely.
+                times.forget_oldest()
+                self._trial_after = min(2 * self._trial_after, MAX_TRIAL_INTERVAL)
                 return {}
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
 
@@ -219,7 +228,7 @@ def candidates_of(
             rows += one.reads_run
             continue
         rows += 1
-        if one.media or not allowed(one):
+        if one.has_slots or not allowed(one):
             continue
         context = limits.context if one.shift is None else one.shift.context
         room = min(

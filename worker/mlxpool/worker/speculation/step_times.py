@@ -64,6 +64,21 @@ class StepTimes:
         if len(self._deviations) > KINDS:
             del self._deviations[next(iter(self._deviations))]
 
+    def forget_oldest(self) -> None:
+        """Forgets the older half of the measured steps with drafts, and of one step that one."""
+        for _ in range((len(self._extra) + 1) // 2):
+            self._extra.popleft()
+        self._deviations.clear()
+        if self._extra:
+            self._fit()
+        else:
+            self._weights, self._most = None, 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether what is said of steps with drafts comes from measured ones."""
+        return self._weights is not None
+
     @property
     def known_drafts(self) -> int:
         """The most drafts of a step that was measured; 0: none was. The fit says less of more."""
