@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from mlxpool.client import Client
+from mlxpool.common.errors import BadRequest
 from mlxpool.gateway.openai.batches import fields, upload
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
@@ -176,8 +177,8 @@ def test_sent_twice_it_is_one_batch(client: openai.OpenAI, pool: Pool) -> None:
     assert one.id == two.id
     over(client, one.id)
     client.files.delete(file)
-    with pool.client() as native:  # nor are the lines there that the pool has read
-        native.delete_file(native.batch(one.id).row["file"])
+    with pool.client() as native, pytest.raises(BadRequest, match="release the batch"):
+        native.delete_file(native.batch(one.id).row["file"])  # the results are read with it
     assert begin(client, file, extra_headers=headers).id == one.id
     for more in ({"metadata": {"a": "b"}}, {"completion_window": "48h"}):
         with pytest.raises(openai.ConflictError, match="take another key"):

@@ -14,11 +14,14 @@ USAGE = """SELECT usage.owner, usage.jobs, usage.bytes,
     COALESCE((SELECT SUM(size) FROM job WHERE job.owner = usage.owner), 0)
     + COALESCE((SELECT SUM(size) FROM file WHERE file.owner = usage.owner), 0) AS bytes_found
     FROM usage"""
+# Lines that the deadline of a batch cut off count as jobs that expired.
 COUNTS = """SELECT key, state, jobs, done + cancelled + dead + expired AS ended,
-    (SELECT COUNT(*) FROM job WHERE job.batch = batch.id) AS jobs_found,
-    (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state <> 'waiting') AS ended_found,
-    failed, (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id) AS failed_found
-    FROM batch WHERE state <> 'gone'"""
+    (SELECT COUNT(*) FROM job WHERE job.batch = batch.id) + cut_off AS jobs_found,
+    (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state <> 'waiting') + cut_off
+    AS ended_found, failed,
+    (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id) - cut_off AS failed_found
+    FROM (SELECT batch.*, (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id
+    AND cause LIKE 'deadline_exceeded: %') AS cut_off FROM batch) AS batch WHERE state <> 'gone'"""
 OUTPUT = """SELECT id, pos, size, state,
     COALESCE((SELECT SUM(LENGTH(ids)) FROM chunk WHERE job = seq AND chunk.gen = job.gen), 0) / 4
     FROM job"""

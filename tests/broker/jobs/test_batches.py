@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs.batches import line_feeding
+from mlxpool.broker.jobs.batches import line_feeding, live_batches
 from mlxpool.broker.jobs.batches.line_feeding import AHEAD, PORTION_LINES
 from mlxpool.broker.jobs.batches.live_batches import MAX_WATCHERS
 from mlxpool.broker.jobs.policy import JobPolicy
@@ -156,9 +156,33 @@ def test_what_is_not_done_by_the_deadline_expires(story: BatchStory) -> None:
     story.pass_time(7.0)
     row = story.batch("b")
     assert (row["state"], row["waiting"]) == ("done", 0)
-    assert row["expired"] + row["failed"] == AHEAD + 300 and row["failed"] >= 100
-    codes = {each["end"]["body"]["code"] for each in story.outcomes("b", limit=1000)}
-    assert codes == {"deadline_exceeded"}
+    assert (row["expired"], row["failed"], row["outcome"]) == (AHEAD + 300, 0, "expired")
+    found = story.outcomes("b", limit=1000)
+    ends = {(each["state"], each["end"]["body"]["code"]) for each in found}
+    assert ends == {("expired", "deadline_exceeded")} and len(found) == AHEAD + 300
+    assert sum("job" not in each for each in found) >= 100  # they were cut off before
+
+
+def test_lines_that_the_deadline_cuts_off_are_expired(
+    story: BatchStory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if every line that became a job is done; a bad line behind them has failed."""
+    monkeypatch.setattr(line_feeding, "AHEAD", 4)
+    monkeypatch.setattr(live_batches, "PORTION_LINES", 4)
+    worker = story.ready_worker(sequences=4)
+    story.submit_batch("b", [*prompts(10), b"{"], deadline_ms=5000)
+    story.pass_time(4.0)
+    for id in list(worker.runs):
+        worker.end(id, count=1)
+    story.now += 2.0
+    story.work_off(worker)
+    row = story.batch("b")
+    assert (row["state"], row["outcome"]) == ("done", "expired")
+    assert counts(row) == (0, 0, 4, 0, 1, 0, 6)
+    found = story.outcomes("b")
+    assert [each["state"] for each in found] == ["done"] * 4 + ["expired"] * 6 + ["failed"]
+    row = story.about_batch(messages.RETRY, "b")  # there is no job that could wait again
+    assert (row["state"], counts(row)) == ("done", (0, 0, 4, 0, 1, 0, 6))
 
 
 def test_results_are_deleted_when_they_are_released(story: BatchStory) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.broker.core import events as core
 from mlxpool.broker.edge.job_ports import CALL_PLACES
-from mlxpool.broker.jobs import retries, runs
+from mlxpool.broker.jobs import answer_room, retries
 from mlxpool.broker.jobs.terminals import terminal_of
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.protocol import from_worker
@@ -298,7 +298,7 @@ def test_answers_that_may_come_are_bounded_in_bytes(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines of many texts are given to the core as far as their answers have room in memory."""
-    monkeypatch.setattr(runs, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
+    monkeypatch.setattr(answer_room, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
     for number in range(12):
         texts = [f"text {number}"] * 256
         story.submit(f"k{number}", **{**EMBED, "inputs": texts})
@@ -331,10 +331,49 @@ def test_answers_that_may_come_are_bounded_in_bytes(
     assert not story.manager.runs.active and done == 12
 
 
+def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
+    """32 of these calls may have all the room that there is for answers."""
+    story = JobStory(models={name: model() for name in ("m", "g", "other")})
+    described(story)
+    described(story, "other")
+    story.do(core.ModelDescribed("g", {"features": ["generate"], "problems": []}))
+    worker = story.ready_worker(sequences=1)
+    generating, other = story.ready_worker("g", sequences=4), story.ready_worker("other")
+    for number in range(60):
+        story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"] * 256})
+    story.pass_time(0.5)
+    assert len(worker.asked) == 32
+    for number in range(2):
+        story.submit(f"g{number}", model="g", priority=2)
+        story.submit(f"o{number}", **{**EMBED, "model": "other", "inputs": ["short"]})
+    story.pass_time(0.5)
+    assert len(generating.runs) == 2 and len(other.asked) == 1 and len(worker.asked) == 32
+    answer(other, asked_of(other)[0])
+    story.pass_time(0.5)
+    assert len(other.asked) == 2  # its own answers alone are waited for
+    for one in (worker, other):
+        answer(one, asked_of(one)[-1])
+    story.pass_time(0.5)
+    assert len(worker.asked) == 33
+
+
+def test_a_call_that_was_never_begun_is_charged_no_start(story: JobStory) -> None:
+    """However often the broker is killed while others have the room for answers."""
+    for number in range(40):
+        story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"] * 256})
+    story.settle()
+    story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    asked = {row.job.id for row in story.store.rows.values() if row.job.starts}
+    assert len(asked) == 32
+    story = story.restart()
+    assert [story.job(f"k{number}").starts for number in range(40)].count(0) == 8
+
+
 def test_a_held_job_expires_at_its_deadline(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "MAX_ANSWERS", 1)
+    monkeypatch.setattr(answer_room, "MAX_ANSWERS", 1)
     story.submit("first", **EMBED)
     story.submit("late", **{**EMBED, "deadline_ms": 2000})
     story.settle()

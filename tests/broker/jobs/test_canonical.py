@@ -8,6 +8,7 @@ import pytest
 
 from mlxpool.broker.jobs.canonical import canonical, job_digest
 from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.kept.job_work import parse_work
 
 BODY: dict[str, Any] = {
     "model": "m",
@@ -43,6 +44,45 @@ def test_neither_order_nor_spelling_makes_another_request() -> None:
 )
 def test_what_changes_the_answer_makes_another_request(changed: dict[str, Any]) -> None:
     assert digest({**BODY, **changed}) != digest(BODY)
+
+
+EMBED: dict[str, Any] = {"kind": "embed", "model": "m", "inputs": ["a"]}
+DECIDE: dict[str, Any] = {"kind": "decide", "model": "m", "prompt": "a", "questions": [{}]}
+
+
+def call_digest(body: dict[str, Any]) -> bytes:
+    return job_digest(parse_work(body, ()))
+
+
+@pytest.mark.parametrize(
+    ("body", "same"),
+    [
+        (EMBED, {"truncate": False, "prompt_name": "", "dimensions": None, "prompt": None}),
+        (EMBED, {"deadline_ms": 5}),
+        (DECIDE, {"temperature": 1}),
+        (DECIDE, {"temperature": 1.0}),
+    ],
+)
+def test_a_call_that_names_its_defaults_is_the_same_request(
+    body: dict[str, Any], same: dict[str, Any]
+) -> None:
+    assert call_digest({**body, **same}) == call_digest(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        (EMBED, {"truncate": True}),
+        (EMBED, {"inputs": ["b"]}),
+        (EMBED, {"prompt": ""}),  # none, in place of the model's own
+        (EMBED, {"normalise": False}),
+        (DECIDE, {"temperature": 0.5}),
+    ],
+)
+def test_what_changes_the_answer_makes_another_call(
+    body: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    assert call_digest({**body, **changed}) != call_digest(body)
 
 
 def test_values_of_other_types_stay_apart() -> None:

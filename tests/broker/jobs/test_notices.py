@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from mlxpool.broker.jobs.notices import (
     origin_pause,
     retry_delay,
 )
-from mlxpool.broker.store.records import JobState
+from mlxpool.broker.store.records import JobState, Refused
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.kept.job_messages import Notify, Submit
 from mlxpool.common.web_targets import Allowed
@@ -246,6 +247,23 @@ def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
         assert len(story.posts) <= MAX_UNDER_WAY + index + 1
     assert len({post.id for post in story.posts}) == len(story.posts) == count
     assert not story.store.outbox
+
+
+def test_the_broker_waits_while_the_store_is_away(store: StoredJobs) -> None:
+    """A notice that was under way is delivered, which cannot be noted; then another one is due."""
+    story = telling_story(store)
+    end_jobs(story, 2)
+    assert len(story.posts) == 2
+    store.refusal = Refused("store_closed", "the disk failed")
+    story.tell_manager(ev.StoreLost())
+    for post in story.posts:
+        posted(story, post)
+    assert story.manager.next_wake() == math.inf
+    store.refusal = None
+    story.tell_manager(ev.StoreOpened())
+    story.settle()
+    story.pass_time(2.0)
+    assert [post.id for post in story.posts[2:]] == [post.id for post in story.posts[:2]]
 
 
 def under_way(story: JobStory, done: set[int]) -> list[Post]:

@@ -30,6 +30,7 @@ from mlxpool.broker.store.batch_records import (
     FileDiffers,
     Lines,
 )
+from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.operations import ListJobs, ReadJob, Retry, Submit, Sweep
 from mlxpool.broker.store.records import (
     DuplicateKey,
@@ -140,12 +141,50 @@ def test_a_file_that_an_open_batch_reads_is_kept(store: OpenedStore) -> None:
 def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedStore) -> None:
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", BEGIN, LINES_PURPOSE)
+    assert "release the batch" in store.one(DeleteFile(FILE, "a", "")).message
     add(store, lines(store))
     store.do(finish(100), finish(101), finish(102), EndBatch(BATCH), Sweep())
+    refused = store.one(DeleteFile(FILE, "a", ""))
+    assert refused.code == "in_use" and "release the batch" in refused.message
     assert store.one(ReadFile(FILE, "a", "")).data == b"one\ntwo\nthree\n"
     store.do(ReleaseBatch(SCOPE), Sweep(), Sweep())
     assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
     assert isinstance(store.one(ReadFile(FILE, "a", "")), UnknownName)
+
+
+@pytest.mark.parametrize("forget", [None, BEGIN + 1e6])
+def test_lines_that_a_gateway_wrote_go_with_the_results(
+    store: OpenedStore, forget: float | None
+) -> None:
+    """However long they would be kept by themselves; then they count against no bound."""
+    new_batch(store)
+    store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)
+    add(store, lines(store))
+    store.do(finish(100), finish(101), finish(102), EndBatch(BATCH), ReleaseBatch(SCOPE), Sweep())
+    assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
+    assert isinstance(store.one(ReadFile(FILE, "a", "")), UnknownName)
+    assert store.store.database.number("SELECT file_bytes FROM usage WHERE owner = 'a'") == 0
+
+
+def test_the_file_of_a_client_stays_when_its_batch_is_gone(store: OpenedStore) -> None:
+    new_batch(store)
+    add(store, lines(store))
+    store.do(finish(100), finish(101), finish(102), EndBatch(BATCH), ReleaseBatch(SCOPE), Sweep())
+    assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
+    assert store.one(DeleteFile(FILE, "a", "")).id == FILE
+
+
+def test_lines_that_the_deadline_cut_off_count_as_expired(store: OpenedStore) -> None:
+    new_batch(store, deadline=5.0)
+    found = lines(store, count=1)
+    add(store, found)
+    store.do(finish(100))
+    found = lines(store)
+    late = tuple((number, f"l{number}", "deadline_exceeded: late") for number in (1, 2))
+    batch = store.one(AddLines(BATCH, 1, found.next_line, found.end, True, (), (), late))
+    assert dict(batch.counts) == {JobState.DONE: 1, JobState.EXPIRED: 2}
+    assert (batch.failed, batch.waiting) == (0, 0)
+    assert batch_outcome(store.one(EndBatch(BATCH))) == "expired"
 
 
 # ---- lines ---------------------------------------------------------------------------------------

@@ -59,6 +59,9 @@ class CoreView:
             return CALL_PLACES * len(serving)
         return sum(len(worker.leases) + worker.credit() for worker in serving)
 
+    def may_answer(self, model: str) -> bool:
+        return self._state.registry.may_answer_calls(model)
+
     def free(self, model: str) -> int:
         known = self._state.registry.models[model]
         if self._state.registry.answers_calls(model):

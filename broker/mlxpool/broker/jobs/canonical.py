@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
+from mlxpool.common.protocol.decisions import DECIDE, DecideCall
+from mlxpool.common.protocol.encoder_calls import EncoderCall
 from mlxpool.common.protocol.from_client import ModelCall
 from mlxpool.common.protocol.kept.job_work import Work
 from mlxpool.common.protocol.packing import pack
 
 DIGEST_BYTES = 16
+DEFAULTS = {
+    one: {each.name: each.default for each in fields(one) if each.default is not MISSING}
+    for one in (EncoderCall, DecideCall)
+}
 MAX_EXACT = 2**53  # from here on a float need not be a whole number that somebody wrote
 
 
 def job_digest(work: Work) -> bytes:
     """What makes two submissions the same request: 16 bytes.
 
-    It is of the checked request with its defaults filled in, so that neither the order of keys nor
-    1 in place of 1.0 makes another one. What does not change the answer is left out: deadlines,
-    priority, and for how long the result is kept.
+    It is of the checked request, in which a key with its default means as much as none, so that
+    neither that nor the order of keys nor 1 in place of 1.0 makes another one. What does not change
+    the answer is left out: deadlines, priority, and for how long the result is kept.
     """
     return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
 
@@ -29,7 +36,7 @@ def _meaning(work: Work) -> dict[str, Any]:
         return {
             "model": work.model,
             "call": work.kind,
-            "fields": canonical(work.fields),
+            "fields": canonical(_without_defaults(work)),
             "blobs": [hashlib.sha256(blob).digest() for blob in work.packed],
         }
     return {
@@ -37,6 +44,16 @@ def _meaning(work: Work) -> dict[str, Any]:
         "prompt": canonical(work.prompt.body()),
         "blobs": [hashlib.sha256(blob).digest() for blob in work.prompt.blobs()],
         "options": canonical(work.options.to_wire()),
+    }
+
+
+def _without_defaults(call: ModelCall) -> dict[str, Any]:
+    """The keys of a call that say something else than what a call without them means."""
+    defaults = DEFAULTS[DecideCall if call.kind == DECIDE else EncoderCall]
+    return {
+        key: value
+        for key, value in call.fields.items()
+        if key not in defaults or value != defaults[key]
     }
 
 

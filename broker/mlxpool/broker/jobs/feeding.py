@@ -2,15 +2,18 @@
 
 For each model and priority the core has at most WINDOW times as many jobs as there are places in
 ready workers: enough for every place that becomes free, and few enough that streams of the same
-priority share the places with them. The store finds the jobs, one of each owner in turn.
+priority share the places with them. Of models that answer calls, such as `embed`, it has no more
+than there is room for answers. The store finds the jobs, one of each owner in turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from mlxpool.broker.jobs.answer_room import AnswerRoom
 from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store.operations import FeedNext
@@ -36,12 +39,14 @@ class Backlog:
     due_since: float = math.inf  # the earliest of those that came while it is
     pause_until: float = 0.0  # the store refused to read
     active: int = 0  # jobs of it that run
+    calls: tuple[str, int] = ("", 0)  # a model and how many of its calls are read at most
 
 
 @dataclass(eq=False, slots=True)
 class Feeder:
     """Plans reads of the store; `came` and `fed` tell it what is there."""
 
+    answer_room: AnswerRoom
     groups: dict[Group, Backlog] = field(default_factory=dict)
 
     def came(self, group: Group, due: float, *, suspect: bool = False) -> None:
@@ -63,15 +68,33 @@ class Feeder:
         return {name for (name, _), one in self.groups.items() if _waits(one, now)}
 
     def plan(self, view: PoolView, held: Collection[bytes], now: float) -> list[FeedNext]:
-        """What to read now: groups of a higher priority first. Marks them as being read."""
+        """What to read now. Marks it as being read.
+
+        Of each model groups of a higher priority come first, and models with the least answers, so
+        that the room for answers is shared.
+        """
         plans = []
-        for group in sorted(self.groups, key=lambda group: -group[1]):
+        for group in sorted(self.groups, key=lambda group: self._order(group, view)):
             backlog = self.groups[group]
             plan = self._plan(group, backlog, view, frozenset(held), now)
             if plan is not None:
                 backlog.feeding, backlog.due_since = True, math.inf
+                model = view.model_of(plan.model)
+                if model is not None and view.may_answer(model):
+                    backlog.calls = model, plan.count
                 plans.append(plan)
         return plans
+
+    def _order(self, group: Group, view: PoolView) -> tuple[int, int]:
+        name, priority = group
+        return self.answer_room.taken(view.model_of(name) or name), -priority
+
+    def _call_room(self, model: str) -> int:
+        """How many calls of a model may be read now."""
+        reads: Counter[str] = Counter()
+        for one in self.groups.values():
+            reads[one.calls[0]] += one.calls[1]
+        return self.answer_room.calls(model, reads)
 
     def _plan(
         self, group: Group, backlog: Backlog, view: PoolView, held: frozenset[bytes], now: float
@@ -83,6 +106,8 @@ class Feeder:
         if model is None or not view.admits:
             return None
         count = self._room(model, name, priority, view, now) - backlog.active
+        if count > 0 and view.may_answer(model):
+            count = min(count, self._call_room(model))
         if backlog.due <= now and count > 0:
             return FeedNext(
                 name,
@@ -124,7 +149,7 @@ class Feeder:
         backlog = self.groups.get(group)
         if backlog is None:
             return  # the store was lost meanwhile
-        backlog.feeding = False
+        backlog.feeding, backlog.calls = False, ("", 0)
         if plan.min_starts:
             backlog.suspects = bool(found.jobs)
         else:
@@ -139,7 +164,8 @@ class Feeder:
         """The store could not read now."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
-            backlog.feeding, backlog.pause_until = False, again_at
+            backlog.feeding, backlog.calls = False, ("", 0)
+            backlog.pause_until = again_at
 
     def started(self, group: Group) -> None:
         self.groups.setdefault(group, Backlog()).active += 1

@@ -14,6 +14,7 @@ from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Action, Outbox
 from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.answer_room import AnswerRoom
 from mlxpool.broker.jobs.batches.batch_questions import BatchQuestions
 from mlxpool.broker.jobs.batches.file_questions import FileQuestions
 from mlxpool.broker.jobs.batches.live_batches import Batches
@@ -59,10 +60,11 @@ class JobManager:
         active: dict[bytes, ActiveJob] = {}
         self._view = view
         self._outbox = outbox = Outbox(boot)
-        self._feeder = Feeder()
+        answer_room = AnswerRoom()
+        self._feeder = Feeder(answer_room)
         self.readers = Readers(outbox, active)
         self.notices = notices = NoticeQueue(outbox, lambda: policy().notify_for)
-        self.runs = Runs(outbox, view, self._feeder, self.readers, notices, active)
+        self.runs = Runs(outbox, view, self._feeder, answer_room, self.readers, notices, active)
         self.questions = Questions(
             outbox, view, self._feeder, self.runs, self.readers, notices, policy
         )
@@ -130,7 +132,7 @@ class JobManager:
             self._figures_at,
             self._readers_at,
             self._backlog_at,
-            self.notices.next_read(),
+            self.notices.next_read() if self._open else math.inf,
             self.runs.next_write(),
             self.batches.next_wake() if self._open else math.inf,
         )

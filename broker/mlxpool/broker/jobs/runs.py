@@ -7,7 +7,6 @@ when it is durable; the end of a job is written after all its ids.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs import retries
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.answer_room import AnswerRoom
 from mlxpool.broker.jobs.feeding import Feeder, Group
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.readers import Readers
@@ -56,7 +56,6 @@ from mlxpool.common.protocol.to_client import Done, Failed
 WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
 WINDOW = 4096  # ids of a run that may wait for the disk
 RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
-MAX_ANSWERS = 128 * 1024 * 1024  # bytes that all answers may have which come or are not written
 IDLE_IDS = 64  # that an idle job may still compute when others wait
 
 
@@ -68,6 +67,7 @@ class Runs:
         outbox: Outbox,
         view: PoolView,
         feeder: Feeder,
+        answer_room: AnswerRoom,
         readers: Readers,
         notices: NoticeQueue,
         active: dict[bytes, ActiveJob],
@@ -77,17 +77,15 @@ class Runs:
         self._outbox = outbox
         self._view = view
         self._feeder = feeder
+        self._answer_room = answer_room
         self._readers = readers
         self._notices = notices
         self._last_attempt = 0
-        self._held: deque[tuple[ActiveJob, FedJob]] = deque()  # wait until answers are written
-        self._answer_bytes = 0  # of answers that may come, or are not written
 
     # ---- starts --------------------------------------------------------------------------------
 
     def feed(self, now: float) -> None:
         """Read the jobs that can be run now, and have workers for those that cannot."""
-        self._start_held(now)
         for plan in self._feeder.plan(self._view, self.active.keys(), now):
             self._outbox.store(plan, self._fed(plan))
         for name in self._feeder.hungry(now):
@@ -133,34 +131,14 @@ class Runs:
             why = f"the broker ended {retries.MAX_STARTS} times after this job was started"
             self._leave(active, self._dead(active, Poisoned(why)), now)
             return
-        self._held.append((active, fed))
-        self._start_held(now)
-
-    def _start_held(self, now: float) -> None:
-        """Give the core the jobs that were fed, in their order, as far as answers have room."""
-        while self._held:
-            active, fed = self._held[0]
-            if self.active.get(active.id) is not active:  # it was ended in the store
-                self._held.popleft()
-            elif not self._begin(active, fed, now):
-                return
-            else:
-                self._held.popleft()
-
-    def _begin(self, active: ActiveJob, fed: FedJob, now: float) -> bool:
-        """Give a job to the core; False: the answers that come have to be written first."""
-        job = active.job
         try:
             work = _work(fed, active.deadline - now)
         except (PoolError, ValueError, TypeError, KeyError) as error:
             what = Internal(f"the stored request cannot be read: {error}")
             self._leave(active, self._dead(active, what), now)
-            return True
-        size = answer_bound(work)
-        if size and self._answer_bytes and self._answer_bytes + size > MAX_ANSWERS:
-            return False
-        active.answer_bound = size
-        self._answer_bytes += size
+            return
+        active.answer_bound = answer_bound(work)
+        self._answer_room.take(active.model, active.answer_bound)
         self._outbox.perform(
             core.StartJob(
                 job.id,
@@ -173,7 +151,6 @@ class Runs:
                 alone=job.starts > retries.ALONE_STARTS,
             )
         )
-        return True
 
     # ---- output --------------------------------------------------------------------------------
 
@@ -307,7 +284,7 @@ class Runs:
 
     def _remove(self, active: ActiveJob) -> None:
         del self.active[active.id]
-        self._answer_bytes -= active.answer_bound
+        self._answer_room.give_back(active.model, active.answer_bound)
         self._feeder.left(_group(active.job))
 
     # ---- writing -------------------------------------------------------------------------------

@@ -41,6 +41,10 @@ class PoolView(Protocol):
         """How many requests its ready workers run at once."""
         ...
 
+    def may_answer(self, model: str) -> bool:
+        """Whether jobs of the model may be calls that have answers, such as `embed`."""
+        ...
+
     def free(self, model: str) -> int:
         """How many more they could be given now, without what waits in its queue already."""
         ...

@@ -190,6 +190,11 @@ class Registry:
         features = self.names.known[name].about.get("features")
         return isinstance(features, list | tuple) and any(one in features for one in TASKS)
 
+    def may_answer_calls(self, name: str) -> bool:
+        """As `answers_calls`; also of a model whose files were not read yet."""
+        features = self.names.known[name].about.get("features")
+        return not isinstance(features, list | tuple) or self.answers_calls(name)
+
     def check_task(self, name: str, kind: str) -> None:
         """Raises BadRequest for a `generate` or a call that the files of a model do not answer.
 

@@ -95,7 +95,10 @@ class ListFiles(Operation):
 
 @dataclass(frozen=True, slots=True)
 class DeleteFile(Operation):
-    """Delete a file. Results: FileView, UnknownName; Refused while an open batch reads it."""
+    """Delete a file. Results: FileView, UnknownName; Refused while a batch needs it.
+
+    An open batch needs its file, and one made by a gateway the lines as long as it has results.
+    """
 
     frees: ClassVar[bool] = True
     id: bytes
@@ -141,8 +144,9 @@ class AddLines(Operation):
 
     `first_line` is the batch's `next_line`, or another call was first: nothing is changed, and the
     view says where the batch is. `next_line`, `end` and `last` are those of `Lines`. `jobs` have
-    `batch` and `line`; `failed` are (line, label, cause). A job whose key is taken becomes a failed
-    line.
+    `batch` and `line`; `failed` and `expired` are (line, label, cause). A job whose key is taken
+    becomes a failed line. `expired` lines were cut off by the deadline of the batch: they count as
+    its expired jobs do.
     """
 
     admits: ClassVar[bool] = True
@@ -153,6 +157,7 @@ class AddLines(Operation):
     last: bool
     jobs: tuple[Submit, ...] = ()
     failed: tuple[tuple[int, str, str], ...] = ()
+    expired: tuple[tuple[int, str, str], ...] = ()
 
     @property
     def size(self) -> int:

@@ -69,7 +69,8 @@ class BatchView(Result):
     """A batch. `next_line` is the number, from 0, of the first line that is no job yet.
 
     `next_start` is where that line begins in the file, which has `file_size` bytes. `counts` has
-    the number of its jobs in each state, `failed` the number of lines that could not become jobs.
+    the number of its jobs in each state, where lines that its deadline cut off before they were
+    jobs are expired, and `failed` the number of lines that could not become jobs.
     `defaults` is what `SubmitBatch` was given: the store does not read it.
     """
 

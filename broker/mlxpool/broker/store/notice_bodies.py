@@ -51,8 +51,8 @@ def job_notice(job: JobView) -> bytes:
 def batch_outcome(batch: BatchView) -> str:
     """How a batch has ended: completed, cancelled, expired or failed; "" if it has not, or is gone.
 
-    It has expired if its deadline ended jobs of it, or came before its first line was a job, and
-    has failed if no line of it could become a job.
+    It has expired if its deadline ended lines of it, jobs or not, and has failed if no line of it
+    could become a job.
     """
     if batch.ended is None or batch.state is BatchState.GONE:
         return ""
@@ -61,9 +61,7 @@ def batch_outcome(batch: BatchView) -> str:
     counts = dict(batch.counts)
     if counts.get(JobState.EXPIRED):
         return "expired"
-    if counts or not batch.failed:
-        return "completed"
-    return "expired" if batch.deadline is not None and batch.ended >= batch.deadline else "failed"
+    return "completed" if counts or not batch.failed else "failed"
 
 
 def batch_notice(batch: BatchView, output_file: str, error_file: str) -> bytes:

@@ -23,7 +23,7 @@ class LineResult:
     line: int  # the number of the line in the file, from 0
     id: str  # the `id` of the line, "" if it has none
     state: str  # done, dead, expired, cancelled, gone, or failed: it could not become a job
-    job: bytes | None  # the id of its job; None: it could not become one
+    job: bytes | None  # the id of its job; None: it failed, or expired, before it was one
     result: Result | None
     error: PoolError | None
 

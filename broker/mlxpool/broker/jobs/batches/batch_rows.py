@@ -14,7 +14,7 @@ from mlxpool.broker.jobs.terminals import terminal_of
 from mlxpool.broker.store.batch_records import BatchState, BatchView, FileView, LineOutcome
 from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.records import ENDED, JobState, JobView
-from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.errors import DeadlineExceeded, Internal, PoolError
 from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
 from mlxpool.common.protocol.packing import pack, unpack
 from mlxpool.common.protocol.to_client import Failed
@@ -165,8 +165,10 @@ def outcome_row(outcome: LineOutcome) -> dict[str, Any] | None:
     row: dict[str, Any] = {"line": outcome.line, "id": outcome.label}
     job = outcome.job
     if job is None:
-        error = {"kind": Failed.kind, "body": _failure(outcome.cause)}
-        return {**row, "state": "failed", "end": error}
+        error = _failure(outcome.cause)
+        late = error["code"] == DeadlineExceeded.code
+        state = JobState.EXPIRED.value if late else "failed"
+        return {**row, "state": state, "end": {"kind": Failed.kind, "body": error}}
     if job.state not in (*ENDED, JobState.GONE):
         return None
     return {**row, **_job_fields(job), **_output(outcome, job)}

@@ -46,6 +46,7 @@ class Portion:
     at: int = 0
     jobs: list[Submit] = field(default_factory=list)
     failed: list[tuple[int, str, str]] = field(default_factory=list)
+    expired: list[tuple[int, str, str]] = field(default_factory=list)
 
     @property
     def batch(self) -> BatchView:
@@ -72,7 +73,9 @@ class Portion:
             label = line.label
             left = self.lines.deadline_left
             if left is not None and left <= 0:
-                raise DeadlineExceeded("the batch was not finished before its deadline")
+                late = DeadlineExceeded("the batch was not finished before its deadline")
+                self.expired.append((number, label, failure_text(late)))
+                return
             self.jobs.append(self._job(number, line, check, now))
         except BadLine as bad:
             self.failed.append((number, bad.label, failure_text(bad.error)))
@@ -114,6 +117,7 @@ class Portion:
             found.last,
             tuple(self.jobs),
             tuple(self.failed),
+            tuple(self.expired),
         )
 
 

@@ -193,6 +193,7 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
         if left <= 0:
             break
         database.change("DELETE FROM failed_line WHERE batch = ?", id)
+        files.let_go(database, id, now)
         database.change(
             "UPDATE batch SET state = 'gone', defaults = ?, forget = ? WHERE id = ?",
             b"",
@@ -284,7 +285,7 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
         else:
             new += 1
         room -= job.size + rows.ROW_BYTES
-    for line, label, cause in failed:
+    for line, label, cause in (*failed, *asked.expired):
         database.change(
             "INSERT INTO failed_line (batch, line, label, cause) VALUES (?, ?, ?, ?)",
             batch.id,
@@ -293,11 +294,12 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
             rows.storable(cause),
         )
     database.change(
-        "UPDATE batch SET next_line = ?, next_start = ?, jobs = jobs + ?, failed = failed + ?,"
-        " state = ? WHERE id = ?",
+        "UPDATE batch SET next_line = ?, next_start = ?, jobs = jobs + ?, expired = expired + ?,"
+        " failed = failed + ?, state = ? WHERE id = ?",
         asked.next_line,
         asked.end,
-        new,
+        new + len(asked.expired),
+        len(asked.expired),
         len(failed),
         (BatchState.FED if asked.last else BatchState.OPEN).value,
         batch.id,

@@ -25,6 +25,12 @@ PART = 256 * 1024  # bytes of a stored part at most
 UPLOAD_LIFE = 3600.0
 SWEPT = 4  # files that one sweep deletes of each kind: each may have 1 GiB
 DELETED_LIFE = 3600.0  # seconds for which it is known where in a list a deleted file was
+# A batch whose lines are still to become jobs needs its file. A gateway reads the lines that it has
+# written for a batch as long as that has results.
+NEEDED = (
+    "batch.file = file.id AND (batch.state = 'open'"
+    f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone')"
+)
 VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
 
 
@@ -93,8 +99,9 @@ def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refu
     return Refused(
         "over_quota",
         f"the files of this owner have {used} bytes, with this part {used + size}, at most"
-        f" {part.max_bytes} (quota_file_bytes); delete files that are not needed, or release"
-        " batches, whose lines count too",
+        f" {part.max_bytes} (quota_file_bytes); delete files that are not needed (mlxpool release"
+        " --file, or DELETE /v1/files/ID), or release batches that were made over HTTP, whose lines"
+        " are files too",
         used + size,
         part.max_bytes,
     )
@@ -197,8 +204,8 @@ def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
     file = find(database, asked.id, asked.owner, asked.tenant)
     if file is None:
         return UnknownName()
-    if is_read(database, file.id):
-        return Refused("in_use", "an open batch reads this file; cancel the batch first")
+    if (why := _needed_for(database, file)) is not None:
+        return Refused("in_use", why)
     drop(database, file)
     if file.complete:
         database.change(
@@ -213,9 +220,30 @@ def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
     return file
 
 
-def is_read(database: Database, id: bytes) -> bool:
-    """Whether lines of a file are still to become jobs."""
-    return database.one("SELECT 1 FROM batch WHERE file = ? AND state = 'open'", id) is not None
+def _needed_for(database: Database, file: FileView) -> str | None:
+    """Why a file cannot be deleted now; None: no batch needs it."""
+    found = database.one(
+        f"SELECT batch.state FROM batch, file WHERE file.id = ? AND {NEEDED} LIMIT 1", file.id
+    )
+    if found is None:
+        return None
+    if file.purpose == LINES_PURPOSE:
+        return (
+            "the results of a batch are read together with this file; release the batch, which"
+            " deletes the file (mlxpool release --batch)"
+        )
+    return "an open batch reads this file; cancel the batch first"
+
+
+def let_go(database: Database, batch: bytes, now: float) -> None:
+    """Have the lines deleted that a gateway wrote for a batch whose results are gone."""
+    database.change(
+        "UPDATE file SET forget = ? WHERE purpose = ?"
+        " AND id = (SELECT file FROM batch WHERE batch.id = ?)",
+        now,
+        LINES_PURPOSE,
+        batch,
+    )
 
 
 def drop(database: Database, file: FileView) -> None:
@@ -230,12 +258,9 @@ def sweep(database: Database, now: float) -> bool:
 
     Also forget where files were that were deleted long ago. Returns whether more may be left.
     """
-    # A gateway reads the lines that it has written for a batch as long as it has results.
     expired = database.execute(
         f"SELECT {VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
-        " (SELECT 1 FROM batch WHERE batch.file = file.id AND (batch.state = 'open'"
-        f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'))"
-        " ORDER BY forget LIMIT ?",
+        f" (SELECT 1 FROM batch WHERE {NEEDED}) ORDER BY forget LIMIT ?",
         now,
         SWEPT,
     )

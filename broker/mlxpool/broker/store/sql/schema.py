@@ -192,13 +192,13 @@ STEPS: Steps = {
         "ALTER TABLE file ADD COLUMN waits_since {real}",
         "UPDATE file SET waits_since = created WHERE complete = 0",
         "ALTER TABLE usage ADD COLUMN file_bytes {integer} NOT NULL DEFAULT 0",
+        *LISTED,  # before the sum of each owner's files, which is read by the first of them
         "INSERT INTO usage (owner, jobs, bytes) SELECT DISTINCT owner, 0, 0 FROM file"
         " WHERE owner IS NOT NULL ON CONFLICT (owner) DO NOTHING",
         "UPDATE usage SET file_bytes = (SELECT COALESCE(SUM(size + 512), 0) FROM file"
         " WHERE file.owner = usage.owner)",
         DELETED_FILE,
         "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
-        *LISTED,
     ),
 }
 

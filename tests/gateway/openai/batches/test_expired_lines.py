@@ -1,0 +1,22 @@
+"""Lines that the deadline of a batch ended, as they are in its error file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlxpool.common.errors import DeadlineExceeded
+from mlxpool.gateway.openai.batches.results import result_line
+
+END = {"kind": "error", "body": DeadlineExceeded("late").body()}
+
+
+@pytest.mark.parametrize("job", [{}, {"job": b"j" * 16, "whole": True}], ids=["no job", "a job"])
+def test_a_line_is_expired_whether_it_was_a_job_or_not(job: dict[str, Any]) -> None:
+    row = {"line": 3, "id": "l3", "state": "expired", "end": END, **job}
+    answered, data = result_line(row, {}, "/v1/chat/completions")
+    found = json.loads(data)
+    assert not answered and found["custom_id"] == "l3" and found["response"] is None
+    assert found["error"]["code"] == "batch_expired"
