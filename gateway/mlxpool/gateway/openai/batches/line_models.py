@@ -85,9 +85,7 @@ class LineModels:
 
     def _elsewhere(self, name: str) -> HttpError:
         pools, earlier = self._known[name].keys(), takewhile(lambda one: one != name, self._known)
-        here = [
-            one for one in earlier if self.chosen in self._known[one]
-        ]  # the first name at least
+        here = [one for one in earlier if self.chosen in self._known[one]]
         apart = (one for one in here if pools.isdisjoint(self._known[one]))
         other = next(apart, here[0])
         return bad_request(
