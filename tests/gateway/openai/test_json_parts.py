@@ -9,7 +9,10 @@ import pytest
 
 from mlxpool.gateway.openai.json_parts import encode_in_parts
 
-VECTORS = {"object": "list", "data": [{"index": n, "embedding": [n / 7] * 20} for n in range(5)]}
+VECTORS: dict[str, Any] = {
+    "object": "list",
+    "data": [{"index": n, "embedding": [n / 7] * 20} for n in range(5)],
+}
 
 
 @pytest.mark.parametrize(

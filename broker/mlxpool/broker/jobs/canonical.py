@@ -21,8 +21,9 @@ def job_digest(work: Work) -> bytes:
     """What makes two submissions the same request: 16 bytes.
 
     It is of the checked request, in which a default that is given and one that is left out are the
-    same, so that neither that nor the order of keys nor 1 in place of 1.0 makes another one. What does not change the answer is left out: deadlines,
-    priority, and for how long the result is kept.
+    same, so that neither that nor the order of keys nor 1 in place of 1.0 makes another one. What
+    does not change the answer is left out: deadlines, priority, and for how long the result is
+    kept.
     """
     return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
 
