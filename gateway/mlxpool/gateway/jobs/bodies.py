@@ -11,7 +11,7 @@ from mlxpool.client import Delta, Result, Vectors
 from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation.kept_answers import FAILED
-from mlxpool.gateway.server_sent_events import sse
+from mlxpool.gateway.server_sent_events import large_sse, sse
 
 JOB_ID = re.compile(r"[0-9a-f]{32}")
 EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(\.failed)?|end)")
@@ -89,13 +89,16 @@ def restarted_event(gen: int) -> bytes:
 
 
 def done_event(result: Result, gen: int) -> bytes:
-    """The job has ended without an error; it may have been cancelled."""
+    """The job has ended without an error; it may have been cancelled.
+
+    A call's may have 256 vectors, which take a fraction of a second: for another thread.
+    """
     body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
     more: dict[str, Any] = {} if result.complete is None else {"complete": result.complete}
     if result.answer is not None:
         more |= result.answer.fields
         more |= {"vectors": Vectors.of(result).tolist()} if result.answer.kind == VECTORS else {}
-    return sse({**body, **more}, "done", Place(gen, ended=True).id)
+    return large_sse({**body, **more}, "done", Place(gen, ended=True).id)
 
 
 def failed_event(error: HttpError, gen: int, pos: int) -> bytes:

@@ -152,7 +152,8 @@ class JobReader:
             stream = self._client.fetch(self._job, place.pos, self._gen, steps=True)
             try:
                 await self._copy(stream)
-                return await self._end(bodies.done_event(stream.result, self._gen))
+                done = await asyncio.to_thread(bodies.done_event, stream.result, self._gen)
+                return await self._end(done)
             except JobRestarted as error:
                 gen = (error.details or {}).get("gen")
                 if gen is None or gen == self._gen:

@@ -12,8 +12,8 @@ from mlxpool.common.errors import ContextExceeded
 from mlxpool.gateway.errors import from_pool_error
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import JSON, ResponseWriter
+from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai import decisions, vectors
-from mlxpool.gateway.openai.json_parts import encode_in_parts
 from mlxpool.gateway.openai.vectors import ScoreRequest
 
 AT_ONCE = 16  # calls of one /v1/score that are open at a time

@@ -14,10 +14,10 @@ from mlxpool.gateway.formats.events import Content
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
 from mlxpool.gateway.generation.kept_answers import call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai.batches.call_answers import call_body
 from mlxpool.gateway.openai.batches.fields import CALLS, CHATS, COMPLETIONS
 from mlxpool.gateway.openai.batches.lines import Asked
-from mlxpool.gateway.openai.json_parts import encode_in_parts
 from mlxpool.gateway.openai.responses import (
     TextLogprobs,
     WholeChoice,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.gateway.openai.json_parts import encode_in_parts
+from mlxpool.gateway.json_parts import encode_in_parts
 
 VECTORS: dict[str, Any] = {
     "object": "list",
@@ -34,6 +34,9 @@ VECTORS: dict[str, Any] = {
 )
 def test_it_is_the_json_of_the_value(value: Any) -> None:
     assert encode_in_parts(value).decode() == json.dumps(value, ensure_ascii=False)
+    compact = (",", ":")
+    wanted = json.dumps(value, ensure_ascii=False, separators=compact)
+    assert encode_in_parts(value, compact).decode() == wanted
 
 
 def test_what_is_no_unicode_is_replaced() -> None:

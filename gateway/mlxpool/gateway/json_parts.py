@@ -8,22 +8,23 @@ from typing import Any
 MAX_DEPTH = 8  # what is nested deeper is no list of vectors, and is made at once
 
 
-def encode_in_parts(value: Any) -> bytes:
-    """The JSON of a value as UTF-8, as `json.dumps(value, ensure_ascii=False)` makes it.
+def encode_in_parts(value: Any, separators: tuple[str, str] = (", ", ": ")) -> bytes:
+    """The JSON of a value as UTF-8, as `json.dumps(…, ensure_ascii=False)` makes it.
 
     One call of `json.dumps` holds the interpreter's lock until it returns, which is 0.4 s for 256
     vectors of 2048 numbers. Here a call is made for each vector.
     """
-    return _text(value, MAX_DEPTH).encode("utf-8", "replace")
+    return _text(value, separators, MAX_DEPTH).encode("utf-8", "replace")
 
 
-def _text(value: Any, depth: int) -> str:
+def _text(value: Any, separators: tuple[str, str], depth: int) -> str:
+    comma, colon = separators
     if depth and isinstance(value, dict) and all(isinstance(key, str) for key in value):
         members = (
-            f"{json.dumps(key, ensure_ascii=False)}: {_text(member, depth - 1)}"
+            f"{json.dumps(key, ensure_ascii=False)}{colon}{_text(member, separators, depth - 1)}"
             for key, member in value.items()
         )
-        return f"{{{', '.join(members)}}}"
+        return f"{{{comma.join(members)}}}"
     if depth and isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return f"[{', '.join(_text(one, depth - 1) for one in value)}]"
-    return json.dumps(value, ensure_ascii=False)
+        return f"[{comma.join(_text(one, separators, depth - 1) for one in value)}]"
+    return json.dumps(value, ensure_ascii=False, separators=separators)
