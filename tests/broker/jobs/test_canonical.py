@@ -8,7 +8,6 @@ import pytest
 
 from mlxpool.broker.jobs.canonical import canonical, job_digest
 from mlxpool.common.protocol.from_client import Generate
-from mlxpool.common.protocol.kept.job_work import parse_work
 
 BODY: dict[str, Any] = {
     "model": "m",
@@ -56,54 +55,3 @@ def test_a_number_too_large_for_an_integer_on_the_wire_has_a_digest(number: floa
     schema = {"type": "number", "maximum": number}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert digest({**BODY, "tools": [tool]}) != digest(BODY)
-
-
-# ---- calls -------------------------------------------------------------------------------------
-
-EMBED: dict[str, Any] = {"kind": "embed", "model": "e", "inputs": ["a", "b"]}
-DECIDE: dict[str, Any] = {
-    "kind": "decide",
-    "model": "m",
-    "prompt": "x",
-    "questions": [{"question": "Is it?"}, {"choices": ["a", "b"]}],
-}
-
-
-def of_call(body: dict[str, Any]) -> bytes:
-    return job_digest(parse_work(body, ()))
-
-
-@pytest.mark.parametrize(
-    ("body", "given"),
-    [
-        (EMBED, {"truncate": False}),
-        (EMBED, {"prompt_name": "", "prompt": None, "normalise": None, "dimensions": None}),
-        (EMBED, {"deadline_ms": 5}),
-        (DECIDE, {"temperature": 1}),
-        (DECIDE, {"temperature": 1.0}),
-        (DECIDE, {"questions": [{"question": "Is it? ", "scale": None}, {"choices": ["a", "b "]}]}),
-    ],
-)
-def test_a_default_that_is_given_makes_no_other_call(
-    body: dict[str, Any], given: dict[str, Any]
-) -> None:
-    assert of_call({**body, **given}) == of_call(body)
-
-
-@pytest.mark.parametrize(
-    ("body", "given"),
-    [
-        (EMBED, {"truncate": True}),
-        (EMBED, {"prompt": ""}),
-        (EMBED, {"normalise": False}),
-        (EMBED, {"dimensions": 1}),
-        (EMBED, {"inputs": ["b", "a"]}),
-        (EMBED, {"kind": "classify"}),
-        (DECIDE, {"temperature": 0.5}),
-        (DECIDE, {"questions": DECIDE["questions"][:1]}),
-    ],
-)
-def test_what_changes_its_answer_makes_another_call(
-    body: dict[str, Any], given: dict[str, Any]
-) -> None:
-    assert of_call({**body, **given}) != of_call(body)

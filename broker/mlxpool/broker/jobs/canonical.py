@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
-from mlxpool.common.protocol.decisions import DECIDE, DecideCall, Question
-from mlxpool.common.protocol.encoder_calls import EncoderCall
 from mlxpool.common.protocol.from_client import ModelCall
 from mlxpool.common.protocol.kept.job_work import Work
 from mlxpool.common.protocol.packing import pack
@@ -20,10 +17,9 @@ MAX_EXACT = 2**53  # from here on a float need not be a whole number that somebo
 def job_digest(work: Work) -> bytes:
     """What makes two submissions the same request: 16 bytes.
 
-    It is of the checked request, in which a default that is given and one that is left out are the
-    same, so that neither that nor the order of keys nor 1 in place of 1.0 makes another one. What
-    does not change the answer is left out: deadlines, priority, and for how long the result is
-    kept.
+    It is of the checked request with its defaults filled in, so that neither the order of keys nor
+    1 in place of 1.0 makes another one. What does not change the answer is left out: deadlines,
+    priority, and for how long the result is kept.
     """
     return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
 
@@ -33,7 +29,7 @@ def _meaning(work: Work) -> dict[str, Any]:
         return {
             "model": work.model,
             "call": work.kind,
-            "fields": canonical(_given(work)),
+            "fields": canonical(work.fields),
             "blobs": [hashlib.sha256(blob).digest() for blob in work.packed],
         }
     return {
@@ -42,23 +38,6 @@ def _meaning(work: Work) -> dict[str, Any]:
         "blobs": [hashlib.sha256(blob).digest() for blob in work.prompt.blobs()],
         "options": canonical(work.options.to_wire()),
     }
-
-
-def _given(call: ModelCall) -> dict[str, Any]:
-    """The fields of a call but those that have their default value; questions as they are read.
-
-    Texts stay as they are sent: in the body or as a blob, which clients decide by their size.
-    """
-    of = DecideCall if call.kind == DECIDE else EncoderCall
-    defaults = {one.name: one.default for one in fields(of) if one.default is not MISSING}
-    given = {
-        key: value
-        for key, value in call.fields.items()
-        if key not in defaults or value != defaults[key]
-    }
-    if call.kind == DECIDE:
-        given["questions"] = [Question.parse("questions", one).body() for one in given["questions"]]
-    return given
 
 
 def canonical(value: Any) -> Any:

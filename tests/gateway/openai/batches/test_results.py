@@ -54,12 +54,12 @@ def test_answers_that_are_numbers_are_made_in_another_thread(
 
 
 @pytest.mark.parametrize("endpoint", CALLS)
-def test_an_answer_whose_line_was_deleted_says_so(endpoint: str) -> None:
+def test_an_answer_whose_line_is_missing_says_so(endpoint: str) -> None:
     """It stays in the output file, where the batch counts it."""
     row = {"line": 3, "id": "label", "state": "done", "job": bytes(16), "model": "m"}
     result = Result(text="", ids=(), reason="stop", usage={}, timings_ms={}, seed=0, attempts=1)
     in_output, data = result_line(row, {}, endpoint, result)
     found = json.loads(data)
     assert in_output and found["custom_id"] == "label" and found["response"] is None
-    assert found["error"]["code"] == "line_deleted"
-    assert "deleted with the file of the batch's lines" in found["error"]["message"]
+    assert found["error"]["code"] == "line_missing"
+    assert "the file of the batch's lines is not stored" in found["error"]["message"]

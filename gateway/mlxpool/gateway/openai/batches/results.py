@@ -36,10 +36,9 @@ NOT_RUN = {  # state of a line that was not answered -> code of its error, and a
 }
 
 NO_LINE = (
-    "line_deleted",
-    "the line's request was deleted with the file of the batch's lines, and its answer cannot be"
-    " given without: its documents, questions and format are not known; the job of the line has"
-    " its numbers",
+    "line_missing",
+    "the file of the batch's lines is not stored any more, and this line's answer cannot be given"
+    " without its documents, questions and format; the job of the line has its numbers",
 )
 
 
@@ -51,7 +50,7 @@ def result_line(
 ) -> tuple[bool, bytes]:
     """Whether a line was answered, and what the output file, or else the error file, has of it.
 
-    `row` is an outcome, `line` the line of the pool (empty if it was deleted), `whole` what was
+    `row` is an outcome, `line` the line of the pool (empty if it is missing), `whole` what was
     fetched of a long answer.
     """
     found = line_result(row, whole)
