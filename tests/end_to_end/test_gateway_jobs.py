@@ -170,8 +170,28 @@ def test_cancelled_and_dead_jobs_say_so(http: httpx.Client) -> None:
     with reading(http, "late") as events:
         (last,) = events
     assert (last.kind, last.data["code"]) == ("failed", "deadline_exceeded")
+    over = http.get("/v1/jobs/late/events", headers={"last-event-id": last.id})
+    assert over.status_code == 204
     assert http.post("/v1/jobs/late/retry").json()["state"] in ("waiting", "running")
-    http.post("/v1/jobs/late/cancel")
+    with reading(http, "late", last.id) as events:
+        http.post("/v1/jobs/late/cancel")
+        (last,) = events
+    assert (last.kind, last.data["reason"]) == ("done", "cancelled")
+    over = http.get("/v1/jobs/late/events", headers={"last-event-id": last.id})
+    assert over.status_code == 204
+
+
+def test_a_reader_of_a_failed_job_comes_again_after_a_retry(http: httpx.Client) -> None:
+    submit(http, "cut", 600, deadline_ms=1000)
+    with reading(http, "cut") as events:
+        first = list(events)
+    assert (first[-1].kind, first[-1].data["code"]) == ("failed", "deadline_exceeded")
+    http.post("/v1/jobs/cut/retry").raise_for_status()
+    until(lambda: http.get("/v1/jobs/cut").json()["state"] == "done", "it is done")
+    with reading(http, "cut", first[-1].id) as events:
+        rest = list(events)
+    assert ids_of([*first, *rest]) == expected_ids("cut", 7, 600)
+    assert rest[-1].kind == "done"
 
 
 def test_sent_twice_it_is_one_job(http: httpx.Client) -> None:

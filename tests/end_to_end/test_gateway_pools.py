@@ -209,7 +209,7 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
 
 
 def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
-    client: openai.OpenAI, three: tuple[Pool, ...]
+    client: openai.OpenAI, both: str, three: tuple[Pool, ...]
 ) -> None:
     made = batch_of(client, "second")
     three[2].kill()
@@ -224,9 +224,24 @@ def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
 
         until(lambda: status() == 503, "it is not known")
         until(lambda: batch_of(client, "first").status == "completed", "the other goes on")
+        check_new_keys(client, both)
     finally:
         three[2].start()
     until(lambda: status() == 200, "it is there again")
+
+
+def check_new_keys(client: openai.OpenAI, url: str) -> None:
+    """A pool that is up takes what is submitted under a new key, though another may have it."""
+    header, body = {"Idempotency-Key": "while silent"}, {"prompt": "x", "key": "while silent"}
+
+    def taken() -> bool:
+        job = httpx.post(f"{url}/v1/jobs", json={**body, "model": "shared"}, timeout=60)
+        return job.status_code == 200
+
+    until(taken, "a job with a new key is taken")
+    given: Any = {"max_output_tokens": 3, "background": True, "extra_headers": header}
+    assert client.responses.create(model="shared", input="x", **given).status
+    assert batch_of(client, "shared", extra_headers=header).status == "completed"
 
 
 def test_flags_name_several_pools() -> None:

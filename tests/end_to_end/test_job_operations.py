@@ -83,9 +83,11 @@ def test_operators_list_the_jobs_of_all_owners(pool: Pool) -> None:
         shown = pool.cli("jobs", *flags)
         assert shown.returncode == 0 and ("listed" in shown.stdout) is found, flags
     assert "listed" in pool.cli("jobs", "--all-owners").stdout
-    for mixed in (("--batches",), ("--after", "0"), ("--follow",), ("--batch", "b")):
+    for mixed in (("--batches",), ("--files",), ("--after", "0"), ("--follow",), ("--batch", "b")):
         refused = pool.cli("jobs", "--all-owners", *mixed)
         assert refused.returncode == 2 and f"{mixed[0]} is about your own jobs" in refused.stderr
+        refused = pool.cli("jobs", "listed", *mixed)
+        assert refused.returncode == 2 and f"{mixed[0]} lists jobs" in refused.stderr
 
 
 def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> None:

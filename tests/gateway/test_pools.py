@@ -267,3 +267,57 @@ def test_a_batch_runs_where_all_its_models_are() -> None:
         assert "none of the 2 pools" in missing.message
 
     run(test)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["one slice", "a slice a name"])
+@pytest.mark.parametrize(
+    ("pools_of", "names", "wanted", "refused"),
+    [
+        (["x", "a", "b"], "ab", 1, {"b": "a"}),
+        (["b", "a"], "ab", 1, {"b": "a"}),
+        (["b", "a"], "ba", 0, {"a": "b"}),
+        (["ac", "ab"], "abc", 1, {"c": "b"}),
+        (["x", "a", "ab", "b"], "ab", 2, {}),
+    ],
+)
+def test_a_batch_of_several_pools_runs_in_that_of_its_first_line(
+    pools_of: list[str], names: str, wanted: int, refused: dict[str, str], at_once: bool
+) -> None:
+    clients = [OnePool(*({"name": name} for name in models)) for models in pools_of]
+
+    async def test() -> None:
+        found = made(*clients)
+        among = await found.keepers()
+        models = LineModels(found, among, "key")
+        for some in [names] if at_once else names:
+            await models.add(some)
+        assert models.chosen is among[wanted]
+        for name in names:
+            model = models.model(name)
+            assert isinstance(model, HttpError) is (name in refused)
+            if isinstance(model, HttpError):
+                assert f"{name!r} is in another pool than {refused[name]!r}" in model.message
+
+    run(test)
+
+
+def test_a_silent_pool_does_not_keep_new_keys_from_the_others() -> None:
+    a, b = OnePool({"name": "m"}, jobs=("of a",)), OnePool({"name": "m"}, jobs=("of b",))
+
+    async def test() -> None:
+        found = made(a, OnePool(jobs=None), b)
+        await found.keepers()
+        a.down = True
+        await asyncio.gather(*(pool.look() for pool in found._pools))
+        assert (await found.find(methodcaller("job", "of b"), despite_silent=True))["key"] == "of b"
+        for key in ("of a", "new"):
+            with pytest.raises(UnknownJob):
+                await found.find(methodcaller("job", key), despite_silent=True)
+            await found.get("m", keeps=True, key=key)
+            assert found.client is b
+        b.down = True
+        await asyncio.gather(*(pool.look() for pool in found._pools))
+        with pytest.raises(BrokerLost):
+            await found.find(methodcaller("job", "new"), despite_silent=True)
+
+    run(test)

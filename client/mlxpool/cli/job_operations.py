@@ -36,7 +36,7 @@ FLAGS = (
     "all_owners", "owner", "model", "of_batch", "show", "notices", "export", "verify",
 )  # fmt: skip
 
-OF_USERS = ("after", "batch", "batches", "follow")
+OF_USERS = ("after", "batch", "batches", "files", "follow")
 
 
 def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:

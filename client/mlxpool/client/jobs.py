@@ -138,12 +138,10 @@ def _job(body: Mapping[str, Any]) -> Job:
     return Job(found.key, found.job, found.gen, found.seed, found.state, found.warnings)
 
 
-def milliseconds(name: str, seconds: object) -> int:
-    """A time that a result is kept, or a batch may take. Raises BadRequest."""
-    if not is_number(seconds) or not 0 <= seconds <= messages.MAX_KEEP_MS / 1000:
-        raise BadRequest(
-            f"{name} is {shown(seconds)}, must be seconds from 0 to {messages.MAX_KEEP_MS // 1000}"
-        )
+def milliseconds(name: str, seconds: object, most: int = messages.MAX_KEEP_MS) -> int:
+    """A time that a result is kept, or a batch may take, at most `most` ms. Raises BadRequest."""
+    if not is_number(seconds) or not 0 <= seconds <= most / 1000:
+        raise BadRequest(f"{name} is {shown(seconds)}, must be seconds from 0 to {most // 1000}")
     return round(seconds * 1000)
 
 

@@ -210,12 +210,15 @@ class Pools:
         """The pool of these that suits a request for a model best; None if none has it."""
         return _best(among, name, key)
 
-    async def find(self, ask: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+    async def find(
+        self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
+    ) -> Answer:
         """The answer of the pool that keeps what is asked for; the request stays in that pool.
 
         All pools are asked at once, so that one that is slow hides nothing of the others. Raises
         the error of `ask` (UnknownJob, Gone, JobsOff) if no pool has it, and BrokerLost if one
-        that does not answer may have it.
+        that does not answer may have it. `despite_silent`: the answer of one pool that keeps
+        things is enough, as for a key under which something is to be made.
         """
         if len(self._pools) == 1:
             return await ask(self._pools[0].client)
@@ -238,12 +241,13 @@ class Pools:
             if error is not None and not isinstance(error, NOT_HERE):
                 raise error
         silent = [pool.endpoint for pool in self._pools if not pool.up and pool.keeps is not False]
-        if silent:
+        missing = _not_here(errors)
+        if silent and (isinstance(missing, JobsOff) or not despite_silent):
             raise BrokerLost(
                 f"the pools that answer do not keep it, and {' '.join(silent)} does not answer:"
                 " try again"
             )
-        raise _not_here(errors)
+        raise missing
 
     # ---- all pools -----------------------------------------------------------------------------
 

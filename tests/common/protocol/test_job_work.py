@@ -82,6 +82,11 @@ def test_a_call_has_one_blob_of_bounded_size() -> None:
             parse_work({**EMBED, "inputs": True}, blobs)
 
 
+def test_inputs_beside_tokens_are_named_whatever_their_blobs() -> None:
+    with pytest.raises(BadRequest, match="embed takes one of inputs and tokens, got both"):
+        parse_work({**EMBED, "inputs": True, "tokens": [1]}, (bytes(9), bytes(4)))
+
+
 # ---- submit and lines --------------------------------------------------------------------------
 
 

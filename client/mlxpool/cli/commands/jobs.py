@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
-LISTING = ("state", "after", "batch", "batches", "follow", *job_operations.FLAGS)
+LISTING = ("state", "after", "batch", "batches", "files", "follow", *job_operations.FLAGS)
 DESCRIPTIONS = {
     "retry": "Lets a job that is dead or expired wait again; it goes on behind the tokens that it"
     " has.",

@@ -9,6 +9,7 @@ from mlxpool.client.batches.source import Lines, Source
 from mlxpool.client.jobs import milliseconds
 from mlxpool.client.request import divide_options
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.kept.batch_lines import DEFAULTS
 from mlxpool.common.protocol.kept.job_messages import IDLE, Notify
 
@@ -41,7 +42,7 @@ def source_and_settings(
     if keep is not None:
         settings["keep_ms"] = milliseconds("keep", keep)
     if deadline is not None:
-        settings["deadline_ms"] = max(1, milliseconds("deadline", deadline))
+        settings["deadline_ms"] = max(1, milliseconds("deadline", deadline, MAX_DEADLINE_MS))
     if notify is not None:
         settings["notify"] = Notify.parse({"url": notify})
     return Source(lines, defaults, check), settings

@@ -76,7 +76,7 @@ class EncoderCall:
     @classmethod
     def parse(cls, task: Task, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
         """Check a call. Raises BadRequest naming the key, its value and its bound."""
-        _check_keys(task, body)
+        check_keys(task, body)
         owner = body.get("owner")
         call = cls(
             task,
@@ -92,7 +92,7 @@ class EncoderCall:
         return _with_inputs(call, body, blobs)
 
 
-def _check_keys(task: Task, body: Mapping[str, Any]) -> None:
+def check_keys(task: Task, body: Mapping[str, Any]) -> None:
     """Raises BadRequest for a key without which the answer would be another one, or a misspelt one.
 
     nil means absent.

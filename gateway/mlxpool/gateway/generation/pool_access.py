@@ -64,10 +64,14 @@ class PoolAccess:
         self._check_owner()
         return _for_owner(self.models.client)
 
-    async def find_kept(self, ask: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+    async def find_kept(
+        self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
+    ) -> Answer:
         """What one of the pools keeps for the owner of this request; see Pools.find."""
         self._check_owner()
-        return await self.models.find(lambda client: ask(_for_owner(client)))
+        return await self.models.find(
+            lambda client: ask(_for_owner(client)), despite_silent=despite_silent
+        )
 
     def client_of(self, pool: Pool) -> AsyncClient:
         """The client of one pool, for the owner of this request. Raises HttpError."""

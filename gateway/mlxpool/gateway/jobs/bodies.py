@@ -10,11 +10,11 @@ from typing import Any
 from mlxpool.client import Delta, Result, Vectors
 from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.gateway.errors import HttpError, bad_request
-from mlxpool.gateway.server_sent_events import sse
+from mlxpool.gateway.generation.kept_answers import FAILED
+from mlxpool.gateway.server_sent_events import large_sse, sse
 
 JOB_ID = re.compile(r"[0-9a-f]{32}")
-EVENT_ID = re.compile(r"([0-9]{1,9})\.([0-9]{1,12}|end)")
-END = "end"  # in place of a position: the reader has everything
+EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(\.failed)?|end)")
 
 
 def job_ref(text: str) -> str | bytes:
@@ -40,16 +40,27 @@ def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a reader is: a generation (None: the present one) and how many of its ids it has."""
+    """Where a reader is: a generation (None: the present one) and how many of its ids it has.
+
+    `ended`: it has the result, which is final. `failed`: it has those ids and was told an error,
+    after which the job may be tried again (`retry`) and go on behind them.
+    """
 
     gen: int | None = None
     pos: int = 0
     ended: bool = False
+    failed: bool = False
 
     @property
     def id(self) -> str:
         """As the id of an event."""
-        return f"{self.gen or 0}.{END if self.ended else self.pos}"
+        return f"{self.gen or 0}.{'end' if self.ended else self.pos}{'.failed' * self.failed}"
+
+    def has_all(self, job: Mapping[str, Any]) -> bool:
+        """Whether nothing follows of the job with this row: no id, and no other end."""
+        if self.gen != job["gen"]:
+            return False
+        return self.ended or (self.failed and job["state"] in FAILED and self.pos == job["ids"])
 
 
 def place_of(last_event_id: str) -> Place:
@@ -58,8 +69,7 @@ def place_of(last_event_id: str) -> Place:
     if found is None:
         message = f"Last-Event-ID is {last_event_id!r:.60}, must be the id of an event, as 0.12"
         raise bad_request(message)
-    ended = found[2] == END
-    return Place(int(found[1]), 0 if ended else int(found[2]), ended)
+    return Place(int(found[1]), int(found[2] or 0), found[2] is None, found[3] is not None)
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -79,18 +89,21 @@ def restarted_event(gen: int) -> bytes:
 
 
 def done_event(result: Result, gen: int) -> bytes:
-    """The job has ended without an error; it may have been cancelled."""
+    """The job has ended without an error; it may have been cancelled.
+
+    A call's may have 256 vectors, which take a fraction of a second: for another thread.
+    """
     body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
     more: dict[str, Any] = {} if result.complete is None else {"complete": result.complete}
     if result.answer is not None:
         more |= result.answer.fields
         more |= {"vectors": Vectors.of(result).tolist()} if result.answer.kind == VECTORS else {}
-    return sse({**body, **more}, "done", Place(gen, ended=True).id)
+    return large_sse({**body, **more}, "done", Place(gen, ended=True).id)
 
 
-def failed_event(error: HttpError, gen: int) -> bytes:
-    """The job has ended with an error."""
-    return sse(_fault(error), "failed", Place(gen, ended=True).id)
+def failed_event(error: HttpError, gen: int, pos: int) -> bytes:
+    """The job has ended with an error; `pos`: how many ids its reader has."""
+    return sse(_fault(error), "failed", Place(gen, pos, failed=True).id)
 
 
 def interrupted_event(error: HttpError) -> bytes:

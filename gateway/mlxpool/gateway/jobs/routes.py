@@ -54,7 +54,7 @@ class JobRoutes:
         if key is None:
             return await self._pool.models.get(request.model, keeps=True)
         try:
-            await self._pool.find_kept(lambda client: client.job(key))
+            await self._pool.find_kept(lambda client: client.job(key), despite_silent=True)
         except NOT_HERE:
             return await self._pool.models.get(request.model, keeps=True, key=key)
         return await self._pool.models.get_here(request.model)
@@ -120,7 +120,7 @@ class JobRoutes:
         else:
             start = queries.integer(query, "from", 0, MAX_NUMBER) or 0
             place = Place(queries.integer(query, "gen", 0, MAX_NUMBER), start)
-        if place.ended and place.gen == row["gen"]:
+        if place.has_all(row):
             return await response.data(b"", "text/plain", NO_CONTENT)
         await JobReader(client, row, response, self._pool.settings.keep_alive).run(place)
 
@@ -138,6 +138,7 @@ class JobReader:
         """`row`: the job. `keep_alive`: seconds without an event until a comment is sent."""
         self._client = client
         self._job, self._gen = bytes(row["job"]), int(row["gen"])
+        self._pos = 0  # ids of this generation that the reader has
         self._response = response
         self._keep_alive = keep_alive
 
@@ -147,10 +148,12 @@ class JobReader:
             await self._restarted(self._gen)
             place = Place()
         while True:
+            self._pos = place.pos
             stream = self._client.fetch(self._job, place.pos, self._gen, steps=True)
             try:
                 await self._copy(stream)
-                return await self._end(bodies.done_event(stream.result, self._gen))
+                done = await asyncio.to_thread(bodies.done_event, stream.result, self._gen)
+                return await self._end(done)
             except JobRestarted as error:
                 gen = (error.details or {}).get("gen")
                 if gen is None or gen == self._gen:
@@ -174,6 +177,7 @@ class JobReader:
                 if not deltas:
                     return
                 await self._write(b"".join(bodies.delta_event(one, self._gen) for one in deltas))
+                self._pos = deltas[-1].pos + len(deltas[-1].ids)
             wait = self._keep_alive
 
     async def _restarted(self, gen: int) -> None:
@@ -187,7 +191,7 @@ class JobReader:
         if not ended and not self._response.started:
             raise error
         self._response.identified(fault)
-        failed = bodies.failed_event(fault, self._gen)
+        failed = bodies.failed_event(fault, self._gen, self._pos)
         await self._end(failed if ended else bodies.interrupted_event(fault))
 
     async def _write(self, data: bytes) -> None:

@@ -11,7 +11,8 @@ from mlxpool.client import Ranking
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.gateway.errors import from_pool_error
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.http import JSON, ResponseWriter
+from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai.vectors import ScoreRequest
 
@@ -33,7 +34,10 @@ class VectorRoutes:
         asked = self._pool.client.embed(model, request.inputs, **request.settings, **late)
         found = await _answer(asked, "input")
         response.exchange.count(found.usage)
-        await response.json(vectors.embeddings_body(request, found))
+        data = await asyncio.to_thread(
+            lambda: encode_in_parts(vectors.embeddings_body(request, found))
+        )
+        await response.data(data, JSON)
 
     async def rerank(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/rerank."""

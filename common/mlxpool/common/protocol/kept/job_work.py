@@ -16,7 +16,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.decisions import DECIDE, DecideCall
-from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, TASKS, EncoderCall
+from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, TASKS, EncoderCall, check_keys
 from mlxpool.common.protocol.from_client import Generate, ModelCall
 
 Work: TypeAlias = Generate | ModelCall
@@ -53,16 +53,18 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
     for key in OF_POOL:
         if key in request:
             raise BadRequest(f"{key} is of calls that are sent: a job has none")
+    fields = {key: value for key, value in request.items() if key not in _NOT_FIELDS}
+    task = next((one for one in TASKS if one == kind), None)
+    if task is not None:
+        check_keys(task, fields)  # in front of the blobs: each of `inputs` and `tokens` has one
     if len(blobs) > 1 or any(len(blob) > MAX_BLOB for blob in blobs):
         sizes = ", ".join(str(len(blob)) for blob in blobs)
         raise TooLarge(f"{kind} takes one blob of at most {MAX_BLOB} bytes, got {sizes} bytes")
     if not request.get("model"):
         raise BadRequest(f"model must be a name, got {shown(request.get('model'))}")
-    fields = {key: value for key, value in request.items() if key not in _NOT_FIELDS}
-    if kind == DECIDE:
+    if task is None:
         DecideCall.parse(fields, blobs)
     else:
-        task = next(one for one in TASKS if one == kind)
         EncoderCall.parse(task, fields, blobs)
     return ModelCall.parse(kind, request, blobs, owner)
 

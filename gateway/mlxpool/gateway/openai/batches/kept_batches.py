@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlxpool.common.protocol.kept.file_messages import KeyName
 from mlxpool.gateway.http import serve_others
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
+from mlxpool.gateway.openai.batches.fields import CALLS
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles, ask, row_of
 from mlxpool.gateway.openai.batches.lines import SLICE_LINES
 from mlxpool.gateway.openai.batches.results import result_line
@@ -93,7 +95,11 @@ class KeptBatches:
                     await serve_others()
                 line = await lines.line(int(outcome["line"]))
                 outcome, whole = await self._whole(dict(outcome))
-                answered, data = result_line(outcome, line, request.endpoint, whole)
+                made_of = outcome, line, request.endpoint, whole
+                if request.endpoint in CALLS:  # an answer may be 256 vectors
+                    answered, data = await asyncio.to_thread(result_line, *made_of)
+                else:
+                    answered, data = result_line(*made_of)
                 if answered is (kind == bodies.OUTPUT):
                     made.append(data)
             yield b"".join(made)

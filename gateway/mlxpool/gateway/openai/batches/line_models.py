@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from mlxpool.common.errors import PoolError, UnknownModel
 from mlxpool.gateway import errors
@@ -33,13 +34,19 @@ class LineModels:
         self._unknown: dict[str, HttpError] = {}
         self._is_chosen = False  # a line has named a model
 
-    async def add(self, names: Collection[str]) -> None:
-        """Look up further names, and choose again. Raises PoolError for what can pass."""
-        new = [name for name in names if name not in self._known and name not in self._unknown]
-        if not new:
-            return
-        for name in new:
-            await self._look_up(name)
+    async def add(self, names: Iterable[str]) -> None:
+        """Look up further names, in the order of their lines. Raises PoolError for what can pass.
+
+        The pool is chosen again after each new name, so that it always has the model of the first
+        line, and how lines are divided among calls changes nothing.
+        """
+        for name in names:
+            if name not in self._known and name not in self._unknown:
+                await self._look_up(name)
+                self._choose()
+
+    def _choose(self) -> None:
+        """Choose a pool that has all known models; keep the one chosen if none has, or it does."""
         able = [
             pool for pool in self._among if all(pool in found for found in self._known.values())
         ]
@@ -77,9 +84,12 @@ class LineModels:
         return pools.get(self.chosen) or self._elsewhere(name)
 
     def _elsewhere(self, name: str) -> HttpError:
-        others = [one for one, pools in self._known.items() if self.chosen in pools]
+        pools, earlier = self._known[name].keys(), takewhile(lambda one: one != name, self._known)
+        here = [one for one in earlier if self.chosen in self._known[one]]
+        apart = (one for one in here if pools.isdisjoint(self._known[one]))
+        other = next(apart, here[0])
         return bad_request(
-            f"the model {name!r:.80} is in another pool than {others[0]!r:.80} of an earlier line,"
+            f"the model {name!r:.80} is in another pool than {other!r:.80} of an earlier line,"
             " and a batch runs in one pool: make a batch for each of them",
             "body.model",
             ELSEWHERE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from mlxpool.gateway.formats.events import Content
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
 from mlxpool.gateway.generation.kept_answers import call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai.batches.call_answers import call_body
 from mlxpool.gateway.openai.batches.fields import CALLS, CHATS, COMPLETIONS
 from mlxpool.gateway.openai.batches.lines import Asked
@@ -35,6 +35,12 @@ NOT_RUN = {  # state of a line that was not answered -> code of its error, and a
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line's answer"),
 }
 
+NO_LINE = (
+    "line_missing",
+    "the file of the batch's lines is not stored any more, and this line's answer cannot be given"
+    " without its documents, questions and format; the job of the line has its numbers",
+)
+
 
 def result_line(
     row: Mapping[str, Any],
@@ -42,9 +48,10 @@ def result_line(
     endpoint: str,
     whole: Result | PoolError | None = None,
 ) -> tuple[bool, bytes]:
-    """Whether a line was answered, and its line in the output or the error file.
+    """Whether a line was answered, and what the output file, or else the error file, has of it.
 
-    `row` is an outcome, `line` the line of the pool, `whole` what was fetched of a long answer.
+    `row` is an outcome, `line` the line of the pool (empty if it is missing), `whole` what was
+    fetched of a long answer.
     """
     found = line_result(row, whole)
     name = found.job.hex() if found.job else f"line{row['line']}"
@@ -52,7 +59,10 @@ def result_line(
     response: dict[str, Any] | None = None
     fault: dict[str, str] | None = None
     answered = found.state == "done" and found.result is not None
-    if answered:
+    if answered and not line and endpoint in CALLS:
+        code, message = NO_LINE
+        fault = {"code": code, "message": message}
+    elif answered:
         assert found.result is not None
         body = _answer(row, line, endpoint, name, found.result)
         response = {"status_code": 200, "request_id": name, "body": body}
@@ -66,8 +76,7 @@ def result_line(
         response = {"status_code": error.status, "request_id": name, "body": body}
     else:
         fault = {"code": "result_deleted", "message": "the result of this line was deleted"}
-    text = json.dumps({**members, "response": response, "error": fault}, ensure_ascii=False)
-    return answered, text.encode("utf-8", "replace") + b"\n"
+    return answered, encode_in_parts({**members, "response": response, "error": fault}) + b"\n"
 
 
 def _answer(

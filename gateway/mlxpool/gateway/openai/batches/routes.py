@@ -61,7 +61,9 @@ class BatchRoutes:
         Raises HttpError if that was another request, Gone if its results were deleted.
         """
         try:
-            row, request = await self._pool.find_kept(lambda client: KeptBatches(client).find(id))
+            row, request = await self._pool.find_kept(
+                lambda client: KeptBatches(client).find(id), despite_silent=True
+            )
         except UnknownJob:
             return None
         if not asked.is_of(request):
@@ -189,7 +191,7 @@ class BatchRoutes:
         async for lines in parts:
             for some in slices_of(lines):
                 parsed = await asyncio.to_thread(reader.parse, some)
-                await models.add({line["body"]["model"] for _, line in parsed})
+                await models.add(line["body"]["model"] for _, line in parsed)
                 if models.chosen is not target:
                     return
                 made = await asyncio.to_thread(reader.pool_lines, parsed, models.model)

@@ -57,7 +57,7 @@ class KeptResponseRoutes:
             return await self._pool.models.get(name, keeps=True)
         key = response_id(_hex_of(idempotency))
         try:
-            await self._pool.find_kept(lambda client: client.job(key))
+            await self._pool.find_kept(lambda client: client.job(key), despite_silent=True)
         except NOT_HERE:
             return await self._pool.models.get(name, keeps=True, key=key)
         return await self._pool.models.get_here(name)

@@ -52,9 +52,14 @@ class ResponseEvents:
         return self._event("response.failed", body)
 
     def broken_off(self, error: HttpError) -> bytes:
-        """The event that ends a reading whose response goes on; it does not count."""
+        """The event that ends a reading whose response goes on.
+
+        It does not count, so it has the number of the event that its reader has last: with it as
+        `starting_after` another reading goes on behind that.
+        """
         fault = {"code": error.code, "message": error.message, "param": None}
-        return sse({"type": "error", "sequence_number": self.number, **fault}, "error")
+        number = max(self.number - 1, self.after)
+        return sse({"type": "error", "sequence_number": number, **fault}, "error")
 
     def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
         number, self.number = self.number, self.number + 1
