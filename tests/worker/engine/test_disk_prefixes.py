@@ -6,6 +6,7 @@ vectors. Answers are compared with those of an engine without a cache.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -197,6 +198,29 @@ def test_records_of_other_rules_are_never_used(
     assert cached(loaded("full"), layout="rows") == 0
     monkeypatch.undo()
     assert cached(loaded("full", True), layout="rows", kv="int8") == 0
+
+
+def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) -> None:
+    """The digest of the weights covers only both ends of a file; its time and size tell the rest."""
+    path, prompt = tmp_path / "model", prompt_of(SIZE)
+    path.mkdir()
+    folder = inspect(write_checkpoint(path, **LONG))
+    model = load(folder)
+    engine = opened(model, tmp_path / "disk")
+    ask(engine, sequence(prompt))
+    closed(engine)
+    (shard,) = folder.shards
+    status = shard.stat()
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(ModelLoadFailed, match="changed while it was loaded"):
+        opened(model, tmp_path / "disk")
+    other = opened(load(inspect(path)), tmp_path / "disk")
+    assert other.digest == engine.digest
+    looked_at(other)
+    seq = sequence(prompt)
+    ask(other, seq)
+    assert seq.cached == 0
+    other.close()
 
 
 @pytest.mark.parametrize("layout", ["slabs", "pool"])
