@@ -301,6 +301,50 @@ def test_a_tree_without_space_takes_what_fits(loaded: Any, tmp_path: Path) -> No
     small.close()
 
 
+@pytest.mark.parametrize("layout", ["pool", "rows", "slabs"])
+def test_a_restored_prefix_takes_no_blocks_that_rows_were_given(
+    loaded: Any, tmp_path: Path, layout: str
+) -> None:
+    model, prompt = loaded("full"), prompt_of(8 * 256 + 2)
+    engine = opened(model, tmp_path, layout=layout)
+    ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path, layout=layout, blocks=16)
+    looked_at(other)
+    row = sequence(prompt_of(12 * 256 - 2, 5))
+    assert other.blocks.admit(row, alone=True) and other.blocks.given(row) == 13
+    other.admit(row)
+    seq = sequence(prompt)
+    fetch(other, seq)
+    assert 0 < other.prefix.probe(prompt)[0] < len(prompt) - 1
+    assert other.blocks.available >= 0
+    read(other, row)
+    assert row.submitted >= len(row.prompt) - 1
+    other.close()
+
+
+@pytest.mark.parametrize("layout", ["pool", "rows"])
+def test_a_row_gets_the_memory_of_what_others_wait_for(
+    loaded: Any, tmp_path: Path, layout: str
+) -> None:
+    model, prompts = loaded("full"), [prompt_of(6 * 256 + 2, salt) for salt in range(3)]
+    engine = opened(model, tmp_path, layout=layout)
+    for prompt in prompts:
+        ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path, layout=layout, blocks=16)
+    looked_at(other)
+    waiting = [sequence(prompt) for prompt in prompts]
+    for seq in waiting:
+        fetch(other, seq)
+    first = sequence(prompt_of(10 * 256, 7))
+    assert other.blocks.admit(first, alone=True)
+    assert other.blocks.available >= 0
+    other.admit(first)
+    read(other, first)
+    other.close()
+
+
 def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
     engine = opened(model, tmp_path, layout="pool")

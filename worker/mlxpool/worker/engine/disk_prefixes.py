@@ -45,7 +45,8 @@ class _Restore:
 class DiskPrefixes:
     """Between the tree of an engine and its disk tier; used by the compute thread.
 
-    `bound`: sets the budget of the cache to what rows leave.
+    `bound`: sets the budget of the cache to what rows leave. `claim`: whether so many bytes are free
+    of what rows have and were given, after evicting prefixes if necessary.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class DiskPrefixes:
         cache: TreeCache[Any, Any, Any],
         store: PortableStore[Any, Any],
         bound: Callable[[], None],
+        claim: Callable[[int], bool],
     ) -> None:
         self._tier, self._cache, self._store, self._bound = tier, cache, store, bound
+        self._claim = claim
         self._saves = DiskSaves(tier, cache, store)
         self._restores: dict[Sequence, _Restore] = {}
         self._paused_until = 0.0
@@ -117,11 +120,25 @@ class DiskPrefixes:
             return
         restore.reading.end()
         seq.restoring = False
-        for node in restore.nodes:
-            self._cache.leave(node)
+        self._unpin(restore)
         if restore.got:
             self.counters.hits += 1
             self.counters.tokens += restore.got
+
+    def unpin(self, seq: Sequence) -> bool:
+        """Lets what was read for sequences other than `seq` be evicted, because a row needs memory.
+
+        Returns whether there was something.
+        """
+        others = [one for one in self._restores.values() if one.sequence is not seq and one.nodes]
+        for restore in others:
+            self._unpin(restore)
+        return bool(others)
+
+    def _unpin(self, restore: _Restore) -> None:
+        for node in restore.nodes:
+            self._cache.leave(node)
+        restore.nodes = []
 
     def _take(self, restore: _Restore, now: float, *, all_of_it: bool) -> None:
         reading = restore.reading
@@ -151,24 +168,24 @@ class DiskPrefixes:
             state = size, lambda: store.restored_state(record)
         self._bound()
         try:
-            node = self._cache.graft(
+            grafted = self._cache.graft(
                 restore.tokens[: record.end],
                 restore.sequence.owner,
                 record.end if state else header.start,
                 lambda start, end: store.bytes_of(record, start, end),
                 lambda start, end: store.restored(record, start, end),
                 state,
+                claim=self._claim,
             )
         except Exception:
             log.exception("a prefix from the disk could not be restored")
             return False
-        if node is None:
+        if grafted is None:
             return False
-        for before in restore.nodes:
-            self._cache.leave(before)
+        node, added = grafted
+        self._unpin(restore)
         restore.nodes = [node]
-        if header.kind is Kind.TOKENS:
-            restore.got += record.end - max(header.start, restore.reading.wanted.matched)
+        restore.got += added
         return True
 
     # ---- the tree is saved -----------------------------------------------------------------------

@@ -275,7 +275,7 @@ class RowEngine(ABC, Generic[R]):
         for span in keep:
             self._keep(span.sequence)
         for seq in shared:
-            if self.blocks.find_one():  # for the copy of the block that it goes on writing
+            if self.blocks.find(1):  # for the copy of the block that it goes on writing
                 self._keep(seq, restore_point=True)
 
     def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
@@ -326,6 +326,10 @@ class RowEngine(ABC, Generic[R]):
             self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
+
+    def unpin(self, seq: Sequence) -> bool:
+        """See BlockMemory."""
+        return self.disk is not None and self.disk.unpin(seq)
 
     def prefix_blocks(self) -> int:
         """Returns the blocks that the prefix cache uses."""
@@ -384,14 +388,20 @@ class RowEngine(ABC, Generic[R]):
         room = room_of(self._limit)
         if self._files.stamps() != self._stamps:
             raise ModelLoadFailed(f"{self._files.where} changed while it was loaded: load it again")
+        blocks, block_bytes = self.blocks, self._block_bytes
         self.disk = open_disk(
             settings,
             self._prefix,
             self._store,
-            {**self._kept_rules(), "weights": self.digest, "files": digest_of({"stamps": self._stamps}).hex()},
+            {
+                **self._kept_rules(),
+                "weights": self.digest,
+                "files": digest_of({"stamps": self._stamps}).hex(),
+            },
             room=room,
             wake=wake,
             bound=self._bound_prefix,
+            claim=lambda size: blocks.find(-(-size // block_bytes)),
         )
         self._disk_room = 0 if device.has_own_memory() else 2 * room
         self.blocks.capacity = self._capacity()
