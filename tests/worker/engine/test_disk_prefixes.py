@@ -316,7 +316,7 @@ def test_a_restored_prefix_takes_no_blocks_that_rows_were_given(
     other.admit(row)
     seq = sequence(prompt)
     fetch(other, seq)
-    assert 0 < other.prefix.probe(prompt)[0] < len(prompt) - 1
+    assert 0 < disk_of(other)._cache.probe(prompt)[0] < len(prompt) - 1
     assert other.blocks.available >= 0
     read(other, row)
     assert row.submitted >= len(row.prompt) - 1

@@ -427,7 +427,8 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
     stored(tmp_path, records_of(IDS[:512]))
     for path in segments(tmp_path):
         os.utime(path, (1, 1))
-    failed, real, opened = [], ModelFolder.files, tier.Segment
+    failed: list[str] = []
+    real = ModelFolder.files
 
     def files(one: ModelFolder) -> list[SegmentFile]:
         if 1 <= len(failed) <= 3:
@@ -439,7 +440,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
         if not failed:
             failed.append("segment")
             raise OSError(errno.EMFILE, "Too many open files")
-        return opened(path, digest)
+        return Segment(path, digest)
 
     monkeypatch.setattr(ModelFolder, "files", files)
     monkeypatch.setattr(tier, "Segment", segment)

@@ -161,5 +161,7 @@ def _entries(folder: Path, *ignored: type[OSError]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (FileNotFoundError, NotADirectoryError, *ignored):
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except ignored:
         return []
