@@ -178,6 +178,9 @@ class StubEngine:
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
+    def unpin(self, seq: Sequence) -> bool:
+        return False
+
     def release(self, seq: Sequence) -> None:
         self.blocks.free(seq)
 

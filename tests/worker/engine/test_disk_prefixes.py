@@ -6,6 +6,7 @@ vectors. Answers are compared with those of an engine without a cache.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -199,6 +200,29 @@ def test_records_of_other_rules_are_never_used(
     assert cached(loaded("full", True), layout="rows", kv="int8") == 0
 
 
+def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) -> None:
+    """The digest of the weights covers both ends of a file; its time and size tell the rest."""
+    path, prompt = tmp_path / "model", prompt_of(SIZE)
+    path.mkdir()
+    folder = inspect(write_checkpoint(path, **LONG))
+    model = load(folder)
+    engine = opened(model, tmp_path / "disk")
+    ask(engine, sequence(prompt))
+    closed(engine)
+    (shard,) = folder.shards
+    status = shard.stat()
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(ModelLoadFailed, match="changed while it was loaded"):
+        opened(model, tmp_path / "disk")
+    other = opened(load(inspect(path)), tmp_path / "disk")
+    assert other.digest == engine.digest
+    looked_at(other)
+    seq = sequence(prompt)
+    ask(other, seq)
+    assert seq.cached == 0
+    other.close()
+
+
 @pytest.mark.parametrize("layout", ["slabs", "pool"])
 def test_damaged_segments_cost_time_and_no_token(loaded: Any, tmp_path: Path, layout: str) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
@@ -277,6 +301,50 @@ def test_a_tree_without_space_takes_what_fits(loaded: Any, tmp_path: Path) -> No
     small.close()
 
 
+@pytest.mark.parametrize("layout", ["pool", "rows", "slabs"])
+def test_a_restored_prefix_takes_no_blocks_that_rows_were_given(
+    loaded: Any, tmp_path: Path, layout: str
+) -> None:
+    model, prompt = loaded("full"), prompt_of(8 * 256 + 2)
+    engine = opened(model, tmp_path, layout=layout)
+    ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path, layout=layout, blocks=16)
+    looked_at(other)
+    row = sequence(prompt_of(12 * 256 - 2, 5))
+    assert other.blocks.admit(row, alone=True) and other.blocks.given(row) == 13
+    other.admit(row)
+    seq = sequence(prompt)
+    fetch(other, seq)
+    assert 0 < disk_of(other)._cache.probe(prompt)[0] < len(prompt) - 1
+    assert other.blocks.available >= 0
+    read(other, row)
+    assert row.submitted >= len(row.prompt) - 1
+    other.close()
+
+
+@pytest.mark.parametrize("layout", ["pool", "rows"])
+def test_a_row_gets_the_memory_of_what_others_wait_for(
+    loaded: Any, tmp_path: Path, layout: str
+) -> None:
+    model, prompts = loaded("full"), [prompt_of(6 * 256 + 2, salt) for salt in range(3)]
+    engine = opened(model, tmp_path, layout=layout)
+    for prompt in prompts:
+        ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path, layout=layout, blocks=16)
+    looked_at(other)
+    waiting = [sequence(prompt) for prompt in prompts]
+    for seq in waiting:
+        fetch(other, seq)
+    first = sequence(prompt_of(10 * 256, 7))
+    assert other.blocks.admit(first, alone=True)
+    assert other.blocks.available >= 0
+    other.admit(first)
+    read(other, first)
+    other.close()
+
+
 def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
     engine = opened(model, tmp_path, layout="pool")
@@ -304,22 +372,124 @@ def test_a_disk_that_does_not_answer_is_given_up(
     other = opened(model, tmp_path)
     disk = disk_of(other)
     looked_at(other)
-    monkeypatch.setattr(disk._tier, "_read_chosen", lambda *_: time.sleep(1.0))
-    seq = sequence(prompt)
-    disk.begin(seq, 100.0)
+    asked, may_end = threading.Event(), threading.Event()
+
+    def stuck(*_: object) -> None:
+        asked.set()
+        may_end.wait()
+
+    monkeypatch.setattr(disk._tier, "_read_chosen", stuck)
+    seq, began = sequence(prompt), time.monotonic()
+    disk.begin(seq, began)
+    assert asked.wait(60) and seq.restoring
+    now = time.monotonic()
+    disk.turn(began + disk_prefixes.READ_LIMIT - 0.1, busy=False)
     assert seq.restoring
-    disk.turn(100.0 + disk_prefixes.READ_LIMIT - 0.1, busy=False)
-    assert seq.restoring
-    disk.turn(100.0 + disk_prefixes.READ_LIMIT + 0.1, busy=False)
+    disk.turn(now + disk_prefixes.READ_LIMIT + 0.1, busy=False)
     assert not seq.restoring
+    may_end.set()
     later = sequence(prompt)
-    disk.begin(later, 106.0)
+    disk.begin(later, now + disk_prefixes.READ_LIMIT + 1)
     assert not later.restoring  # nobody waits for it for a while
     other.admit(seq)
     read(other, seq)
     decode(other, [seq], STEPS)
     assert seq.ids == answer and seq.cached == 0
     other.close()
+
+
+def test_a_disk_that_serves_others_is_not_given_up(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_prefixes, "READ_LIMIT", 600.0)
+    model, prompts = loaded("full"), [prompt_of(SIZE, salt) for salt in range(2)]
+    engine = opened(model, tmp_path)
+    for prompt in prompts:
+        ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path)
+    disk = disk_of(other)
+    looked_at(other)
+    disk._tier.unread.limit = 1  # a record at a time
+    first, second = map(sequence, prompts)
+    began = time.monotonic() - 2 * disk_prefixes.READ_LIMIT
+    disk.begin(first, began)
+    disk.begin(second, began)
+    until(lambda: disk._tier._awaits_room, "the disk waits for the compute thread")
+
+    def ready() -> bool:
+        disk.turn(time.monotonic(), busy=True)
+        return not first.restoring and not second.restoring
+
+    until(ready, "both are read")
+    assert [disk._restores[seq].got for seq in (first, second)] == [SIZE - 1, SIZE - 1]
+    other.close()
+
+
+def test_a_prefix_is_read_once_for_all_that_begin_with_it(loaded: Any, tmp_path: Path) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path)
+    ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path)
+    disk = disk_of(other)
+    looked_at(other)
+    every = [sequence(prompt) for _ in range(4)]
+
+    def ready() -> bool:
+        for seq in every:
+            disk.begin(seq, time.monotonic())
+        disk.turn(time.monotonic(), busy=True)
+        return not any(seq.restoring or not seq.looked_up for seq in every)
+
+    until(ready, "the disk is read")
+    for seq in every:
+        other.admit(seq)
+    assert [seq.cached for seq in every] == [SIZE - 1] * 4
+    assert (disk.counters.hits, disk.counters.tokens) == (1, SIZE - 1)
+    assert disk.counters.read_bytes < 2 * SIZE * 2 * 2 * 2 * 8 * 4
+    other.close()
+
+
+def test_a_sequence_goes_on_when_the_one_that_reads_for_it_leaves(
+    loaded: Any, tmp_path: Path
+) -> None:
+    model, prompt = loaded("full"), prompt_of(SIZE)
+    engine = opened(model, tmp_path)
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    other = opened(model, tmp_path)
+    disk = disk_of(other)
+    looked_at(other)
+    first, second = sequence(prompt), sequence(prompt)
+    disk.begin(first, time.monotonic())
+    disk.begin(second, time.monotonic())
+    assert second.restoring and not second.looked_up
+    other.release(first)
+    assert ask(other, second) == answer and second.cached == SIZE - 1
+    other.close()
+
+
+def test_saving_that_fails_costs_a_record_and_pauses(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened(loaded("full"), tmp_path)
+    disk = disk_of(engine)
+    ask(engine, sequence(prompt_of(SIZE)))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(disk._store, "stored", fail)
+    disk.save_all(time.monotonic() + 600)  # ends at once
+    assert disk.counters.dropped == 1 and disk.counters.written_bytes == 0
+    monkeypatch.undo()
+    disk.save_all(time.monotonic() + 600)
+    assert disk.counters.dropped == 1 and disk.counters.written_bytes == 0
+    disk._saves_paused_until = 0.0
+    disk.save_all(time.monotonic() + 60)
+    assert disk.counters.written_bytes > 0
+    engine.close()
 
 
 def test_a_request_waits_for_the_first_look_at_the_folder(

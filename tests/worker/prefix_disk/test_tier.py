@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
 import signal
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +22,12 @@ from hypothesis import strategies as st
 
 from mlxpool.worker.prefix_disk import folder, tier
 from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord
-from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, UnsafeFolder
+from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, SegmentFile, UnsafeFolder
 from mlxpool.worker.prefix_disk.keys import root_key
-from mlxpool.worker.prefix_disk.records import Kind
+from mlxpool.worker.prefix_disk.readings import Reading, Room, choose, require_chosen
+from mlxpool.worker.prefix_disk.records import BadRecord, Kind
+from mlxpool.worker.prefix_disk.segments import Segment
+from mlxpool.worker.prefix_disk.survey import remove, survey
 from support.disk_records import (
     DIGEST,
     check_tokens,
@@ -243,6 +250,23 @@ def test_names_of_models_are_folders(tmp_path: Path) -> None:
     assert all(path.parent == tmp_path for path in folder.models_in(tmp_path).values())
 
 
+def test_folders_that_may_not_be_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, records_of(IDS))
+    ModelFolder(tmp_path, "other", 1).prepare(DIGEST)
+    ModelFolder(tmp_path, "m", 1).prepare(bytes(32))
+    real, locked = os.scandir, {tmp_path / "other", tmp_path / "m" / bytes(16).hex()}
+
+    def scandir(path: Path) -> object:
+        if Path(path) in locked:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [(one.model, one.records) for one in survey(tmp_path, verify=True)] == [("m", 4)]
+
+
 # ---- what the disk may do ------------------------------------------------------------------------
 
 
@@ -344,7 +368,7 @@ def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> No
         until(lambda: len(one.index) == 4, "the records are found")
         os.truncate(segments(tmp_path)[0], 4000)
         assert read_all(one, wanted([*IDS, 1])) == []
-        assert one.counters.bad == 1
+        assert one.counters.bad == 2  # the part at the end, then the first block
 
 
 def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
@@ -352,7 +376,7 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
     with tier_at(tmp_path) as one:
         until(lambda: len(one.index) == 40, "the records are found")
         reading = one.begin(wanted(range(256 * 40)))
-        reading.room = 1  # a record at a time
+        one.unread.limit = 1  # a record at a time
         until(lambda: reading.take() is not None, "a record comes")
         reading.end()
         until(lambda: reading.finished, "it ends")
@@ -370,6 +394,127 @@ def test_a_lock_that_a_stopped_process_holds_costs_a_record(
             with pytest.raises(Locked), ModelFolder(tmp_path, "m", 1).locked():
                 pass
         assert one.counters.dropped == 1
+        write_all(one, records_of(IDS))  # at once: the disk is in order
+        assert one.counters.dropped == 1 and one.counters.written_bytes > 0
+
+
+def test_a_worker_writes_on_after_its_records_were_deleted(tmp_path: Path) -> None:
+    with tier_at(tmp_path) as one:
+        write_all(one, records_of(IDS[:256]))
+        assert remove(tmp_path, "m") > 0
+        assert not ModelFolder(tmp_path, "m", 1).segments_of(DIGEST).exists()
+        write_all(one, records_of(IDS)[1:])
+        assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+        remove(tmp_path, "m")
+    with tier_at(tmp_path) as one:
+        remove(tmp_path, "m")
+        write_all(one, records_of(IDS))  # its first segment
+        assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+
+
+def test_the_last_segment_of_a_digest_is_deleted_for_a_new_one(tmp_path: Path) -> None:
+    size = 2**18
+    with tier_at(tmp_path, budget=2 * size) as one:
+        for number in range(3):
+            write_all(one, _large(number, size))
+        assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier, "REFRESH_INTERVAL", 0.02)
+    stored(tmp_path, records_of(IDS[:512]))
+    for path in segments(tmp_path):
+        os.utime(path, (1, 1))
+    failed: list[str] = []
+    real = ModelFolder.files
+
+    def files(one: ModelFolder) -> list[SegmentFile]:
+        if 1 <= len(failed) <= 3:
+            failed.append("files")
+            raise OSError(errno.EIO, "Input/output error")
+        return real(one)
+
+    def segment(path: Path, digest: bytes) -> Segment:
+        if not failed:
+            failed.append("segment")
+            raise OSError(errno.EMFILE, "Too many open files")
+        return Segment(path, digest)
+
+    monkeypatch.setattr(ModelFolder, "files", files)
+    monkeypatch.setattr(tier, "Segment", segment)
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 2, "the records are found")
+        assert failed == ["segment", "files", "files", "files"]
+        assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == 512
+        assert one.counters.bad == 0
+    assert len([entry for entry in caplog.records if "folder" in entry.message]) == 1
+
+
+def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
+    other = [*IDS[:600], *range(100, 190)]
+    stored(tmp_path, [*records_of(IDS[:700]), *records_of(other)])
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 4, "the records are found")
+        place = one.index.tokens(records_of(other)[-1].key)
+        assert place is not None
+        data[place.offset + 20] ^= 1
+        path.write_bytes(data)
+        prompt = [*IDS[:700], 1]
+        assert check_tokens(read_all(one, wanted(prompt)), prompt) == 700
+        assert one.counters.bad == 1
+
+
+def test_a_record_of_other_inputs_is_refused(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS, states=[700]))
+    with tier_at(tmp_path) as one:
+        until(lambda: len(one.index) == 6, "the records are found")
+        (*blocks, state) = choose(wanted([*IDS[:700], 1], stateful=True), one.index, _never)
+        for choice in (blocks[1], state):
+            header = choice.place.segment.header(choice.place)
+            require_chosen(header, choice, IDS)
+            for wrong in (
+                replace(header, ids=bytes(len(header.ids))),
+                replace(header, parent=bytes(32)),
+                replace(header, start=header.start + 256),
+                replace(header, key=bytes(32)),
+            ):
+                with pytest.raises(BadRecord):
+                    require_chosen(wrong, choice, IDS)
+            with pytest.raises(BadRecord, match="other inputs"):
+                require_chosen(header, choice, [*IDS[:260], *IDS])
+
+
+def _never(kind: Kind, key: bytes, error: Exception) -> None:
+    raise AssertionError(error)
+
+
+def test_the_bound_of_what_waits_is_that_of_all_readings(tmp_path: Path) -> None:
+    stored(tmp_path, records_of(IDS[:512]))
+    with tier_at(tmp_path) as one:
+        (record, _) = read_all(one, wanted(IDS))
+        room = Room(record.arrays.nbytes)
+        first, second = (Reading(wanted(IDS), room) for _ in range(2))
+        assert first.put(record) and not room.has(record.arrays.nbytes)
+        waiting = threading.Thread(target=second.put, args=(record,))
+        waiting.start()
+        assert second.take() is None  # there is no room for it
+        first.end()
+        waiting.join()
+        assert second.take() is record and room.used == 0
+
+
+def test_the_compute_thread_frees_the_last_record(tmp_path: Path) -> None:
+    (record,) = records_of((1, 2, 3))
+    array = weakref.ref(record.arrays[0].parts[0])
+    with tier_at(tmp_path) as one:
+        one.write(record)
+        del record
+        until(lambda: one.pending == 0, "it is written")
+        assert array() is None
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------

@@ -32,10 +32,11 @@ class Memory:
 
     idle: int = 0
     begun_from: int = 0
+    restored: int = 0  # for waiting sequences, from the disk
     evicted: int = 0
 
     def blocks_in_use(self) -> int:
-        return self.idle + self.begun_from
+        return self.idle + self.begun_from + self.restored
 
     def blocks_of(self, seq: Sequence) -> int:
         return 0
@@ -47,6 +48,10 @@ class Memory:
             freed, self.begun_from = freed + self.begun_from, 0
         self.evicted += freed
         return freed
+
+    def unpin(self, seq: Sequence) -> bool:
+        self.idle, self.restored, before = self.idle + self.restored, 0, self.restored
+        return before > 0
 
 
 @dataclass
@@ -110,6 +115,18 @@ def test_cached_prefixes_are_evicted_before_a_sequence_waits() -> None:
     assert not blocks.grow(first, alone=False)
     assert blocks.grow(first, alone=True)  # what it began from is evicted, as nobody else runs
     assert (blocks.given(first), memory.begun_from) == (5, 0)
+
+
+def test_what_others_got_from_the_disk_is_evicted_before_a_row_lacks_blocks() -> None:
+    memory = Memory(idle=1, restored=5)
+    blocks, seq = BlockManager(memory, 6), sequence(300, max_tokens=900)
+    assert not blocks.find(2)  # one restored prefix does not make another go
+    assert blocks.admit(seq, alone=True)
+    assert (blocks.given(seq), memory.evicted, blocks.available) == (3, 3, 0)
+    memory.restored, memory.idle, memory.begun_from = 1, 0, 2
+    seq.ids += [1] * 500
+    assert blocks.grow(seq, alone=True)
+    assert (blocks.given(seq), memory.restored, memory.begun_from) == (4, 0, 2)
 
 
 def test_a_sequence_that_runs_alone_grows_to_its_promise() -> None:

@@ -186,6 +186,9 @@ class CountingEngine:
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
+    def unpin(self, seq: Sequence) -> bool:
+        return False
+
     def reserve(self, size: int) -> None:
         """Does nothing: it has no memory limit."""
 

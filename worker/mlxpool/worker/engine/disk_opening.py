@@ -43,12 +43,14 @@ def open_disk(
     room: int,
     wake: Callable[[], None],
     bound: Callable[[], None],
+    claim: Callable[[int], bool],
 ) -> DiskPrefixes:
     """Opens the tier and starts to look at what is there.
 
     `rules`: what decides, beside the machine and the versions, which arrays the engine keeps of
-    tokens. `wake` is called by other threads, `bound` sets the budget of the cache. Raises
-    ModelLoadFailed for a folder that others can write into, and for a cache without a tree.
+    tokens. `wake` is called by other threads, `bound` sets the budget of the cache, `claim`
+    says whether so many bytes are free. Raises ModelLoadFailed for a folder that others can write
+    into, and for a cache without a tree.
     """
     if not isinstance(cache, TreeCache):
         raise ModelLoadFailed(
@@ -65,7 +67,7 @@ def open_disk(
         log.warning("the prefix cache cannot be written to disk", extra={"why": str(error)})
     tier = DiskTier(folder, digest, about, budget=settings.budget, room=room, wake=wake)
     tier.start()
-    return DiskPrefixes(tier, cache, store, bound)
+    return DiskPrefixes(tier, cache, store, bound, claim)
 
 
 def digest_of(about: Mapping[str, Any]) -> bytes:

@@ -24,8 +24,9 @@ from mlxpool.worker.scheduling.sequence import Sequence
 
 log = logging.getLogger("mlxpool.worker")
 
-READ_LIMIT = 5.0  # seconds that a sequence waits for the next record; then it computes
+READ_LIMIT = 5.0  # seconds that the disk may give nothing to anybody; then sequences compute
 READ_PAUSE = 60.0  # seconds without readings after the disk has not answered
+SAVE_PAUSE = 30.0  # seconds without saving after it failed
 SAVE_AT = 0.5  # of the cache's budget; above it records are saved while sequences run
 SAVE_INTERVAL = 0.01  # seconds between two looks at whether the writer takes more
 
@@ -37,6 +38,7 @@ class _Restore:
     sequence: Sequence
     tokens: tuple[int, ...]
     reading: Reading
+    first: bytes  # the key of its first block
     since: float  # the last record came, monotonic seconds
     got: int = 0  # tokens
     nodes: list[Node[Any, Any]] = field(default_factory=list)
@@ -45,7 +47,8 @@ class _Restore:
 class DiskPrefixes:
     """Between the tree of an engine and its disk tier; used by the compute thread.
 
-    `bound`: sets the budget of the cache to what rows leave.
+    `bound`: sets the budget of the cache to what rows leave. `claim`: whether so many bytes are
+    free beside what rows have and were given, after evicting prefixes if necessary.
     """
 
     def __init__(
@@ -54,11 +57,15 @@ class DiskPrefixes:
         cache: TreeCache[Any, Any, Any],
         store: PortableStore[Any, Any],
         bound: Callable[[], None],
+        claim: Callable[[int], bool],
     ) -> None:
         self._tier, self._cache, self._store, self._bound = tier, cache, store, bound
+        self._claim = claim
         self._saves = DiskSaves(tier, cache, store)
         self._restores: dict[Sequence, _Restore] = {}
+        self._awaited: dict[Sequence, bytes] = {}  # first blocks that others read for sequences
         self._paused_until = 0.0
+        self._saves_paused_until = 0.0
 
     @property
     def counters(self) -> TierCounters:
@@ -70,11 +77,12 @@ class DiskPrefixes:
     def begin(self, seq: Sequence, now: float) -> None:
         """Begins to read what the disk has for a waiting sequence, if that is more than the memory.
 
-        It waits until `turn` has what there is. `now`: monotonic seconds.
+        It waits until `turn` has what there is. While another one reads what begins with the same
+        block, it waits for that, and is asked for again. `now`: monotonic seconds.
         """
-        if seq.looked_up:
+        if seq.looked_up or self._is_read(self._awaited.pop(seq, None), seq):
             return
-        seq.looked_up = True
+        seq.looked_up, seq.restoring = True, False
         most = min(seq.length - 1, seq.cacheable)
         if most < BLOCK_TOKENS or now < self._paused_until:
             return
@@ -85,11 +93,20 @@ class DiskPrefixes:
             return
         tokens = tuple(seq.tokens)
         matched, restorable = self._cache.probe(tokens, seq.media, most, seq.owner)
-        if most - restorable < BLOCK_TOKENS // 2:
+        if most - restorable < BLOCK_TOKENS // 2 or self._is_read(first, seq):
             return
         wanted = Wanted(root, tokens, most, matched, restorable, self._cache.whole)
-        self._restores[seq] = _Restore(seq, tokens, self._tier.begin(wanted), now)
+        self._restores[seq] = _Restore(seq, tokens, self._tier.begin(wanted), first, now)
         seq.restoring = True
+
+    def _is_read(self, first: bytes | None, seq: Sequence) -> bool:
+        """Whether a sequence waits, because another one reads what begins with the same block."""
+        others = (one for one in self._restores.values() if one.sequence.restoring)
+        if first is None or not any(one.first == first for one in others):
+            return False
+        self._awaited[seq] = first
+        seq.looked_up, seq.restoring = False, True
+        return True
 
     @property
     def reads(self) -> bool:
@@ -108,20 +125,35 @@ class DiskPrefixes:
             if restore.sequence.restoring:
                 self._take(restore, now, all_of_it=not busy)
         if busy and self._cache.nbytes > SAVE_AT * self._cache.budget:
-            self._saves.step(leaving=True)
+            self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
         """The sequence has its row, or has left: what was read for it may be evicted."""
+        self._awaited.pop(seq, None)
+        seq.restoring = False
         restore = self._restores.pop(seq, None)
         if restore is None:
             return
         restore.reading.end()
-        seq.restoring = False
-        for node in restore.nodes:
-            self._cache.leave(node)
+        self._unpin(restore)
         if restore.got:
             self.counters.hits += 1
             self.counters.tokens += restore.got
+
+    def unpin(self, seq: Sequence) -> bool:
+        """Lets what was read for sequences other than `seq` be evicted, because a row needs memory.
+
+        Returns whether there was something.
+        """
+        others = [one for one in self._restores.values() if one.sequence is not seq and one.nodes]
+        for restore in others:
+            self._unpin(restore)
+        return bool(others)
+
+    def _unpin(self, restore: _Restore) -> None:
+        for node in restore.nodes:
+            self._cache.leave(node)
+        restore.nodes = []
 
     def _take(self, restore: _Restore, now: float, *, all_of_it: bool) -> None:
         reading = restore.reading
@@ -134,7 +166,7 @@ class DiskPrefixes:
                 break
         if reading.finished:
             self._end(restore)
-        elif now - restore.since > READ_LIMIT:
+        elif now - max(restore.since, self._tier.last_progress) > READ_LIMIT:
             self._paused_until = now + READ_PAUSE
             self._end(restore)
 
@@ -151,24 +183,24 @@ class DiskPrefixes:
             state = size, lambda: store.restored_state(record)
         self._bound()
         try:
-            node = self._cache.graft(
+            grafted = self._cache.graft(
                 restore.tokens[: record.end],
                 restore.sequence.owner,
                 record.end if state else header.start,
                 lambda start, end: store.bytes_of(record, start, end),
                 lambda start, end: store.restored(record, start, end),
                 state,
+                claim=self._claim,
             )
         except Exception:
             log.exception("a prefix from the disk could not be restored")
             return False
-        if node is None:
+        if grafted is None:
             return False
-        for before in restore.nodes:
-            self._cache.leave(before)
+        node, added = grafted
+        self._unpin(restore)
         restore.nodes = [node]
-        if header.kind is Kind.TOKENS:
-            restore.got += record.end - max(header.start, restore.reading.wanted.matched)
+        restore.got += added
         return True
 
     # ---- the tree is saved -----------------------------------------------------------------------
@@ -181,18 +213,33 @@ class DiskPrefixes:
     def save_some(self) -> bool:
         """Does one step of saving while nothing runs.
 
-        Returns False where nothing is left to do before the tier wakes the thread.
+        Returns False where nothing is left to do before the tier wakes the thread, or saving has
+        failed just now.
         """
         self._tier.busy = False
         self._tier.free()
-        return self._saves.step(leaving=False)
+        return self._save(leaving=False)
+
+    def _save(self, *, leaving: bool) -> bool:
+        """Does one step of saving; one that fails costs a record, and saving pauses."""
+        if monotonic() < self._saves_paused_until:
+            return False
+        try:
+            return self._saves.step(leaving=leaving)
+        except Exception:
+            log.exception("a prefix could not be copied for the disk")
+            self._saves.give_up()
+            self._tier.count_dropped()
+            self._saves_paused_until = monotonic() + SAVE_PAUSE
+            return False
 
     def save_all(self, until: float) -> None:
         """Writes what the disk lacks of the tree, until a time in monotonic seconds."""
         self._saves.again()
         while monotonic() < until:
             if not self.save_some():
-                if not self._tier.pending and not self._saves.may_have:
+                paused = monotonic() < self._saves_paused_until
+                if not self._tier.pending and (paused or not self._saves.may_have):
                     break
                 time.sleep(SAVE_INTERVAL)
 

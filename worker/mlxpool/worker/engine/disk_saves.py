@@ -100,6 +100,10 @@ class DiskSaves:
         self._plan.clear()
         self._target, self._planned_at = None, -1
 
+    def give_up(self) -> None:
+        """Drops the record and the path that were begun."""
+        self._next = self._target = None
+
     def _find(self, *, leaving: bool) -> bool:
         """Looks for the next record that the disk lacks; returns whether there is more to look at.
 

@@ -19,7 +19,7 @@ import numpy as np
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
 from mlxpool.worker.caches.stored import AUTO
-from mlxpool.worker.engine.disk_opening import open_disk, room_of
+from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
 from mlxpool.worker.kernels import device
@@ -161,6 +161,7 @@ class RowEngine(ABC, Generic[R]):
         self.chunk = min(self.batch, self.context)
         self.cost = StepCost()
         self.digest = versions.digest_of(folder.digest, kv)
+        self._files, self._stamps = folder.files, folder.stamps
         self._text = text or ChatTokenizer.from_folder(folder)
         self._weights = weights
         self._limit = device.memory_limit(limit)
@@ -274,7 +275,7 @@ class RowEngine(ABC, Generic[R]):
         for span in keep:
             self._keep(span.sequence)
         for seq in shared:
-            if self.blocks.find_one():  # for the copy of the block that it goes on writing
+            if self.blocks.find(1):  # for the copy of the block that it goes on writing
                 self._keep(seq, restore_point=True)
 
     def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
@@ -325,6 +326,10 @@ class RowEngine(ABC, Generic[R]):
             self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
+
+    def unpin(self, seq: Sequence) -> bool:
+        """See BlockMemory."""
+        return self.disk is not None and self.disk.unpin(seq)
 
     def prefix_blocks(self) -> int:
         """Returns the blocks that the prefix cache uses."""
@@ -381,14 +386,22 @@ class RowEngine(ABC, Generic[R]):
     def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
         """See Engine.open_disk."""
         room = room_of(self._limit)
+        if self._files.stamps() != self._stamps:
+            raise ModelLoadFailed(f"{self._files.where} changed while it was loaded: load it again")
+        blocks, block_bytes = self.blocks, self._block_bytes
         self.disk = open_disk(
             settings,
             self._prefix,
             self._store,
-            {**self._kept_rules(), "weights": self.digest},
+            {
+                **self._kept_rules(),
+                "weights": self.digest,
+                "files": digest_of({"stamps": self._stamps}).hex(),
+            },
             room=room,
             wake=wake,
             bound=self._bound_prefix,
+            claim=lambda size: blocks.find(-(-size // block_bytes)),
         )
         self._disk_room = 0 if device.has_own_memory() else 2 * room
         self.blocks.capacity = self._capacity()

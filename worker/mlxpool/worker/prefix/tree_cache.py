@@ -156,13 +156,16 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         bytes_of: Callable[[int, int], int],
         piece: Callable[[int, int], E],
         state: tuple[int, Callable[[], S]] | None = None,
-    ) -> Node[E, S] | None:
+        *,
+        claim: Callable[[int], bool],
+    ) -> tuple[Node[E, S], int] | None:
         """Adds what the tree lacks of `tokens`, which another memory has.
 
         `piece` makes that of tokens [start, end), which has `bytes_of` them; `state` has the bytes
-        of the snapshot behind them and makes it. Returns the node at their end with one reader
-        more, until `leave`; None where the budget has no space for them, or the tree has not even
-        the first `least`.
+        of the snapshot behind them and makes it. `claim` says whether so many bytes are free: rows
+        may have been given what they have not written yet. Returns the node at their end with one
+        reader more, until `leave`, and how many tokens were added; None where there is no space for
+        them, or the tree has not even the first `least`.
         """
         scope = self._scope(owner)
         match = self._tree.match(tokens, len(tokens), scope)
@@ -175,7 +178,8 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             if state is not None and start == len(tokens) == last.end and last.state is not None:
                 state = None
             needed = bytes_of(start, len(tokens)) if start < len(tokens) else 0
-            if not self._free(needed + (0 if state is None else state[0])):
+            needed += 0 if state is None else state[0]
+            if not self._free(needed) or not claim(needed):
                 return None
             pieces = self._made(start, len(tokens), piece)
             try:
@@ -186,7 +190,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             node = self._extend(last, tokens, start, pieces, held)
             node.last_used = self._now
             node.readers += 1
-            return node
+            return node, len(tokens) - start
         finally:
             self._leave(last)
 

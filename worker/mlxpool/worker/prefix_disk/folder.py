@@ -117,12 +117,15 @@ class ModelFolder:
 
 
 def segment_files(folder: Path) -> Iterator[SegmentFile]:
-    """Yields the segments in the folder of a model. What disappears meanwhile is left out."""
-    for inner in _entries(folder):
+    """Yields the segments in the folder of a model.
+
+    What disappears meanwhile, and folders that this user may not read, are left out.
+    """
+    for inner in _entries(folder, PermissionError):
         if not inner.is_dir(follow_symlinks=False):
             continue
-        for entry in _entries(Path(inner.path)):
-            with contextlib.suppress(FileNotFoundError):
+        for entry in _entries(Path(inner.path), PermissionError):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
                 status = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(SUFFIX) and stat.S_ISREG(status.st_mode):
                     yield SegmentFile(Path(entry.path), status.st_size, status.st_mtime)
@@ -154,9 +157,11 @@ def check_owner(path: Path, forbidden: int) -> None:
         )
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: Path, *ignored: type[OSError]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
+        return []
+    except ignored:
         return []

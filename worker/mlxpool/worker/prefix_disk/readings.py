@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlxpool.worker.prefix_disk.index import Index
-from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, chain
-from mlxpool.worker.prefix_disk.records import Kind, RecordHeader
+from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, chain
+from mlxpool.worker.prefix_disk.records import BadRecord, Kind, RecordHeader
 from mlxpool.worker.prefix_disk.segments import Bytes, Place, same_ids
 
 MAX_CANDIDATES = 8  # records behind one block whose inputs are compared, the newest ones
 MIN_GAIN = 64  # tokens more than the memory has; fewer are computed
+
+Unreadable = Callable[[Kind, bytes, Exception], None]  # of a record, by kind and key
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,10 @@ class ReadRecord:
     end: int
 
 
-def choose(wanted: Wanted, index: Index) -> list[Choice]:
+def choose(wanted: Wanted, index: Index, unreadable: Unreadable) -> list[Choice]:
     """Returns the records to read, in order; none if they would not save MIN_GAIN tokens.
 
-    Raises BadRecord and OSError for a header that cannot be read.
+    Calls `unreadable` for each record whose header cannot be read, and leaves it out.
     """
     ids = wanted.ids[: wanted.most]
     keys = chain(wanted.root, ids)
@@ -70,9 +72,9 @@ def choose(wanted: Wanted, index: Index) -> list[Choice]:
     ]
     keys = keys[: first + len(blocks)]
     if wanted.stateful:
-        return _with_state(wanted, index, keys, blocks)
+        return _with_state(wanted, index, unreadable, keys, blocks)
     at = len(keys) * BLOCK_TOKENS
-    parts = _parts(ids[at : at + BLOCK_TOKENS], at, [wanted.root, *keys][-1], index)
+    parts = _parts(ids[at : at + BLOCK_TOKENS], at, [wanted.root, *keys][-1], index, unreadable)
     blocks += sorted((part for part, _ in parts), key=lambda part: part.end)[-1:]
     gain = blocks[-1].end - wanted.matched if blocks else 0
     return blocks if gain >= MIN_GAIN else []
@@ -87,7 +89,13 @@ def _run(keys: Sequence[bytes], first: int, index: Index) -> Iterator[tuple[int,
 
 
 def _parts(
-    ids: Sequence[int], at: int, before: bytes, index: Index, *, with_state: bool = False
+    ids: Sequence[int],
+    at: int,
+    before: bytes,
+    index: Index,
+    unreadable: Unreadable,
+    *,
+    with_state: bool = False,
 ) -> Iterator[tuple[Choice, bool]]:
     """Yields the records behind `before` that begin as `ids` do, and whether all of each is used.
 
@@ -98,7 +106,11 @@ def _parts(
         place = index.tokens(key)
         if place is None:
             continue
-        header = place.segment.header(place)
+        try:
+            header = place.segment.header(place)
+        except (BadRecord, OSError) as error:
+            unreadable(Kind.TOKENS, key, error)
+            continue
         common = same_ids(header, ids)
         if common:
             choice = Choice(Kind.TOKENS, key, place, at, at + common)
@@ -106,7 +118,11 @@ def _parts(
 
 
 def _with_state(
-    wanted: Wanted, index: Index, keys: Sequence[bytes], blocks: Sequence[Choice]
+    wanted: Wanted,
+    index: Index,
+    unreadable: Unreadable,
+    keys: Sequence[bytes],
+    blocks: Sequence[Choice],
 ) -> list[Choice]:
     """Returns the records for the last position that has a snapshot; none if there is none.
 
@@ -118,7 +134,7 @@ def _with_state(
         if at + BLOCK_TOKENS - wanted.restorable < MIN_GAIN:
             break
         needed = [block for block in blocks if block.end <= at]
-        parts = _parts(ids[at : at + BLOCK_TOKENS], at, before, index, with_state=True)
+        parts = _parts(ids[at : at + BLOCK_TOKENS], at, before, index, unreadable, with_state=True)
         whole = [part for part, complete in parts if complete]
         if whole:
             last = max(whole, key=lambda part: part.end)
@@ -131,65 +147,88 @@ def _with_state(
     return []
 
 
+def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> None:
+    """Raises BadRecord unless a record that was read is the chosen one, of the inputs `ids`.
+
+    Its key is the hash of its own inputs and of the key before it, so all before it is compared.
+    """
+    own = ids[header.start : choice.end]
+    at_place = (
+        header.start == choice.start if header.kind is Kind.TOKENS else header.end == choice.end
+    )
+    key = block_key(header.parent, header.ids)
+    if header.kind is not choice.kind or not header.key == key == choice.key:
+        raise BadRecord("a record is not where the index has it")
+    if not at_place or same_ids(header, own) < len(own):
+        raise BadRecord("a record has other inputs than its key says")
+
+
+class Room:
+    """Bytes of records that wait to be taken, of all readings together: at most `limit`, or one."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.changed = threading.Condition()  # guards all of it, and the readings
+
+    def has(self, size: int) -> bool:
+        """Whether a record of so many bytes may be added."""
+        return not self.used or self.used + size <= self.limit
+
+
 @dataclass(eq=False)
 class Reading:
     """The records that the disk has for one sequence, as far as they were read.
 
-    The tier's thread calls `put` and `finish`, the compute thread all else. At most `room` bytes
-    wait to be taken, or one record.
+    The tier's thread calls `put` and `finish`, the compute thread all else. `room` is that of all
+    readings.
     """
 
     wanted: Wanted
-    room: int
-    began: float  # monotonic seconds
-    tokens: int = 0  # that were read
+    room: Room
     _records: deque[ReadRecord] = field(default_factory=deque)
-    _bytes: int = 0  # of `_records`
     _finished: bool = False
     _ended: bool = False  # by the compute thread
-    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def put(self, record: ReadRecord) -> bool:
         """Adds a record when there is room; returns False once nobody wants it."""
         size = record.arrays.nbytes
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or not self._bytes or self._bytes + size <= self.room
-            )
+        with self.room.changed:
+            self.room.changed.wait_for(lambda: self._ended or self.room.has(size))
             if self._ended:
                 return False
             self._records.append(record)
-            self._bytes += size
+            self.room.used += size
             return True
 
     def finish(self) -> None:
         """No record will follow."""
-        with self._changed:
+        with self.room.changed:
             self._finished = True
 
     @property
     def finished(self) -> bool:
         """Whether all records were taken, and none will follow."""
-        with self._changed:
+        with self.room.changed:
             return self._finished and not self._records
 
     def take(self) -> ReadRecord | None:
         """Returns the next record; None if none waits."""
-        with self._changed:
+        with self.room.changed:
             if not self._records:
                 return None
             record = self._records.popleft()
-            self._bytes -= record.arrays.nbytes
-            self._changed.notify_all()
+            self.room.used -= record.arrays.nbytes
+            self.room.changed.notify_all()
             return record
 
     def end(self) -> None:
         """Nothing more is wanted."""
-        with self._changed:
+        with self.room.changed:
             self._ended = True
+            self.room.used -= sum(record.arrays.nbytes for record in self._records)
             self._records.clear()
-            self._bytes = 0
-            self._changed.notify_all()
+            self.room.changed.notify_all()
 
     @property
     def ended(self) -> bool:

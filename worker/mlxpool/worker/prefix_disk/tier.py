@@ -6,12 +6,13 @@ disk does, a request gets its tokens: what cannot be read is a miss, what cannot
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -20,10 +21,18 @@ from typing import Any
 from mlxpool.common.closing import Closing
 from mlxpool.worker.prefix_disk import records
 from mlxpool.worker.prefix_disk.contents import NewRecord, payload_of
-from mlxpool.worker.prefix_disk.folder import ModelFolder
+from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder
 from mlxpool.worker.prefix_disk.index import Index
 from mlxpool.worker.prefix_disk.keys import packed
-from mlxpool.worker.prefix_disk.readings import Choice, Reading, ReadRecord, Wanted, choose
+from mlxpool.worker.prefix_disk.readings import (
+    Choice,
+    Reading,
+    ReadRecord,
+    Room,
+    Wanted,
+    choose,
+    require_chosen,
+)
 from mlxpool.worker.prefix_disk.records import BadRecord, Kind, places_of
 from mlxpool.worker.prefix_disk.segments import Segment, SegmentWriter
 
@@ -36,10 +45,17 @@ REST = 19.0  # times what a write took, that the writer rests afterwards while s
 NEW_SECONDS = 5.0  # after its last change a segment without a header is no new one
 POLL = 0.02  # seconds between two looks of the writer at whether sequences still run
 
+Fault = tuple[type[OSError], int | None]  # a kind of error, which is logged once
+
+UNREAD = "a segment of the prefix cache cannot be read now"
+
+# Errors that say nothing about the file: it is opened again later.
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR})
+
 
 @dataclass(slots=True)
 class TierCounters:
-    """What the tier did since the start; each field is written by one thread."""
+    """What the tier did since the start; all but `dropped` are each written by one thread."""
 
     hits: int = 0  # sequences that got tokens from the disk
     tokens: int = 0  # that they got
@@ -69,23 +85,30 @@ class DiskTier(Closing):
         wake: Callable[[], None],
     ) -> None:
         self._folder, self._digest, self._about = folder, digest, about
+        self.unread = Room(room)  # of records that wait to be taken
         self._budget, self._room, self._wake = budget, room, wake
         self._path: Path = folder.segments_of(digest)
         self.counters = TierCounters()
+        self._count = threading.Lock()  # of `counters.dropped`
         self.busy = False  # whether sequences run: then writes are spread over time
         self.index = Index()
         self._segments: dict[str, Segment | None] = {}  # by file name; None: of no use
         self._refreshed = 0.0
         self.looked = False  # whether the index has what was there at the start
+        self._progress = 0.0  # when the reading thread did something last, monotonic seconds
+        self._awaits_room = False  # whether it waits for the compute thread
         self._readings: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._writes: queue.SimpleQueue[NewRecord | None] = queue.SimpleQueue()
+        # Each in a list, out of which the compute thread takes it, so that this thread frees it.
+        self._writes: queue.SimpleQueue[list[NewRecord] | None] = queue.SimpleQueue()
         self._pending = 0  # records that were given to `write` and not given back
         self._pending_bytes = 0
-        self._written: deque[NewRecord] = deque()
+        self._written: deque[list[NewRecord]] = deque()
         self._writer: SegmentWriter | None = None
         self._paused_until = 0.0
-        self._fault = ""  # of the newest write that failed
+        self._read_fault: Fault | None = None  # of the newest look at the folder
+        self._segment_fault: Fault | None = None  # of the newest segment that could not be read
+        self._fault: Fault | None = None  # of the newest write that failed
         # Records of this worker that the index may not have yet, and their segments.
         self._unseen: dict[tuple[Kind, bytes], Path] = {}
         self._threads = [
@@ -120,20 +143,28 @@ class DiskTier(Closing):
 
     def begin(self, wanted: Wanted) -> Reading:
         """Begins to read what the disk has for a sequence."""
-        reading = Reading(wanted, self._room, monotonic())
+        reading = Reading(wanted, self.unread)
         self._readings.put(reading)
         return reading
+
+    @property
+    def last_progress(self) -> float:
+        """When the disk answered last, monotonic seconds: now, while it is not the one to answer.
+
+        What other sequences read counts as well.
+        """
+        return monotonic() if self._awaits_room else self._progress
 
     def write(self, record: NewRecord) -> None:
         """Gives a record away; `free` gives it back. The arrays must not change until then."""
         self._pending += 1
         self._pending_bytes += record.nbytes
-        self._writes.put(record)
+        self._writes.put([record])
 
     def free(self) -> None:
         """Drops the records that were written: the thread that uses MLX frees its arrays."""
         while self._written:
-            record = self._written.popleft()
+            record = self._written.popleft().pop()
             self._pending -= 1
             self._pending_bytes -= record.nbytes
 
@@ -147,6 +178,11 @@ class DiskTier(Closing):
         """Records that were given to `write` and are not written yet."""
         self.free()
         return self._pending
+
+    def count_dropped(self) -> None:
+        """Counts a record that is not written; any thread may call it."""
+        with self._count:
+            self.counters.dropped += 1
 
     # ---- the thread that reads -------------------------------------------------------------------
 
@@ -190,41 +226,51 @@ class DiskTier(Closing):
 
         Returns what is still wanted after one that did not check, where others may do; else None.
         """
-        try:
-            choices = choose(wanted, self.index)
-        except (BadRecord, OSError):
-            self.counters.bad += 1
-            return None
+        choices = choose(wanted, self.index, self._discard)
         for choice in choices:
             try:
-                record = self._read_one(choice)
+                record = self._read_one(choice, wanted.ids)
             except (BadRecord, OSError) as error:
-                self.counters.bad += 1
-                self.index.discard(choice.kind, choice.key)
-                log.warning("a record of the prefix cache is bad", extra={"why": str(error)})
+                self._discard(choice.kind, choice.key, error)
                 return wanted if wanted.stateful else None
-            if not reading.put(record):
+            self._progress, self._awaits_room = monotonic(), True
+            taken = reading.put(record)
+            self._progress, self._awaits_room = monotonic(), False
+            if not taken:
                 return None
             self._wake()
             if choice.kind is Kind.TOKENS:
                 wanted = replace(wanted, matched=max(wanted.matched, choice.end))
         return None
 
-    def _read_one(self, choice: Choice) -> ReadRecord:
+    def _discard(self, kind: Kind, key: bytes, error: Exception) -> None:
+        self.counters.bad += 1
+        self.index.discard(kind, key)
+        log.warning("a record of the prefix cache is bad", extra={"why": str(error)})
+
+    def _read_one(self, choice: Choice, ids: Sequence[int]) -> ReadRecord:
         segment = choice.place.segment
         header, arrays = segment.read(choice.place)
-        if header.key != choice.key or header.kind is not choice.kind:
-            raise BadRecord("a record is not where the index has it")
+        require_chosen(header, choice, ids)
         segment.note_use(monotonic())
         self.counters.read_bytes += arrays.nbytes
         return ReadRecord(header, arrays, choice.end)
 
     def _refresh(self, now: float) -> None:
-        """Finds the segments and records that were added, and forgets those that were deleted."""
+        """Finds the segments and records that were added, and forgets those that were deleted.
+
+        Where the folder cannot be read, what is known stays, until the next time.
+        """
         if now - self._refreshed < REFRESH_INTERVAL / 10 and self._segments:
             return
         self._refreshed = now
-        files = self._folder.files()
+        try:
+            files = self._folder.files()
+        except OSError as error:
+            text = "the folder of the prefix cache cannot be read"
+            self._read_fault = _logged(error, self._read_fault, text)
+            return
+        self._read_fault = None
         there = {one.path.name: one.path for one in files if one.path.parent == self._path}
         for name in self._segments.keys() - there.keys():
             segment = self._segments.pop(name)
@@ -248,7 +294,9 @@ class DiskTier(Closing):
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (BadRecord, OSError) as error:
-            if not _is_new(path):  # else its writer may be writing its header
+            if isinstance(error, OSError) and error.errno in PASSING:
+                self._segment_fault = _logged(error, self._segment_fault, UNREAD)
+            elif not _is_new(path):  # else its writer may be writing its header
                 self._segments[path.name] = None
                 self.counters.bad += 1
                 log.warning("a segment of the prefix cache is bad", extra={"why": str(error)})
@@ -257,9 +305,9 @@ class DiskTier(Closing):
         try:
             for header, place in segment.scan():
                 self.index.add(header, place)
-        except OSError as error:
-            segment.broken = True
-            log.warning("a segment cannot be read", extra={"why": str(error)})
+            self._progress = monotonic()
+        except OSError as error:  # the next look tries it again
+            self._segment_fault = _logged(error, self._segment_fault, UNREAD)
         if segment.broken and not segment.reported:
             segment.reported = True
             self.counters.bad += 1
@@ -267,23 +315,26 @@ class DiskTier(Closing):
     # ---- the thread that writes ------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        while (record := self._writes.get()) is not None:
+        while (holder := self._writes.get()) is not None:
             began = monotonic()
-            try:
-                if not self.has(record.kind, record.key):  # another worker may have been here
-                    self._write(record, began)
-            except Exception:
-                self.counters.dropped += 1
-                log.exception("a record of the prefix cache could not be written")
-            self._written.append(record)
+            self._write_unless_there(holder[0], began)
+            self._written.append(holder)
             self._wake()
             self._rest(began)
         if self._writer is not None:
             self._writer.close()
 
+    def _write_unless_there(self, record: NewRecord, now: float) -> None:
+        try:
+            if not self.has(record.kind, record.key):  # another worker may have been here
+                self._write(record, now)
+        except Exception:
+            self.count_dropped()
+            log.exception("a record of the prefix cache could not be written")
+
     def _write(self, record: NewRecord, now: float) -> None:
         if now < self._paused_until:
-            self.counters.dropped += 1
+            self.count_dropped()
             return
         places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
         payload = payload_of(record, places).data
@@ -298,16 +349,18 @@ class DiskTier(Closing):
         )
         size = len(header) + len(payload) + records.ALIGNMENT
         try:
+            self._folder.prepare(self._digest)  # `mlxpool prefix rm` may have deleted it
             with self._folder.locked():
                 path = self._append(header, payload, size)
+        except Locked:
+            self.count_dropped()  # others write, so the disk is in order
+            return
         except OSError as error:
             self._paused_until = now + ERROR_PAUSE
-            self.counters.dropped += 1
-            if str(error) != self._fault:
-                self._fault = str(error)
-                log.warning("the prefix cache cannot be written to disk", extra={"why": str(error)})
+            self.count_dropped()
+            self._fault = _logged(error, self._fault, "the prefix cache cannot be written to disk")
             return
-        self._fault = ""
+        self._fault = None
         self._unseen[record.kind, record.key] = path
         self.counters.written_bytes += size
 
@@ -328,6 +381,7 @@ class DiskTier(Closing):
                 f"a record of {size} bytes does not fit into prefix_disk, {self._budget} bytes"
             )
         if writer is None:
+            self._folder.prepare(self._digest)  # of which `make_room` deletes the last segment
             writer = self._writer = SegmentWriter(self._path, self._digest, self._about)
         try:
             writer.append(header, payload)
@@ -342,6 +396,14 @@ class DiskTier(Closing):
         until = monotonic() + REST * (monotonic() - began)
         while self.busy and monotonic() < until and not self._closing.is_set():
             time.sleep(POLL)
+
+
+def _logged(error: OSError, last: Fault | None, message: str) -> Fault:
+    """Logs an error unless it is of the kind of the last one; returns its kind."""
+    fault = type(error), error.errno
+    if fault != last:
+        log.warning(message, extra={"why": str(error)})
+    return fault
 
 
 def _is_new(path: Path) -> bool:

@@ -41,6 +41,12 @@ class BlockMemory(Protocol):
         Entries that running rows began from are evicted only with `in_use`, after all others.
         """
 
+    def unpin(self, seq: Sequence) -> bool:
+        """Lets `shrink` evict what was read from the disk for waiting sequences other than `seq`.
+
+        Returns whether there was something.
+        """
+
 
 class BlockManager:
     """Counts the blocks of an engine, and decides which sequence gets more of them.
@@ -76,7 +82,7 @@ class BlockManager:
         `alone`: no sequence runs, so they are free in any case. Returns whether it got them.
         """
         need = blocks_to_admit(seq, self.capacity)
-        if not self._find(need) and not alone:
+        if not self._find(need, seq) and not alone:
             return False
         self.give(seq, need)
         seq.promised = max(seq.promised, self.capacity)
@@ -89,15 +95,15 @@ class BlockManager:
         them.
         """
         need = blocks_for_step(seq)
-        found = self._find(need - self.given(seq), in_use=alone)
+        found = self._find(need - self.given(seq), seq, in_use=alone)
         if not found and not (alone and need <= seq.promised):
             return False
         self.give(seq, need)
         return True
 
-    def find_one(self) -> bool:
-        """Returns whether one block more is free, after evicting a cached prefix if necessary."""
-        return self._find(1)
+    def find(self, blocks: int) -> bool:
+        """Returns whether so many blocks are free, after evicting cached prefixes if necessary."""
+        return self._evicted(blocks)
 
     def lacks_blocks(self, seq: Sequence) -> bool:
         """Returns whether the next step of a running sequence needs more blocks than it has."""
@@ -136,7 +142,19 @@ class BlockManager:
             },
         )
 
-    def _find(self, wanted: int, *, in_use: bool = False) -> bool:
+    def _find(self, wanted: int, seq: Sequence, *, in_use: bool = False) -> bool:
+        """Whether so many blocks are free for a sequence, after evicting what is necessary.
+
+        What waiting sequences got from the disk goes before a row is refused its blocks, and with
+        `in_use` what running rows began from goes last.
+        """
+        return (
+            self._evicted(wanted)
+            or (self._memory.unpin(seq) and self._evicted(wanted))
+            or (in_use and self._evicted(wanted, in_use=True))
+        )
+
+    def _evicted(self, wanted: int, *, in_use: bool = False) -> bool:
         """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
         missing = wanted - self.available
         while missing > 0 and self._memory.shrink(missing, in_use=in_use):

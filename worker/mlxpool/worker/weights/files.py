@@ -72,6 +72,21 @@ class ModelFiles:
         """The contents of each shard; raises ModelLoadFailed for an invalid header."""
         return self.read({shard: read_header(shard) for shard in self.shards})
 
+    def stamps(self) -> tuple[tuple[str, int, int], ...]:
+        """The name, size and time (nanoseconds) of each shard that no digest names.
+
+        Weights that were replaced in place have others, whatever their contents. Raises
+        ModelLoadFailed for a file that is not there any more.
+        """
+        try:
+            found = [(one.resolve().name, one.stat()) for one in self._undigested()]
+        except OSError as error:
+            raise ModelLoadFailed(f"{self.where} changed while it was loaded: {error}") from None
+        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+
+    def _undigested(self) -> list[Path]:
+        return [shard for shard in self.shards if shard not in self.digests]
+
     def verify(self, shard: Path) -> None:
         """Reads all of a shard; raises ModelLoadFailed where its digest is another."""
         digest = self.digests.get(shard)

@@ -73,6 +73,7 @@ class ModelFolder:
     digest: str  # hex; of all that decides the text: config, tokenizer, template, weights
     uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
     vision: Vision | None = None  # None: it takes text only
+    stamps: tuple[tuple[str, int, int], ...] = ()  # of its shards before they were read
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -99,7 +100,7 @@ def inspect(
     plan = encoder or (mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config))
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
-    contents = files.contents()
+    stamps, contents = files.stamps(), files.contents()
     tensors = merge_tensors(contents)
     vision = find_vision(files, plan, tensors)
     if vision is not None:
@@ -123,6 +124,7 @@ def inspect(
         digest=_digest(files, contents, forced=uses_mlx_lm and supported),
         uses_mlx_lm=uses_mlx_lm,
         vision=vision,
+        stamps=stamps,
     )
 
 
