@@ -27,7 +27,7 @@ from support.counting_checker import expected_ids
 from support.pool import gone, until
 from support.ray_nodes import RayNode, RayNodes, free_port
 
-pytest.importorskip("ray", reason="Ray is not installed here: run `make test-ray`")
+pytest.importorskip("ray", reason="this test needs Ray: run `make test-ray`")
 
 PATIENCE = 90.0  # seconds
 STREAMS, AT_ONCE, TOKENS = 2000, 120, 30
