@@ -132,5 +132,5 @@ class DraftingRows:
             )
 
     def pause(self) -> None:
-        """What follows until the next step is not part of a step."""
+        """Leaves the time until the next step out of the measured ones."""
         self._ended = 0.0
