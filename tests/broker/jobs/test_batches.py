@@ -14,7 +14,7 @@ from mlxpool.broker.jobs.batches.line_feeding import AHEAD, PORTION_LINES
 from mlxpool.broker.jobs.batches.live_batches import MAX_WATCHERS
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, Refused
-from mlxpool.common.errors import Draining
+from mlxpool.common.errors import BadRequest, Draining
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept import file_messages as files
 from mlxpool.common.protocol.kept.batch_lines import Line, parse_line
@@ -27,8 +27,9 @@ from mlxpool.common.protocol.kept.file_messages import (
     ReadFile,
 )
 from mlxpool.common.protocol.kept.job_messages import ListJobs
+from mlxpool.common.protocol.kept.job_operations import parse_question
 from support.batch_harness import BatchStory, jsonl, prompts
-from support.core_harness import BOB
+from support.core_harness import BOB, OWNER, request_id
 from support.stored_jobs import StoredJobs
 
 
@@ -47,6 +48,52 @@ def story(store: StoredJobs) -> BatchStory:
 def counts(row: dict[str, Any]) -> tuple[int, ...]:
     names = ("waiting", "running", "done", "dead", "failed", "cancelled", "expired")
     return tuple(row[name] for name in names)
+
+
+def list_all(story: BatchStory, **body: Any) -> dict[str, Any]:
+    """An operator's question about the batches of all owners, and its answer."""
+    owner, question = parse_question("batches", body)
+    ident = request_id(90_000 + len(story.told))
+    story.tell_manager(ev.Asked(9, owner, ident, 0, question, operator=True))
+    story.settle()
+    return story.answer(ident)
+
+
+def test_operators_list_the_batches_of_all_owners_page_by_page(story: BatchStory) -> None:
+    for number in range(5):
+        story.submit_batch(f"b{number}", prompts(1), owner=BOB if number % 2 else OWNER)
+        story.pass_time(0.1)
+    listed = list_all(story)
+    assert [row["key"] for row in listed["batches"]] == ["b4", "b3", "b2", "b1", "b0"]
+    assert {row["owner"] for row in listed["batches"]} == {OWNER, BOB}
+    assert listed["next"] is None and {row["tenant"] for row in listed["batches"]} == {""}
+    of_bob = list_all(story, owner=BOB)["batches"]
+    assert [row["key"] for row in of_bob] == ["b3", "b1"]
+    found, behind = [], None
+    while True:
+        page = list_all(story, limit=2, behind=behind)
+        found += [row["key"] for row in page["batches"]]
+        behind = page["next"]
+        if behind is None:
+            break
+        assert len(page["batches"]) == 2
+    assert found == ["b4", "b3", "b2", "b1", "b0"]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 101}, "limit"),
+        ({"behind": [1.0, "id"]}, "id of 16 bytes"),
+        ({"behind": [-1.0, bytes(16)]}, "behind must be"),
+        ({"behind": "x"}, "behind must be"),
+        ({"owner": 5}, "owner"),
+    ],
+)
+def test_a_bad_question_for_all_batches_is_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        parse_question("batches", body)
 
 
 # ---- the life of a batch -------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class JobManager:
             self._readers_at = min(self._readers_at, now + READER_INTERVAL)
         elif isinstance(message, file_messages.Question):
             self._file_questions.on_asked(event, message)
-        elif isinstance(message, batch_messages.Question):
+        elif isinstance(message, batch_messages.Question | job_operations.ListAllBatches):
             self._batch_questions.on_asked(event, message, now)
         else:
             self.questions.on_asked(event, now)

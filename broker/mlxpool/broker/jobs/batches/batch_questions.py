@@ -1,8 +1,9 @@
-"""Answers what clients ask about batches. Each is answered after the commit that it needs."""
+"""Answers what clients and operators ask about batches, each after the commit that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import answers
@@ -33,6 +34,7 @@ from mlxpool.common.errors import (
     UnknownJob,
 )
 from mlxpool.common.protocol.kept import batch_messages as messages
+from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     ListBatches,
@@ -48,7 +50,7 @@ RETRY_COUNT = 1000  # lines that one commit lets wait again
 
 
 class BatchQuestions:
-    """Answers the questions of `batch_messages`."""
+    """Answers the questions of `batch_messages`, and `ListAllBatches` of operators."""
 
     def __init__(self, outbox: Outbox, batches: Batches, policy: Callable[[], JobPolicy]) -> None:
         """`policy` returns the settings in force."""
@@ -56,12 +58,16 @@ class BatchQuestions:
         self._batches = batches
         self._policy = policy
 
-    def on_asked(self, event: ev.Asked, message: messages.Question, now: float) -> None:
+    def on_asked(
+        self, event: ev.Asked, message: messages.Question | asked.ListAllBatches, now: float
+    ) -> None:
         """Raises PoolError for a question that is refused at once."""
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):
             self._list(event, message)
+        elif isinstance(message, asked.ListAllBatches):
+            self._list_all(event, message)
         elif isinstance(message, WaitForProgress):
             self._wait(event, message, now)
         elif isinstance(message, ReadOutcomes):
@@ -155,6 +161,28 @@ class BatchQuestions:
         else:
             read(None if message.older is None else (message.older, b""))
 
+    def _list_all(self, event: ev.Asked, question: asked.ListAllBatches) -> None:
+        """Answer an operator with the batches of one owner or of all."""
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchList):
+                self._fail(event, _error(KeyName(""), result))
+                return
+            rows = [_with_owner(self._batches.row(batch), batch) for batch in result.batches]
+            shown = answers.fitting(rows)
+            last = result.batches[len(shown) - 1] if shown else None
+            more = result.more or len(shown) < len(rows)
+            following = None
+            if last is not None and more:
+                following = asked.BatchPlace(last.created, last.id).body()
+            told = asked.Told({"batches": shown, "next": following})
+            self._outbox.send(event.link, told, event.id, event.attempt)
+
+        behind = question.behind
+        place = None if behind is None else (behind.created, behind.batch)
+        operation = store.ListBatches(question.owner, count=question.limit, behind=place)
+        self._outbox.store(operation, then)
+
     def _wait(self, event: ev.Asked, message: WaitForProgress, now: float) -> None:
         watcher = Watcher(event, message.seen, now + message.wait_ms / 1000)
         self._read(event, message.name, lambda batch, now: self._batches.watch(batch, watcher, now))
@@ -241,6 +269,11 @@ ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
     messages.RELEASE: BatchQuestions._release,
 }
 PAGE_BYTES = 256 * 1024  # of outcomes in one answer; a single one may have more
+
+
+def _with_owner(row: messages.BatchRow, batch: BatchView) -> dict[str, Any]:
+    """The map of a batch as operators get it."""
+    return {**row.body(), "owner": batch.scope.owner, "tenant": batch.scope.tenant}
 
 
 def _scope(event: ev.Asked, name: KeyName) -> Scope:
