@@ -332,9 +332,33 @@ def test_quotas_of_jobs_hold_for_batches(store: StoredJobs) -> None:
     story.work_off(story.ready_worker(sequences=4))
     assert (story.batch("c")["state"], story.batch("d")["waiting"]) == ("done", 5)
     assert "5 jobs are stored for this owner" in story.batch("d")["trouble"]
+    assert story.manager.figures().refused == {"over_quota": 1}  # lines that wait are not refused
     story.about_batch(messages.RELEASE, "c")
     story.pass_time(3.0)
     assert story.batch("d")["trouble"] == ""
+
+
+def test_refused_submissions_are_counted_by_reason(store: StoredJobs) -> None:
+    story = BatchStory(store, JobPolicy(60.0, 1e9, quota_jobs=1, quota_file_bytes=10))
+    assert story.manager.figures().refused == {}
+    story.submit("one")
+    story.settle()
+    for ident in (story.submit("two"), story.submit("three")):
+        story.settle()
+        assert story.answer(ident)["code"] == "over_quota"
+    story.submit("one")  # the same one again is no refusal, and another one of its key is
+    story.submit("one", prompt="other")
+    story.submit("four", model="nowhere")
+    story.ask(PutFile(KeyName("f"), 0, b"x" * 11, last=True))
+    story.about("retry", "nosuch")  # no submission
+    story.ask(SubmitBatch(KeyName("b"), "nofile"))
+    story.settle()
+    assert story.manager.figures().refused == {
+        "over_quota": 3,
+        "duplicate_id": 1,
+        "unknown_model": 1,
+        "unknown_job": 1,
+    }
 
 
 # ---- progress ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class BatchQuestions:
             ABOUT[message.kind](self, event, message)
 
     def _fail(self, event: ev.Asked, error: PoolError) -> None:
-        self._outbox.fail(event.link, error, event.id, event.attempt)
+        self._outbox.refuse(event, error)
 
     def _show(self, event: ev.Asked, batch: BatchView) -> None:
         self._outbox.send(event.link, self._batches.row(batch), event.id, event.attempt)
