@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs.batches import line_feeding, live_batches
+from mlxpool.broker.jobs.batches import batch_questions, line_feeding, live_batches
 from mlxpool.broker.jobs.batches.line_feeding import AHEAD, PORTION_LINES
 from mlxpool.broker.jobs.batches.live_batches import MAX_WATCHERS
 from mlxpool.broker.jobs.policy import JobPolicy
@@ -18,7 +18,7 @@ from mlxpool.common.errors import BadRequest, Draining
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept import file_messages as files
 from mlxpool.common.protocol.kept.batch_lines import Line, parse_line
-from mlxpool.common.protocol.kept.batch_messages import ListBatches, SubmitBatch
+from mlxpool.common.protocol.kept.batch_messages import AboutBatch, ListBatches, SubmitBatch
 from mlxpool.common.protocol.kept.file_messages import (
     AboutFile,
     KeyName,
@@ -241,6 +241,35 @@ def test_results_are_deleted_when_they_are_released(story: BatchStory) -> None:
     assert story.batch("b")["state"] == "gone"
     assert {job.state for job in story.store.lines(story.batch("b")["batch"])} == {JobState.GONE}
     assert story.submit_batch("b", prompts(3))["code"] == "gone"
+
+
+def test_results_of_the_lines_that_are_done_are_deleted_alone(
+    story: BatchStory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_questions, "RELEASE_COUNT", 2)
+    good = prompts(5)
+    story.submit_batch("b", [*good, {"id": "bad", "model": "nosuch", "prompt": "x"}])
+    release = AboutBatch(messages.RELEASE, KeyName("b"), messages.DONE)
+
+    def answer(message: AboutBatch) -> dict[str, Any]:
+        ident = story.ask(message)
+        story.settle()
+        return story.answer(ident)
+
+    assert "cancel it first" in answer(release)["message"]
+    story.work_off(story.ready_worker(sequences=4))
+    row = answer(release)
+    assert (row["state"], row["deleted"], row["done"], row["failed"]) == ("done", ["done"], 5, 1)
+    assert {each["state"] for each in story.outcomes("b")} == {"gone", "failed"}
+    assert answer(release)["deleted"] == ["done"]  # a question may come twice
+    others = AboutBatch(messages.RELEASE, KeyName("b"), messages.OTHERS)
+    assert answer(others)["deleted"] == ["done", "others"]
+    assert {each["state"] for each in story.outcomes("b")} == {"gone"}
+    story.about_batch(messages.RELEASE, "b")
+    story.pass_time(1.5)
+    assert answer(release)["code"] == "gone"
+    with pytest.raises(BadRequest, match="only must be done or others"):
+        messages.parse_question(messages.RELEASE, {"key": "b", "only": "dead"})
 
 
 def test_results_are_kept_from_the_end_of_the_batch_on(store: StoredJobs) -> None:

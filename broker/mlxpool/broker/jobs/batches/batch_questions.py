@@ -9,7 +9,13 @@ from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, batch_digest, file_id, outcome_row
+from mlxpool.broker.jobs.batches.batch_rows import (
+    RELEASED,
+    BatchSettings,
+    batch_digest,
+    file_id,
+    outcome_row,
+)
 from mlxpool.broker.jobs.batches.live_batches import CANCELLED_END, Batches, Watcher
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
@@ -47,6 +53,7 @@ from mlxpool.common.protocol.packing import pack
 
 MAX_LIVE = 256  # batches of one owner that have not ended
 RETRY_COUNT = 1000  # lines that one commit lets wait again
+RELEASE_COUNT = 1000  # lines whose results one commit deletes
 
 
 class BatchQuestions:
@@ -250,16 +257,37 @@ class BatchQuestions:
         self._outbox.store(operation, then)
 
     def _release(self, event: ev.Asked, message: AboutBatch) -> None:
+        if message.only:
+            self._release_some(event, message)
+            return
+
         def then(result: Result, now: float) -> None:
             if not isinstance(result, BatchView):
                 self._fail(event, _error(message.name, result))
             elif result.live:
-                why = f"the batch {message.name} has not ended; cancel it first"
-                self._fail(event, BadRequest(why))
+                self._fail(event, _not_ended(message.name))
             else:
                 self._show(event, result)
 
         self._outbox.store(store.ReleaseBatch(_scope(event, message.name)), then)
+
+    def _release_some(self, event: ev.Asked, message: AboutBatch) -> None:
+        """Delete the results of the lines that are done, or of all others, then answer."""
+        scope, outcomes = _scope(event, message.name), RELEASED[message.only]
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchChanged):
+                self._fail(event, _error(message.name, result))
+            elif result.batch.live:
+                self._fail(event, _not_ended(message.name))
+            elif result.batch.state is BatchState.GONE:
+                self._fail(event, _closed(message.name, result.batch.state))
+            elif len(result.jobs) == RELEASE_COUNT:
+                self._release_some(event, message)
+            else:
+                self._show(event, result.batch)
+
+        self._outbox.store(store.ReleaseOutcomes(scope, outcomes, RELEASE_COUNT), then)
 
 
 ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
@@ -296,6 +324,10 @@ def _submit_error(message: SubmitBatch, result: Result) -> PoolError:
     if isinstance(result, UnknownName):
         return UnknownJob(f"there is no file {file!r} of this owner; send it with file_put first")
     return _error(name, result)
+
+
+def _not_ended(name: KeyName) -> BadRequest:
+    return BadRequest(f"the batch {name} has not ended; cancel it first")
 
 
 def _closed(name: KeyName, state: BatchState) -> PoolError:
