@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ counting.step_us = 60000000
 PACE = 0.001  # seconds between two looks of the loop
 HEALTH = 0.05  # seconds between two questions for /health
 PIECE = 256 * 1024  # bytes of an upload that are sent at once
-ENDPOINT = "/v1/chat/completions"
+ENDPOINT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG_LINES, LONG_MEGABYTES = 8, 3.5  # lines near the bound, and what each has
 BOUNDARY = "stalls"
 
 
@@ -124,6 +126,18 @@ def lines_of(count: int, size: int) -> bytes:
     return "\n".join(made).encode()
 
 
+def long_lines_of(count: int, megabytes: float, *, ids: bool) -> bytes:
+    """A file of completions, each with a prompt of so many megabytes: token ids, or text."""
+    made = []
+    for number in range(count):
+        size = int(megabytes * 2**20)
+        prompt = [100 + place % 900 for place in range(size // 5)] if ids else "word " * (size // 5)
+        body = {"model": "m", "prompt": prompt, "max_tokens": 5}
+        line = {"custom_id": f"l{number}", "method": "POST", "url": COMPLETIONS, "body": body}
+        made.append(json.dumps(line))
+    return "\n".join(made).encode()
+
+
 def upload(url: str, data: bytes) -> str:
     """Send a file; returns its id."""
     head = (
@@ -143,9 +157,9 @@ def upload(url: str, data: bytes) -> str:
     return str(answer.json()["id"])
 
 
-def create(url: str, file: str) -> None:
+def create(url: str, file: str, endpoint: str = ENDPOINT) -> None:
     """Make a batch of a file."""
-    body = {"input_file_id": file, "endpoint": ENDPOINT, "completion_window": "24h"}
+    body = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
     answer = httpx.post(f"{url}/v1/batches", json=body, timeout=600)
     answer.raise_for_status()
     assert answer.json()["status"] == "in_progress", answer.text
@@ -203,6 +217,10 @@ def measure(megabytes: int, lines: int) -> dict[str, dict[str, float]]:
             short = lines_of(lines, 180)
             file, found["upload, short lines"] = observed(url, stalls, lambda: upload(url, short))
             _, found["batch, short lines"] = observed(url, stalls, lambda: create(url, file))
+            for name, ids in (("long lines of ids", True), ("long lines of text", False)):
+                file = upload(url, long_lines_of(LONG_LINES, LONG_MEGABYTES, ids=ids))
+                make = partial(create, url, file, COMPLETIONS)
+                _, found[f"batch, {name}"] = observed(url, stalls, make)
     return found
 
 

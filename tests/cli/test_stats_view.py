@@ -128,3 +128,15 @@ def test_a_value_that_has_no_room_beside_its_key_is_below_it() -> None:
     found = lines([answer(endpoints={"metrics": "http://127.0.0.1:19464"})], 30, plain)
     place = found.index("  endpoints.metrics")
     assert found[place + 1] == "    http://127.0.0.1:19464"
+
+
+def test_refused_jobs_have_a_group_if_there_are_any() -> None:
+    jobs = {"waiting": 1, "store": "ok", "refused": {"over_quota": 3, "store_full": 12}}
+    shown = lines([answer(jobs=jobs)], 40, plain)
+    place = shown.index("refused jobs, batches, files")
+    assert [line.split() for line in shown[place + 1 : place + 3]] == [
+        ["store_full", "12"],
+        ["over_quota", "3"],
+    ]
+    none = lines([answer(jobs={**jobs, "refused": {}})], 40, plain)
+    assert "refused jobs, batches, files" not in none and "jobs.refused" not in "\n".join(none)

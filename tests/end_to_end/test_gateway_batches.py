@@ -113,6 +113,32 @@ def test_every_line_is_answered(client: openai.OpenAI, endpoint: str, url: str) 
     assert results(client, batch.output_file_id) == found
 
 
+def test_files_of_results_are_deleted_one_by_one(client: openai.OpenAI, url: str) -> None:
+    """With OpenAI, too, such a file is deleted as any other, and its batch stays."""
+    lines = [line("a"), line("long", model="small", prompt="x" * 100), line("b")]
+    batch = over(client, begin(client, sent(client, lines)).id)
+    output, error = batch.output_file_id, batch.error_file_id
+    assert [*results(client, output)] == ["a", "b"] and [*results(client, error)] == ["long"]
+    deleted = client.files.delete(output)
+    assert (deleted.id, deleted.deleted, deleted.object) == (output, True, "file")
+    calls = (client.files.retrieve, client.files.content, client.files.delete)
+    for call in calls:
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            call(output)
+    assert [*results(client, error)] == ["long"]  # and nothing of the others
+    assert client.batches.retrieve(batch.id) == batch
+    client.files.delete(error)
+    for call in calls:
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            call(error)
+    assert batch.id in [one.id for one in client.batches.list(limit=5)]
+    running = begin(client, sent(client, [line("slow", model="stuck")]))
+    for kind in ("output", "error"):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            client.files.delete(f"file-{running.id.removeprefix('batch_')}-{kind}")
+    client.batches.cancel(running.id)
+
+
 def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
     lines = [
         line("good"),

@@ -27,6 +27,9 @@ counting.step_us = 5000
 [models.stuck]
 path = "builtin:counting"
 counting.step_us = 60000000
+[models.bad]
+path = "builtin:counting"
+counting.fault = "segfault"
 """
 
 
@@ -192,6 +195,24 @@ def test_a_reader_of_a_failed_job_comes_again_after_a_retry(http: httpx.Client) 
         rest = list(events)
     assert ids_of([*first, *rest]) == expected_ids("cut", 7, 600)
     assert rest[-1].kind == "done"
+
+
+def test_a_job_that_fails_twice_at_one_place_has_two_errors(http: httpx.Client) -> None:
+    submit(http, "twice", 5, model="bad")
+    found: list[Event] = []
+    for number in range(2):
+        with reading(http, "twice", found[-1].id if found else "") as events:
+            found += list(events)
+        assert len(found) == number + 1
+        over = http.get("/v1/jobs/twice/events", headers={"last-event-id": found[-1].id})
+        assert over.status_code == 204
+        if number == 0:
+            http.post("/v1/jobs/twice/retry").raise_for_status()
+    assert [(event.kind, event.id) for event in found] == [
+        ("failed", "0.0.failed"),
+        ("failed", "0.0.failed.2"),
+    ]
+    assert http.get("/v1/jobs/twice").json()["retried"] == [[0, 1]]
 
 
 def test_sent_twice_it_is_one_job(http: httpx.Client) -> None:

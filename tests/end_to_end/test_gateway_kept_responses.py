@@ -33,6 +33,9 @@ counting.step_us = 4000
 [models.stuck]
 path = "builtin:counting"
 counting.step_us = 60000000
+[models.cut]
+path = "builtin:counting"
+counting = { step_us = 4000, fault = "segfault", fault_at = 20, fault_times = 2 }
 """
 SEED: Any = {"extra_body": {"seed": 7}}
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"x" * 40).decode()
@@ -97,6 +100,28 @@ def test_every_reading_has_the_same_events(client: openai.OpenAI) -> None:
         assert [e.model_dump() for e in rest] == [e.model_dump() for e in live[after + 1 :]]
     assert live[-1].type == "response.incomplete"
     assert live[-1].response.output_text == told("user: events\n", 40)
+
+
+def test_a_response_that_failed_and_went_on_loses_and_doubles_no_event(
+    client: openai.OpenAI, url: str
+) -> None:
+    """Its model ends two workers at token 20, as a request that is poison does."""
+    first: list[Any] = list(begin(client, "cut", 40, model="cut", stream=True))
+    assert [event.sequence_number for event in first] == list(range(len(first)))
+    assert first[-1].type == "response.failed"
+    id, failed = first[0].response.id, first[-1].sequence_number
+    again = list(client.responses.retrieve(id, stream=True))
+    assert [event.model_dump() for event in again] == [event.model_dump() for event in first]
+    assert not list(client.responses.retrieve(id, stream=True, starting_after=failed))
+    httpx.post(f"{url}/v1/jobs/{id}/retry").raise_for_status()
+    rest: list[Any] = list(client.responses.retrieve(id, stream=True, starting_after=failed))
+    numbers = [event.sequence_number for event in rest]
+    assert numbers == list(range(failed + 1, failed + 1 + len(rest)))
+    assert rest[-1].response.output_text == told("user: cut\n", 40)
+    texts = [event.delta for event in [*first, *rest] if event.type == "response.output_text.delta"]
+    assert "".join(texts) == told("user: cut\n", 40)
+    whole = [event.model_dump() for event in client.responses.retrieve(id, stream=True)]
+    assert whole == [event.model_dump() for event in [*first[:-1], *rest]]
 
 
 def test_a_reader_that_goes_and_comes_again(client: openai.OpenAI) -> None:

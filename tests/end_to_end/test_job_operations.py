@@ -83,11 +83,34 @@ def test_operators_list_the_jobs_of_all_owners(pool: Pool) -> None:
         shown = pool.cli("jobs", *flags)
         assert shown.returncode == 0 and ("listed" in shown.stdout) is found, flags
     assert "listed" in pool.cli("jobs", "--all-owners").stdout
-    for mixed in (("--batches",), ("--files",), ("--after", "0"), ("--follow",), ("--batch", "b")):
+    for mixed in (("--files",), ("--after", "0"), ("--follow",), ("--batch", "b")):
         refused = pool.cli("jobs", "--all-owners", *mixed)
         assert refused.returncode == 2 and f"{mixed[0]} is about your own jobs" in refused.stderr
         refused = pool.cli("jobs", "listed", *mixed)
         assert refused.returncode == 2 and f"{mixed[0]} lists jobs" in refused.stderr
+
+
+def test_operators_list_the_batches_of_all_owners(pool: Pool) -> None:
+    with pool.client() as client:
+        batch = client.submit_batch([{"prompt": "a"}], "m", key="theirs", max_tokens=3)
+        for _ in batch.progress():
+            pass
+    rows = pool.cli_json("jobs", "--batches", "--all-owners")["batches"]
+    (row,) = [row for row in rows if row["key"] == "theirs"]
+    assert row["batch"] == batch.row["batch"].hex() and row["owner"].startswith("uid:")
+    assert (row["state"], row["done"], row["tenant"]) == ("done", 1, "")
+    for flags, found in ((("--owner", row["owner"]), True), (("--owner", "uid:nobody"), False)):
+        shown = pool.cli("jobs", "--batches", *flags)
+        assert shown.returncode == 0 and ("theirs" in shown.stdout) is found, flags
+    shown = pool.cli("jobs", "--of-batch", row["batch"], "--json")
+    assert [job["line"] for job in json.loads(shown.stdout)["jobs"]] == [0]
+    for mixed in (("--model", "m"), ("--of-batch", "00" * 16), ("--show", "00" * 16)):
+        refused = pool.cli("jobs", "--batches", "--all-owners", *mixed)
+        assert refused.returncode == 2 and f"{mixed[0]} is about jobs" in refused.stderr
+    for listed in ("--batches", "--files"):
+        for of_jobs in (("--state", "done"), ("--after", "0"), ("--follow",)):
+            refused = pool.cli("jobs", listed, *of_jobs)
+            assert refused.returncode == 2 and f"without {listed}" in refused.stderr
 
 
 def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mlxpool.common.errors import DuplicateId, UnknownModel
 from support.chromium import Chromium
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 TOKEN = "operators-only-" + 2 * "0123456789abcdef"
 CONFIG = """
@@ -137,6 +139,29 @@ def test_the_text_of_a_job_is_shown_and_never_html(browser: Chromium, pool: Pool
     show(browser, "long")
     assert browser.text("#job-text")
     browser.click("#job-close")
+
+
+def test_refused_submissions_are_told_everywhere(browser: Chromium, pool: Pool) -> None:
+    with pool.client() as client:
+        for _ in range(2):
+            with pytest.raises(UnknownModel):
+                client.submit("nowhere", "x", key="nowhere")
+        with pytest.raises(DuplicateId):
+            client.submit("m", "another", key="report-7")
+    base = pool.ask("ps")["broker"]["metrics"]
+    assert pool.cli_json("stats")["jobs"]["refused"] == {"unknown_model": 2, "duplicate_id": 1}
+    assert "3 refused" in pool.cli("ps").stdout
+    assert "refused jobs, batches, files" in pool.cli("stats").stdout
+    counted = 'mlxpool_job_submissions_refused_total{error="unknown_model"} 2'
+    until(lambda: counted in read_text(f"{base}/metrics"), "the metric has them")
+    browser.open(f"{base}/")
+    browser.wait_for_text("#jobs-note", "refused: 2 unknown_model, 1 duplicate_id")
+    assert browser.console_messages() == []
+
+
+def read_text(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+        return str(answer.read().decode())
 
 
 def test_a_wrong_token_shows_nothing(browser: Chromium, pool: Pool) -> None:

@@ -20,6 +20,7 @@ from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.kept import job_messages as messages
 from mlxpool.common.protocol.kept.job_messages import AboutJob, Fetch, JobName, ListJobs, Submit
+from mlxpool.common.protocol.kept.kept_questions import SUBMISSIONS
 from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import unpack_ids
 from support.core_harness import BOOT, ENTROPY, OWNER, Story, request_id
@@ -132,9 +133,9 @@ class JobStory(Story):
         self._made += 1
         ident = request_id(10_000 + self._made)
         self.hear(link)
-        event = ev.Asked(
-            link, owner, ident, attempt, message, request_id(20_000 + self._made), ENTROPY
-        )
+        submits = getattr(message, "kind", "") in SUBMISSIONS
+        new_id = request_id(20_000 + self._made)
+        event = ev.Asked(link, owner, ident, attempt, message, new_id, ENTROPY, submits=submits)
         self.tell_manager(event)
         return ident
 

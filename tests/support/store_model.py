@@ -233,7 +233,7 @@ class StoreModel:
             return unfit
         row = self.rows[o.id]
         row.chunks.clear()
-        row.job = replace(row.job, gen=o.gen + 1, pos=0, facts=None)
+        row.job = replace(row.job, gen=o.gen + 1, pos=0, facts=None, retried=())
         return rec.Changed(row.job)
 
     def _named(self, name: rec.Name, states: set[JobState]) -> Row | Result:
@@ -252,9 +252,12 @@ class StoreModel:
             return row
         self.poisons.pop(row.job.digest, None)
         self.outbox.pop(row.job.end_seq, None)
+        job = row.job
+        retried = {**dict(job.retried), job.pos: job.retries_at(job.pos) + 1}
         row.job = replace(
-            row.job, state=JobState.WAITING, due=self.now, attempts=0, starts=0, charge=0.0,
+            job, state=JobState.WAITING, due=self.now, attempts=0, starts=0, charge=0.0,
             end=None, end_seq=0, ended=None, cause="", forget=None, deadline=None,
+            retried=tuple(retried.items()),
         )  # fmt: skip
         return rec.Changed(row.job)
 

@@ -149,10 +149,11 @@ def list_batches(options: argparse.Namespace) -> int:
 
 def print_batches(found: Iterable[Mapping[str, Any]]) -> None:
     now = time.time()
-    print_table(BATCHES, [_cells(row, now) for row in found])
+    print_table(BATCHES, [cells(row, now) for row in found])
 
 
-def _cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
+def cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    """The cells of a batch under the columns BATCHES."""
     from mlxpool.client.batches.outcome import count_bad
 
     return (

@@ -68,5 +68,7 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
     parts = [f"{jobs[state]} {state}" for state in shown]
     batches = jobs.get("batches", 0)
     parts += [f"{batches} {'batch' if batches == 1 else 'batches'}"] if batches else []
+    refused = sum(jobs.get("refused", {}).values())  # by code
+    parts += [f"{refused} refused"] if refused else []
     store = [] if jobs["store"] == "ok" else [f"store {jobs['store']}"]
     return (f"jobs {parts[0]}", *parts[1:], f"{size(jobs['bytes'])} kept", *store)

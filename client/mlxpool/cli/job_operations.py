@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from mlxpool.cli import batch_actions
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import duration, size
@@ -22,6 +23,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line, escape_text
 from mlxpool.common.protocol.frames import ID_BYTES
 from mlxpool.common.protocol.kept import job_operations as asked
+from mlxpool.common.protocol.kept.batch_messages import MAX_BATCHES
 from mlxpool.common.protocol.kept.job_messages import MAX_LISTED, READ, ListJobs
 from mlxpool.common.protocol.kept.json_form import as_json
 
@@ -36,7 +38,7 @@ FLAGS = (
     "all_owners", "owner", "model", "of_batch", "show", "notices", "export", "verify",
 )  # fmt: skip
 
-OF_USERS = ("after", "batch", "batches", "files", "follow")
+OF_USERS = ("after", "batch", "files", "follow")
 
 
 def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
@@ -48,7 +50,11 @@ def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what operators ask about the jobs of all owners."""
     of_all = parser.add_argument_group("for operators, over the admin socket")
-    of_all.add_argument("--all-owners", action="store_true", help="list the jobs of all owners")
+    of_all.add_argument(
+        "--all-owners",
+        action="store_true",
+        help="list the jobs of all owners; with --batches their batches",
+    )
     of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
     of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
     of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
@@ -73,6 +79,8 @@ def run_asked(options: argparse.Namespace) -> int | None:
     for flag in given(options, OF_USERS) if asked else ():
         shown = asked[0].replace("_", "-")
         raise BadRequest(f"--{flag} is about your own jobs, --{shown} about those of all owners")
+    if options.batches and asked:
+        return list_batches(options, asked)
     if options.export is not None:
         return export(target, options.export, options.state or "")
     if options.verify:
@@ -137,7 +145,7 @@ def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json:
         [
             (
                 row["job"].hex(),
-                row["owner"] + (f"/{row['tenant']}" if row["tenant"] else ""),
+                _whose(row),
                 row["key"],
                 row["model"],
                 row["state"],
@@ -151,6 +159,38 @@ def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json:
         ],
     )
     return 0
+
+
+BATCHES = (Column("BATCH", 7, "id"), Column("OWNER", 1, "text"), *batch_actions.BATCHES)
+
+
+def list_batches(options: argparse.Namespace, given_flags: Iterable[str]) -> int:
+    """Print a row for each batch of all owners, or of --owner, the newest first."""
+    refused = [flag for flag in given_flags if flag not in ("all_owners", "owner")]
+    for flag in refused:
+        raise BadRequest(f"--{flag.replace('_', '-')} is about jobs: give it without --batches")
+    rows: list[dict[str, Any]] = []
+    following: Any = None
+    while len(rows) < options.limit:
+        count = min(MAX_BATCHES, options.limit - len(rows))
+        body = {"owner": options.owner or "", "limit": count, "behind": following}
+        answer = ask(options.admin_target, asked.BATCHES, body, timeout=ANSWER_TIMEOUT)
+        rows += answer["batches"]
+        following = answer["next"]
+        if following is None:
+            break
+    if options.json:
+        print(json_text({"batches": list(map(shown_row, rows))}))
+        return 0
+    now = time.time()
+    print_table(
+        BATCHES, [(row["batch"].hex(), _whose(row), *batch_actions.cells(row, now)) for row in rows]
+    )
+    return 0
+
+
+def _whose(row: Mapping[str, Any]) -> str:
+    return str(row["owner"]) + (f"/{row['tenant']}" if row["tenant"] else "")
 
 
 NOTICES = (
@@ -183,7 +223,7 @@ def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
             (
                 "batch" if "batch" in row else "job",
                 row["key"],
-                row["owner"] + (f"/{row['tenant']}" if row["tenant"] else ""),
+                _whose(row),
                 row["url"],
                 str(row["tries"]),
                 "given up" if row["given_up"] else duration(max(0.0, row["due"] - now)),

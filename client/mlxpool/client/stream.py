@@ -36,7 +36,8 @@ class Delta:
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
     prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, if asked for
     index: int = 0  # of the choice, where a request has several
-    # of a job, if asked for: ids and characters of this delta up to the end of each of its steps
+    # of a job, if asked for: ids and characters of this delta up to the end of each of its steps;
+    # (0, 0) in front for each time that the job had ended with an error here and was tried again
     steps: tuple[tuple[int, int], ...] = ()
 
 

@@ -11,11 +11,13 @@ from starlette.requests import Request
 from starlette.types import Receive, Send
 
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.json_parts import decode_in_parts
 from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
 TURNS = 4  # of the loop between two slices of a long work
+PARSED_AT_ONCE = 256 * 1024  # bytes of a body that the loop parses itself
 LISTED_AT_ONCE = 200  # rows of a list that are written without a look at other requests
 TOO_DEEP = "the body is nested too deeply"
 RAISE_BOUND = (
@@ -113,7 +115,7 @@ async def read_json(
         message = f"the body was not there after {seconds:g} s"
         raise HttpError(408, message, "body_too_slow", retry=False) from None
     try:
-        value = json.loads(data)
+        value = await _parsed(data)
     except RecursionError:
         raise HttpError(400, TOO_DEEP, "not_json", retry=False) from None
     except ValueError as error:
@@ -122,6 +124,14 @@ async def read_json(
         message = f"the body must be a JSON object, got {type(value).__name__}"
         raise HttpError(400, message, "not_json", retry=False)
     return value
+
+
+async def _parsed(data: bytes) -> Any:
+    """The JSON value of a body, a large one read by another thread. Raises ValueError."""
+    if len(data) <= PARSED_AT_ONCE:
+        return json.loads(data)
+    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    return await asyncio.to_thread(decode_in_parts, text)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs.batches import line_feeding, live_batches
+from mlxpool.broker.jobs.batches import batch_questions, line_feeding, live_batches
 from mlxpool.broker.jobs.batches.line_feeding import AHEAD, PORTION_LINES
 from mlxpool.broker.jobs.batches.live_batches import MAX_WATCHERS
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, Refused
-from mlxpool.common.errors import Draining
+from mlxpool.common.errors import BadRequest, Draining
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept import file_messages as files
 from mlxpool.common.protocol.kept.batch_lines import Line, parse_line
-from mlxpool.common.protocol.kept.batch_messages import ListBatches, SubmitBatch
+from mlxpool.common.protocol.kept.batch_messages import AboutBatch, ListBatches, SubmitBatch
 from mlxpool.common.protocol.kept.file_messages import (
     AboutFile,
     KeyName,
@@ -27,8 +27,9 @@ from mlxpool.common.protocol.kept.file_messages import (
     ReadFile,
 )
 from mlxpool.common.protocol.kept.job_messages import ListJobs
+from mlxpool.common.protocol.kept.job_operations import parse_question
 from support.batch_harness import BatchStory, jsonl, prompts
-from support.core_harness import BOB
+from support.core_harness import BOB, OWNER, request_id
 from support.stored_jobs import StoredJobs
 
 
@@ -47,6 +48,52 @@ def story(store: StoredJobs) -> BatchStory:
 def counts(row: dict[str, Any]) -> tuple[int, ...]:
     names = ("waiting", "running", "done", "dead", "failed", "cancelled", "expired")
     return tuple(row[name] for name in names)
+
+
+def list_all(story: BatchStory, **body: Any) -> dict[str, Any]:
+    """An operator's question about the batches of all owners, and its answer."""
+    owner, question = parse_question("batches", body)
+    ident = request_id(90_000 + len(story.told))
+    story.tell_manager(ev.Asked(9, owner, ident, 0, question, operator=True))
+    story.settle()
+    return story.answer(ident)
+
+
+def test_operators_list_the_batches_of_all_owners_page_by_page(story: BatchStory) -> None:
+    for number in range(5):
+        story.submit_batch(f"b{number}", prompts(1), owner=BOB if number % 2 else OWNER)
+        story.pass_time(0.1)
+    listed = list_all(story)
+    assert [row["key"] for row in listed["batches"]] == ["b4", "b3", "b2", "b1", "b0"]
+    assert {row["owner"] for row in listed["batches"]} == {OWNER, BOB}
+    assert listed["next"] is None and {row["tenant"] for row in listed["batches"]} == {""}
+    of_bob = list_all(story, owner=BOB)["batches"]
+    assert [row["key"] for row in of_bob] == ["b3", "b1"]
+    found, behind = [], None
+    while True:
+        page = list_all(story, limit=2, behind=behind)
+        found += [row["key"] for row in page["batches"]]
+        behind = page["next"]
+        if behind is None:
+            break
+        assert len(page["batches"]) == 2
+    assert found == ["b4", "b3", "b2", "b1", "b0"]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 101}, "limit"),
+        ({"behind": [1.0, "id"]}, "id of 16 bytes"),
+        ({"behind": [-1.0, bytes(16)]}, "behind must be"),
+        ({"behind": "x"}, "behind must be"),
+        ({"owner": 5}, "owner"),
+    ],
+)
+def test_a_bad_question_for_all_batches_is_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        parse_question("batches", body)
 
 
 # ---- the life of a batch -------------------------------------------------------------------------
@@ -196,6 +243,35 @@ def test_results_are_deleted_when_they_are_released(story: BatchStory) -> None:
     assert story.submit_batch("b", prompts(3))["code"] == "gone"
 
 
+def test_results_of_the_lines_that_are_done_are_deleted_alone(
+    story: BatchStory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_questions, "RELEASE_COUNT", 2)
+    good = prompts(5)
+    story.submit_batch("b", [*good, {"id": "bad", "model": "nosuch", "prompt": "x"}])
+    release = AboutBatch(messages.RELEASE, KeyName("b"), messages.DONE)
+
+    def answer(message: AboutBatch) -> dict[str, Any]:
+        ident = story.ask(message)
+        story.settle()
+        return story.answer(ident)
+
+    assert "cancel it first" in answer(release)["message"]
+    story.work_off(story.ready_worker(sequences=4))
+    row = answer(release)
+    assert (row["state"], row["deleted"], row["done"], row["failed"]) == ("done", ["done"], 5, 1)
+    assert {each["state"] for each in story.outcomes("b")} == {"gone", "failed"}
+    assert answer(release)["deleted"] == ["done"]  # a question may come twice
+    others = AboutBatch(messages.RELEASE, KeyName("b"), messages.OTHERS)
+    assert answer(others)["deleted"] == ["done", "others"]
+    assert {each["state"] for each in story.outcomes("b")} == {"gone"}
+    story.about_batch(messages.RELEASE, "b")
+    story.pass_time(1.5)
+    assert answer(release)["code"] == "gone"
+    with pytest.raises(BadRequest, match="only must be done or others"):
+        messages.parse_question(messages.RELEASE, {"key": "b", "only": "dead"})
+
+
 def test_results_are_kept_from_the_end_of_the_batch_on(store: StoredJobs) -> None:
     story = BatchStory(store, JobPolicy(30.0, 1e9))
     worker = story.ready_worker(sequences=1)
@@ -285,9 +361,33 @@ def test_quotas_of_jobs_hold_for_batches(store: StoredJobs) -> None:
     story.work_off(story.ready_worker(sequences=4))
     assert (story.batch("c")["state"], story.batch("d")["waiting"]) == ("done", 5)
     assert "5 jobs are stored for this owner" in story.batch("d")["trouble"]
+    assert story.manager.figures().refused == {"over_quota": 1}  # lines that wait are not refused
     story.about_batch(messages.RELEASE, "c")
     story.pass_time(3.0)
     assert story.batch("d")["trouble"] == ""
+
+
+def test_refused_submissions_are_counted_by_reason(store: StoredJobs) -> None:
+    story = BatchStory(store, JobPolicy(60.0, 1e9, quota_jobs=1, quota_file_bytes=10))
+    assert story.manager.figures().refused == {}
+    story.submit("one")
+    story.settle()
+    for ident in (story.submit("two"), story.submit("three")):
+        story.settle()
+        assert story.answer(ident)["code"] == "over_quota"
+    story.submit("one")  # the same one again is no refusal, and another one of its key is
+    story.submit("one", prompt="other")
+    story.submit("four", model="nowhere")
+    story.ask(PutFile(KeyName("f"), 0, b"x" * 11, last=True))
+    story.about("retry", "nosuch")  # no submission
+    story.ask(SubmitBatch(KeyName("b"), "nofile"))
+    story.settle()
+    assert story.manager.figures().refused == {
+        "over_quota": 3,
+        "duplicate_id": 1,
+        "unknown_model": 1,
+        "unknown_job": 1,
+    }
 
 
 # ---- progress ------------------------------------------------------------------------------------

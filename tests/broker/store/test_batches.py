@@ -20,6 +20,7 @@ from mlxpool.broker.store.batch_operations import (
     ReadLines,
     ReadOutcomes,
     ReleaseBatch,
+    ReleaseOutcomes,
     RetryBatch,
     SubmitBatch,
 )
@@ -29,6 +30,7 @@ from mlxpool.broker.store.batch_records import (
     BatchState,
     FileDiffers,
     Lines,
+    Outcomes,
 )
 from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.operations import ListJobs, ReadJob, Retry, Submit, Sweep
@@ -364,6 +366,49 @@ def test_the_results_of_a_batch_go_some_at_a_time(store: OpenedStore) -> None:
     assert store.one(ReadBatch(BATCH)).state is BatchState.GONE
     assert store.one(ReadJob(job_id(102))).job.state is JobState.GONE
     assert store.one(ListJobs(batch=BATCH)).jobs == ()
+
+
+def results_of(store: OpenedStore) -> list[tuple[int, str]]:
+    """The results that are left: the number of each line, and its state."""
+    found = store.one(ReadOutcomes(SCOPE)).outcomes
+    states = [(one.line, "failed" if one.job is None else one.job.state.value) for one in found]
+    return [(line, state) for line, state in states if state != "gone"]
+
+
+def test_results_of_a_batch_are_deleted_apart(store: OpenedStore) -> None:
+    new_batch(store, b"0\n1\n2\n3\n4\n")
+    store.store.database.change("UPDATE file SET purpose = ?", LINES_PURPOSE)
+    add(store, lines(store), failed=(4,))
+    early = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE))
+    assert early.jobs == () and early.batch.deleted is Outcomes.NONE  # it has not ended
+    store.do(*map(finish, (100, 101, 102)), finish(103, state=JobState.DEAD), EndBatch(BATCH))
+    some = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
+    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.NONE
+    rest = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
+    assert len(rest.jobs) == 1 and rest.batch.deleted is Outcomes.DONE
+    assert results_of(store) == [(3, "dead"), (4, "failed")]
+    assert dict(rest.batch.counts) == {JobState.DONE: 3, JobState.DEAD: 1}
+    assert rest.batch.state is BatchState.ENDED and rest.batch.failed == 1
+    store.one(Sweep())
+    assert store.one(ReadFile(FILE, "a", "")).data  # the lines of what is left
+    others = store.one(ReleaseOutcomes(SCOPE, Outcomes.OTHERS))
+    assert others.batch.deleted is Outcomes.DONE | Outcomes.OTHERS and results_of(store) == []
+    store.one(Sweep())
+    assert isinstance(store.one(ReadFile(FILE, "a", "")), UnknownName)
+    assert store.one(ReadBatch(BATCH)).state is BatchState.ENDED
+    other = Scope("b", "", "batch")
+    assert store.one(ReleaseOutcomes(other, Outcomes.DONE)) == UnknownName()
+
+
+def test_lines_that_are_tried_again_have_results_again(store: OpenedStore) -> None:
+    new_batch(store)
+    add(store, lines(store))
+    store.do(finish(100), finish(101), finish(102, state=JobState.DEAD), EndBatch(BATCH))
+    store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE))
+    again = store.one(RetryBatch(SCOPE))
+    assert len(again.jobs) == 1 and again.batch.deleted is Outcomes.NONE
+    store.do(finish(102), EndBatch(BATCH))
+    assert results_of(store) == [(2, "done")]
 
 
 def test_only_so_many_batches_of_an_owner_are_live(store: OpenedStore) -> None:

@@ -37,6 +37,7 @@ from mlxpool.broker.store.records import (
     Submitted,
     UnknownName,
 )
+from mlxpool.broker.store.sql import changing, rows
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
 from support.job_store import (
     BEGIN,
@@ -376,3 +377,29 @@ def test_a_released_key_is_remembered(store: OpenedStore) -> None:
     assert database.number("SELECT jobs FROM usage WHERE owner = 'a'") == 0
     assert store.one(ListEnded()).jobs == (gone,)  # a reader of the feed misses no end
     assert store.one(ListJobs()).jobs == ()
+
+
+def test_the_places_are_void_in_the_next_generation(store: OpenedStore) -> None:
+    store.submitted(1)
+    store.one(progress(1, 0))
+    store.one(finish(1, state=JobState.DEAD))
+    first = store.one(Retry(job_id(1)))
+    assert isinstance(first, Changed) and first.job.retried == ((4, 1),)
+    store.one(finish(1, state=JobState.DEAD))
+    second = store.one(Retry(job_id(1), new_generation=True))
+    assert isinstance(second, Changed) and (second.job.retried, second.job.pos) == ((), 0)
+
+
+def test_retries_have_a_bound(store: OpenedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rows, changing):
+        monkeypatch.setattr(module, "MAX_RETRIES", 5)
+    store.submitted(1)
+    for _ in range(5):
+        store.one(finish(1, state=JobState.DEAD))
+        assert isinstance(store.one(Retry(job_id(1))), Changed)
+    store.one(finish(1, state=JobState.DEAD))
+    refused = store.one(Retry(job_id(1)))
+    assert isinstance(refused, Refused) and refused.code == "in_use"
+    assert "tried again 5 times" in refused.message
+    anew = store.one(Retry(job_id(1), new_generation=True))
+    assert isinstance(anew, Changed) and anew.job.gen == 1

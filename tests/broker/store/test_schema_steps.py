@@ -8,9 +8,15 @@ from typing import Any
 
 from mlxpool.broker.store.batch_operations import ListBatches, ReadBatch
 from mlxpool.broker.store.batch_records import BatchList, BatchView
-from mlxpool.broker.store.operations import ListNotices, NoticeFailed, ReadJob, ReadNotices
+from mlxpool.broker.store.operations import (
+    ListNotices,
+    NoticeFailed,
+    ReadJob,
+    ReadNotices,
+    Retry,
+)
 from mlxpool.broker.store.postgres_store import PostgresDatabase, PostgresOpener
-from mlxpool.broker.store.records import Found, JobState, Notices, Result
+from mlxpool.broker.store.records import Changed, Found, JobState, Notices, Result
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.rows import ROW_BYTES
@@ -35,8 +41,16 @@ def indices(database: Database) -> set[str]:
     return {name for (name,) in found if not name.startswith("sqlite_")}
 
 
+def back_to_version_3(database: Database) -> None:
+    """Take away what the step from version 3 on adds."""
+    database.change("ALTER TABLE job DROP COLUMN retried")
+    database.change("ALTER TABLE batch DROP COLUMN deleted")
+    database.write_version(3)
+
+
 def back_to_version_2(database: Database, dialect: schema.Dialect) -> None:
     """Make the outbox as it was, with the notices that there are; files have no places in lists."""
+    back_to_version_3(database)
     for made in (*schema.LISTED, schema.DELETED_FILE):
         kind, name = made.split()[1:3]
         database.change(f"DROP {kind} {name}")
@@ -110,6 +124,22 @@ def test_a_store_of_schema_1_goes_on(tmp_path: Path) -> None:
     assert isinstance(batch, BatchView) and isinstance(listed, BatchList)
     assert listed.batches == (batch,)
     assert dict(batch.counts) == {JobState.WAITING: 1, JobState.DEAD: 1} and batch.failed == 1
+
+
+def test_a_store_of_schema_3_goes_on(tmp_path: Path) -> None:
+    with SqliteOpener(tmp_path, MAX_BYTES) as opener:
+        with opener.open() as store:
+            store.begin(BOOT, BEGIN)
+            store.transaction([submit(1), finish(1, state=JobState.DEAD)], BEGIN)
+            new = columns(store.database), indices(store.database)
+        with SqliteDatabase(opener.folder.database(), MAX_BYTES) as database:
+            back_to_version_3(database)
+        with opener.open() as store:
+            assert (columns(store.database), indices(store.database)) == new
+            store.begin(BOOT, BEGIN)
+            found, again = store.transaction([ReadJob(job_id(1)), Retry(job_id(1))], BEGIN)
+    assert isinstance(found, Found) and found.job.retried == ()
+    assert isinstance(again, Changed) and again.job.retried == ((0, 1),)
 
 
 def with_notices(store: SqlStore) -> Result:

@@ -168,7 +168,7 @@ def test_figures_say_that_there_is_no_room_for_new_jobs(
             free[0] = 10 * 2**30 if room else 2**20
             figures = store.figures()
             assert bool(figures.room) is room
-            shown = JobFigures.of(figures, 0, 0, 0)
+            shown = JobFigures.of(figures, 0, 0, 0, {})
             assert (shown.store, shown.room) == ("ok" if room else "refusing", figures.room)
 
 

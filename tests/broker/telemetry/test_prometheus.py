@@ -116,6 +116,14 @@ def test_the_gateway_is_up_while_it_is_ready(story: Story) -> None:
         assert value(metrics, "mlxpool_gateway_restarts_total") == 2
 
 
+def test_refused_submissions_have_their_reasons(story: Story) -> None:
+    name = "mlxpool_job_submissions_refused_total"
+    assert read(story)["mlxpool_job_submissions_refused"].samples == []
+    metrics = read(story, jobs=replace(snapshots.JOBS, refused={"over_quota": 3}))
+    assert value(metrics, name, error="over_quota") == 3
+    assert value(metrics, name, error="store_full") == 0
+
+
 def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     busy(story)
     metrics = read(story, lag=0.125)

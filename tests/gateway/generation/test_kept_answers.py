@@ -10,6 +10,7 @@ import pytest
 from mlxpool.client import Delta
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT
+from mlxpool.gateway.formats.events import Content
 from mlxpool.gateway.generation.kept_answers import KeptAnswer, call_ids, has_failed, steps_of
 from mlxpool.gateway.openai.responses_api.kept import GENERATION, KeptResponse, ResponseNote
 
@@ -60,7 +61,7 @@ class DeadJob:
     """Stands for a client: every job that it is asked for is dead, with 5 ids."""
 
     async def job(self, name: str) -> dict[str, Any]:
-        return {"key": name, "state": "dead", "ids": 5}
+        return {"key": name, "state": "dead", "gen": 0, "ids": 5}
 
 
 @pytest.mark.parametrize(
@@ -77,13 +78,69 @@ class DeadJob:
 def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
     """Its reader would be told that there is nothing more, and miss what it has not had."""
     client = cast(Any, DeadJob())
-    assert asyncio.run(has_failed(client, "j", code)) is failed
+    assert asyncio.run(has_failed(client, "j", code, 0, 5)) is failed
 
 
-def test_a_reading_from_behind_the_end_of_a_dead_job_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("gen", "pos", "failed"),
+    [
+        (0, 5, True),
+        (0, 6, False),  # a reading from behind the end, which is refused
+        (0, 3, False),  # the job was tried again, made two ids, and failed again
+        (1, 5, False),
+    ],
+)
+def test_only_the_error_behind_the_last_id_is_the_end_of_a_dead_job(
+    gen: int, pos: int, failed: bool
+) -> None:
     client = cast(Any, DeadJob())
-    found = [asyncio.run(has_failed(client, "j", "bad_request", start)) for start in (0, 5, 6)]
-    assert found == [True, True, False]
+    assert asyncio.run(has_failed(client, "j", "worker_lost", gen, pos)) is failed
+
+
+class Pages:
+    """Stands for a stream with these pages of deltas."""
+
+    facts: dict[str, Any] = {}  # noqa: RUF012  # of a test
+    result = None
+
+    def __init__(self, *pages: list[Delta]) -> None:
+        self._pages = [*pages, []]
+
+    async def ready(self) -> list[Delta]:
+        return self._pages.pop(0)
+
+
+def failures(*pages: list[Delta]) -> list[int | str]:
+    """What the updates of a reading bring, in order: a number of failures, or a text."""
+
+    async def read() -> list[int | str]:
+        found: list[int | str] = []
+        answer = KeptAnswer(cast(Any, Pages(*pages)), NO_CHAT, (), several_calls=True)
+        async for update in answer.updates():
+            assert update is not None
+            found += [update.failures] if update.failures else []
+            found += [event.text for event in update.events if isinstance(event, Content)]
+        return found
+
+    return asyncio.run(read())
+
+
+AGAIN = (0, 0)
+
+
+def test_failures_after_which_a_job_went_on_are_told_once() -> None:
+    one, two = Delta("a", (1,), 0, steps=((1, 1),)), Delta("b", (2,), 1, steps=(AGAIN, (1, 1)))
+    assert steps_of(two) == [("b", 1, ())]
+    assert failures([one, two]) == ["a", 1, "b"]
+    at_end = Delta("", (), 2, steps=(AGAIN, AGAIN))
+    assert failures([one, two, at_end]) == ["a", 1, "b", 2]
+    # The client has sent its reading again in between, after another failure at the same place.
+    before, after = (
+        Delta("", (), 1, steps=(AGAIN,)),
+        Delta("b", (2,), 1, steps=3 * (AGAIN,) + ((1, 1),)),
+    )
+    assert failures([one], [before], [after]) == ["a", 1, 2, "b"]
+    assert failures([one, before, two, at_end]) == ["a", 1, "b", 2]
 
 
 class PageStream:

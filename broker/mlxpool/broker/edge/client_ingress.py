@@ -204,7 +204,16 @@ def question_of(
         raise BadRequest(f"{kind!r} needs an id of {frames.ID_BYTES} bytes")
     asked = _parsed(kept_questions.parse_question, kind, message.body, message.blobs)
     job_id = secrets.token_bytes(frames.ID_BYTES)
-    return job_events.Asked(link, owner, header.id, header.attempt, asked, job_id, entropy())
+    return job_events.Asked(
+        link,
+        owner,
+        header.id,
+        header.attempt,
+        asked,
+        job_id,
+        entropy(),
+        submits=kind in kept_questions.SUBMISSIONS,
+    )
 
 
 def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:

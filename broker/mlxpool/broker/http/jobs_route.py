@@ -15,7 +15,8 @@ from mlxpool.common.protocol.kept.json_form import IDS, as_json
 
 log = logging.getLogger("mlxpool.broker")
 
-KINDS = job_operations.KINDS - {job_operations.EXPORT, job_operations.VERIFY}
+OF_SOCKET = {job_operations.BATCHES, job_operations.EXPORT, job_operations.VERIFY}
+KINDS = job_operations.KINDS - OF_SOCKET
 ID = re.compile(r"[0-9a-f]{32}")
 
 Question = tuple[str, Mapping[str, Any]]  # the kind of a question of job_operations, and its body

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxpool.broker.core.events import Event
+from mlxpool.broker.jobs.events import Asked
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result
 from mlxpool.common.errors import PoolError
@@ -65,6 +67,7 @@ class Outbox:
 
     def __init__(self, boot: int) -> None:
         self.boot = boot
+        self.refused: Counter[str] = Counter()  # submissions, by error code
         self._actions: list[Action] = []
         self._then: dict[int, tuple[Operation, Then]] = {}
 
@@ -101,6 +104,12 @@ class Outbox:
     ) -> None:
         header = Header(message.kind, id, self.boot, attempt, pos)
         self._actions.append(Tell(link, header, message))
+
+    def refuse(self, event: Asked, error: PoolError) -> None:
+        """Answer a question with an error, and count a submission that it refuses."""
+        if event.submits:
+            self.refused[error.code] += 1
+        self.fail(event.link, error, event.id, event.attempt)
 
     def fail(self, link: int, error: PoolError, id: bytes, attempt: int, pos: int = 0) -> None:
         self.send(link, Failed.of(error), id, attempt, pos)

@@ -76,6 +76,7 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
         "bytes": job.size,
         "notice": notice_state(job.notify, job.ended, job.notice),
         **({"damaged": job.damaged} if job.damaged else {}),
+        **({"retried": [list(place) for place in job.retried]} if job.retried else {}),
         **({} if job.batch is None else {"batch": job.batch, "line": job.line, "id": job.label}),
     }
 

@@ -18,7 +18,8 @@ class Asked:
 
     `message` is the error that parsing raised if the body is bad. `new_id` and `seed` are drawn; a
     job that is new gets them. `operator`: an operator asks, who may look at and change the jobs of
-    all; then `owner` is the one that the question names.
+    all; then `owner` is the one that the question names. `submits`: it submits a job, a batch or a
+    part of a file, also one whose body is bad; such questions are counted when they are refused.
     """
 
     link: int
@@ -29,6 +30,7 @@ class Asked:
     new_id: bytes = b""
     seed: int = 0
     operator: bool = False
+    submits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mlxpool.broker.store.records import JobState, StoreFigures
 
@@ -32,9 +33,17 @@ class JobFigures:
     )
     batches: int = 0  # that have not ended
     room: int = 0  # bytes that new jobs may take; 0: they are refused
+    refused: Mapping[str, int] = field(default_factory=dict)  # submissions, by error code
 
     @classmethod
-    def of(cls, stored: StoreFigures, running: int, readers: int, batches: int) -> JobFigures:
+    def of(
+        cls,
+        stored: StoreFigures,
+        running: int,
+        readers: int,
+        batches: int,
+        refused: Mapping[str, int],
+    ) -> JobFigures:
         counts = dict(stored.states)
         waiting = counts.get(JobState.WAITING, 0)
         ended = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
@@ -54,4 +63,5 @@ class JobFigures:
             "ok" if stored.room or not stored.bound else REFUSING,
             batches,
             stored.room,
+            dict(refused),
         )

@@ -140,19 +140,20 @@ class JobManager:
     def figures(self) -> JobFigures:
         """How many jobs there are, and what they take."""
         running, readers = len(self.runs.active), len(self.readers.all)
-        return JobFigures.of(self._stored, running, readers, len(self.batches.live))
+        live, refused = len(self.batches.live), self._outbox.refused
+        return JobFigures.of(self._stored, running, readers, live, refused)
 
     def _on_asked(self, event: ev.Asked, now: float) -> None:
         if not self._open:
             error = StoreUnavailable(
                 "the store of jobs does not take anything now; try again", retry_after_ms=1000
             )
-            self._outbox.fail(event.link, error, event.id, event.attempt)
+            self._outbox.refuse(event, error)
             return
         try:
             self._ask(event, event.message, now)
         except PoolError as error:
-            self._outbox.fail(event.link, error, event.id, event.attempt)
+            self._outbox.refuse(event, error)
 
     def _ask(
         self, event: ev.Asked, message: Question | job_operations.Question | PoolError, now: float
@@ -165,7 +166,7 @@ class JobManager:
             self._readers_at = min(self._readers_at, now + READER_INTERVAL)
         elif isinstance(message, file_messages.Question):
             self._file_questions.on_asked(event, message)
-        elif isinstance(message, batch_messages.Question):
+        elif isinstance(message, batch_messages.Question | job_operations.ListAllBatches):
             self._batch_questions.on_asked(event, message, now)
         else:
             self.questions.on_asked(event, now)

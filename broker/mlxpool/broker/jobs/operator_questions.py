@@ -66,7 +66,7 @@ class OperatorQuestions:
             if isinstance(result, Refused)
             else Internal(f"the store answered with {type(result).__name__}")
         )
-        self._outbox.fail(event.link, error, event.id, event.attempt)
+        self._outbox.refuse(event, error)
 
     # ---- one job -------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class OperatorQuestions:
                 self._fail(event, result)
             else:
                 error = answers.unknown(question.name)
-                self._outbox.fail(event.link, error, event.id, event.attempt)
+                self._outbox.refuse(event, error)
 
         self._outbox.store(store.ReadHistory(name), then)
 

@@ -106,7 +106,7 @@ class Questions:
             self._about(event, message)
 
     def _fail(self, event: ev.Asked, error: PoolError) -> None:
-        self._outbox.fail(event.link, error, event.id, event.attempt)
+        self._outbox.refuse(event, error)
 
     def _send(self, event: ev.Asked, message: Any) -> None:
         self._outbox.send(event.link, message, event.id, event.attempt)

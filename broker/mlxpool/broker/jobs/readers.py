@@ -35,6 +35,7 @@ from mlxpool.common.protocol.to_client import Done, Failed, Fate, StreamDelta
 
 MAX_READERS = 64  # of one job
 PAGE_BYTES = 64 * 1024
+RETRIED = ((0, 0),)  # as the border of a step: the job ended here with an error, and went on
 LATER = frozenset({"store_busy", "store_closed"})  # refusals after which a page is read again
 
 ReaderKey = tuple[int, bytes]  # link, id of the reading
@@ -216,6 +217,7 @@ class Readers:
         if reader.sent < job.pos:
             reader.behind = True
         elif job.state in ENDED:
+            self._tell_retries(reader, job)
             self._end(reader, terminal_of(job.end, result.answer))
             return
         self._go_on(reader, now)
@@ -240,7 +242,10 @@ class Readers:
         logprobs = unpack(chunk.logprobs) if chunk.logprobs else []
         delta = StreamDelta(chunk.pos, [chunk.text], bytearray(chunk.ids), logprobs)
         if reader.fetch.steps:
-            delta.steps = chunk.borders
+            # Ids behind a place where the job was tried again are read after the job as it is
+            # since: a reader that has all ids up to there was told the end that was taken back.
+            retries = 0 if reader.known is None else reader.known.retries_at(chunk.pos)
+            delta.steps = retries * RETRIED + chunk.borders
         facts = None if reader.known is None else reader.known.facts
         if facts is not None and not reader.began:
             delta.facts = unpack(facts)
@@ -248,6 +253,13 @@ class Readers:
             reader.acked = chunk.pos
         reader.began, reader.sent = True, chunk.end
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
+
+    def _tell_retries(self, reader: Reader, job: JobView) -> None:
+        """Before its end: a job that was tried again behind its last id has no delta to say so."""
+        retries = job.retries_at(reader.sent)
+        if reader.fetch.steps and retries:
+            delta = StreamDelta(reader.sent, steps=retries * RETRIED)
+            self._outbox.send(reader.link, delta, reader.id, reader.attempt, reader.sent)
 
     # ---- ends ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlxpool.broker.store.batch_records import MAX_LINE, BatchState, Place
+from mlxpool.broker.store.batch_records import MAX_LINE, BatchState, Outcomes, Place
 from mlxpool.broker.store.operations import Operation, Submit
 from mlxpool.broker.store.records import Name, Scope
 
@@ -221,6 +221,22 @@ class ReleaseBatch(Operation):
 
     frees: ClassVar[bool] = True
     name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseOutcomes(Operation):
+    """Delete some results of an ended batch before their time. Results: BatchChanged, UnknownName.
+
+    At most `count` jobs lose theirs, which are those of the result: repeat it while there are as
+    many. The batch stays, and so do its counts; `deleted` of the view says which results it has no
+    more. With the last results go the lines that a gateway has written. One that has not ended, or
+    is gone, stays as it is.
+    """
+
+    frees: ClassVar[bool] = True
+    name: Name
+    outcomes: Outcomes
+    count: int = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 
 from mlxpool.broker.store.records import JobState, JobView, Result, Scope
 
@@ -54,6 +54,14 @@ class FilePart(Result):
     data: bytes
 
 
+class Outcomes(IntFlag):
+    """Which results of a batch: those of lines that are done, and all others."""
+
+    NONE = 0
+    DONE = 1
+    OTHERS = 2
+
+
 class BatchState(StrEnum):
     """The states of a batch. Whether its jobs have all ended is counted, see BatchView.counts."""
 
@@ -93,6 +101,7 @@ class BatchView(Result):
     forget: float | None = None
     end_seq: int = 0  # of its end among the ends of all jobs and batches, 0 before
     notice: str = ""  # waiting or given_up: the notice of its end was not delivered
+    deleted: Outcomes = Outcomes.NONE  # of its results before their time
 
     @property
     def live(self) -> bool:

@@ -14,6 +14,7 @@ MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
 MAX_END = 4 * 1024 * 1024  # bytes of the end of a job without the blobs of its answer
 MAX_ANSWER = 4 * 1024 * 1024  # bytes of the blobs of a job's answer
 MAX_FAILURES = 16  # that are kept of a job, the newest
+MAX_RETRIES = 1000  # of one generation of a job
 MAX_STACKS = 16 * 1024  # characters of a worker's stacks that are kept with a failure
 
 
@@ -84,12 +85,12 @@ class Chunk:
 class JobView:
     """A job without its request and its output. `seq` is its number in the order of arrival.
 
-    `gen` counts the generations of its output, `pos` the durable ids of this generation. `starts`
-    counts how often it was given to a worker since its last durable id. `end` is what `Finish`
-    stored, None while it waits. `end_seq` orders the ends of all jobs, 0 while it waits. `batch`
-    and `line` say which line of which batch it is. `due`: not before this time. `notice` is
-    `waiting` or `given_up` if the notice of its end was not delivered. `damaged` says which of
-    `end` and `facts` the disk has changed; it is None then.
+    `gen` counts the generations of its output, `pos` the durable ids of this generation, in which
+    `retried` has (pos, times) of its retries. `starts` counts how often it was given to a worker
+    since its last durable id. `end` is what `Finish` stored, None while it waits. `end_seq` orders
+    the ends of all jobs, 0 while it waits. `batch` and `line` say of which batch it is a line.
+    `due`: not before this time. `notice` is `waiting` or `given_up` if that of its end was not
+    delivered. `damaged` says which of `end` and `facts` the disk has changed; it is None then.
     """
 
     seq: int
@@ -123,6 +124,10 @@ class JobView:
     notify: str
     notice: str = ""
     damaged: str = ""
+    retried: tuple[tuple[int, int], ...] = ()
+
+    def retries_at(self, pos: int) -> int:
+        return dict(self.retried).get(pos, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,11 @@ def _job_notices(snapshot: Snapshot) -> Rows:
         yield (), [snapshot.jobs.notices, snapshot.jobs.notices_given_up]
 
 
+def _job_refusals(snapshot: Snapshot) -> Rows:
+    if snapshot.jobs is not None:
+        yield (), [snapshot.jobs.refused.get(code, 0) for code in CODES]
+
+
 def _job_states(snapshot: Snapshot) -> Rows:
     if snapshot.jobs is not None:
         yield (), [int(getattr(snapshot.jobs, state)) for state in JOB_STATES]
@@ -234,6 +239,9 @@ BROKER = (
     Family("mlxpool_job_notices", GAUGE,
            "Notices of ended jobs and batches that were not delivered",
            ("state",), _job_notices, NOTICE_STATES),
+    Family("mlxpool_job_submissions_refused_total", COUNTER,
+           "Jobs, batches and parts of files that were not taken",
+           ("error",), _job_refusals, CODES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
            (), _process(lambda p: p.resident)),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",

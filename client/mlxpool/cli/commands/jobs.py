@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
+OF_JOBS = ("state", "after", "follow")  # which of them are listed
 LISTING = ("state", "after", "batch", "batches", "files", "follow", *job_operations.FLAGS)
 DESCRIPTIONS = {
     "retry": "Lets a job that is dead or expired wait again; it goes on behind the tokens that it"
@@ -330,6 +331,9 @@ def jobs(options: argparse.Namespace) -> int:
     """Print a row for each job, the newest first; or batches, or what operators ask."""
     if options.job_key is not None:
         return show(options)
+    for flag in job_operations.given(options, OF_JOBS) if options.batches or options.files else ():
+        listed = "batches" if options.batches else "files"
+        raise BadRequest(f"--{flag} is about jobs: give it without --{listed}")
     of_operators = job_operations.run_asked(options)
     if of_operators is not None:
         return of_operators

@@ -55,6 +55,7 @@ GROUPS: Mapping[str, tuple[Counter, ...]] = {
     ),
 }
 BY_CODE = {"failures": "failed requests, by code", "rejected": "refused requests, by code"}
+REFUSED_JOBS = "jobs.refused"  # by code
 MEANS = {"queue": "in the queue", "total": "until the end"}  # keys of `seconds`
 SHOWN_ABOVE = ("pid", "state", "uptime_s", "run_dir")  # keys of `broker` in the first line
 
@@ -81,6 +82,7 @@ def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
     found += _means(now, values, width, paint)
     for key, title in BY_CODE.items():
         found += _codes(now.get(key), title, width, paint)
+    found += _codes(values.pop(REFUSED_JOBS, None), "refused jobs, batches, files", width, paint)
     known = (*(f"broker.{key}" for key in SHOWN_ABOVE), *BY_CODE)
     rest = {key: one for key, one in values.items() if key not in known}
     rest = {key: one for key, one in rest.items() if key.partition(".")[0] not in BY_CODE}

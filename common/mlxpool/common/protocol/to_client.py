@@ -56,7 +56,8 @@ class StreamDelta(Content):
     The broker fills it step by step: a second object for each would cost the hot path. `pos`
     travels in the header, `size` (bytes of text, ids and log-probabilities) not at all. `facts`
     come with the first ids of a worker, as the worker made them. `steps` has for each step how many
-    ids and characters there are up to its end, where a reader of a job asked for it.
+    ids and characters there are up to its end, where a reader of a job asked for it; (0, 0) in
+    front for each time that the job had ended with an error at `pos` and was tried again.
     """
 
     kind: ClassVar[str] = "delta"

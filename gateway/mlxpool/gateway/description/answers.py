@@ -80,6 +80,7 @@ OPENAI: Mapping[str, Schema] = {
             "notice": TEXT,
             "batch": TEXT,
             "damaged": TEXT,
+            "retried": listed(listed(COUNT)),
             "failures": listed(MAP),
         },
     ),

@@ -46,7 +46,8 @@ class ChoiceRequest:
 class ChoiceUpdate:
     """New output of one choice; the last update of a choice has its `result`.
 
-    `prompt`: what it reports of tokens of the prompt.
+    `prompt`: what it reports of tokens of the prompt. `failures`: how many times in front of it a
+    kept answer had ended with an error, and then went on.
     """
 
     choice: int
@@ -54,6 +55,7 @@ class ChoiceUpdate:
     logprobs: tuple[Mapping[str, Any], ...] = ()
     result: Result | None = None
     prompt: tuple[Mapping[str, Any], ...] = ()
+    failures: int = 0
 
 
 class Updates(Protocol):

@@ -31,11 +31,12 @@ def drawn_key() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
-async def has_failed(client: AsyncClient, job: JobRef, code: str, start: int = 0) -> bool:
+async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos: int) -> bool:
     """Whether an error with which a reading of a job ended is that of the job itself.
 
-    `code` is the error's, `start` the id from which the reading began. False if the pool does not
-    say: then another reading goes on where this one ended.
+    `code` is the error's; `gen` and `pos` are the generation that was read, and how many of its ids
+    the reader has with it. False if the pool does not say, and for a job that has gone on since:
+    then another reading goes on where this one ended.
     """
     if code in READING_CODES:
         return False
@@ -43,7 +44,7 @@ async def has_failed(client: AsyncClient, job: JobRef, code: str, start: int = 0
         row = await client.job(job)
     except PoolError:
         return False
-    return row["state"] in FAILED and start <= row["ids"]  # else the reading was refused
+    return row["state"] in FAILED and (row["gen"], row["ids"]) == (gen, pos)
 
 
 class KeptAnswer:
@@ -67,6 +68,8 @@ class KeptAnswer:
         self._parser: Parser | None = None  # made with the first delta, which has the facts
         self._in_thoughts = True
         self.thought_tokens = 0  # before the first text that is no thought
+        self.pos = 0  # how many ids were read
+        self._failures = 0  # of the answer behind so many ids that are known
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Every update, the last with the result; None for each `timeout` seconds without one.
@@ -86,11 +89,23 @@ class KeptAnswer:
                 events = self._get_parser().finish()
                 yield ChoiceUpdate(0, tuple(events), (), self._stream.result)
                 return
-            steps = [step for delta in deltas for step in steps_of(delta)]
-            for number, (text, ids, logprobs) in enumerate(steps, 1):
-                yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
-                if number % STEPS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            number = 0
+            for delta in deltas:
+                failures = self._new_failures(delta)
+                if failures:
+                    yield ChoiceUpdate(0, (), failures=failures)
+                for text, ids, logprobs in steps_of(delta):
+                    yield ChoiceUpdate(0, tuple(self._push(text, ids)), logprobs)
+                    number += 1
+                    if number % STEPS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                self._failures = 0 if delta.ids else self._failures
+                self.pos = delta.pos + len(delta.ids)
+
+    def _new_failures(self, delta: Delta) -> int:
+        """How many failures in front of a delta were not known: a reading may tell them twice."""
+        known, self._failures = self._failures, max(self._failures, failures_before(delta))
+        return self._failures - known
 
     def _push(self, text: str, ids: int) -> Sequence[Event]:
         events = self._get_parser().push(text) if text else ()
@@ -114,11 +129,19 @@ class KeptAnswer:
         self._stream.close()
 
 
+def failures_before(delta: Delta) -> int:
+    """How often the job had ended with an error in front of a delta, and was tried again."""
+    return sum(ids == 0 for ids, _ in delta.steps)
+
+
 def steps_of(delta: Delta) -> list[tuple[str, int, tuple[Mapping[str, Any], ...]]]:
     """The steps of a delta: text, number of ids, log-probabilities of each."""
     found = []
     ids = end = 0
-    for next_ids, next_end in delta.steps or ((len(delta.ids), len(delta.text)),):
+    steps = delta.steps[failures_before(delta) :]
+    if not steps and (delta.ids or delta.text):
+        steps = ((len(delta.ids), len(delta.text)),)
+    for next_ids, next_end in steps:
         found.append((delta.text[end:next_end], next_ids - ids, delta.logprobs[ids:next_ids]))
         ids, end = next_ids, next_end
     return found

@@ -14,7 +14,7 @@ from mlxpool.gateway.generation.kept_answers import FAILED
 from mlxpool.gateway.server_sent_events import large_sse, sse
 
 JOB_ID = re.compile(r"[0-9a-f]{32}")
-EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(\.failed)?|end)")
+EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(?:\.(failed)(?:\.([0-9]{1,4}))?)?|end)")
 
 
 def job_ref(text: str) -> str | bytes:
@@ -43,24 +43,31 @@ class Place:
     """Where a reader is: a generation (None: the present one) and how many of its ids it has.
 
     `ended`: it has the result, which is final. `failed`: it has those ids and was told an error,
-    after which the job may be tried again (`retry`) and go on behind them.
+    after which the job may be tried again (`retry`) and go on behind them, or fail there once more:
+    it is the number of the error among those at this place, 0: it was told none.
     """
 
     gen: int | None = None
     pos: int = 0
     ended: bool = False
-    failed: bool = False
+    failed: int = 0
 
     @property
     def id(self) -> str:
         """As the id of an event."""
-        return f"{self.gen or 0}.{'end' if self.ended else self.pos}{'.failed' * self.failed}"
+        place = f"{self.gen or 0}.{'end' if self.ended else self.pos}"
+        if not self.failed:
+            return place
+        return f"{place}.failed" if self.failed == 1 else f"{place}.failed.{self.failed}"
 
     def has_all(self, job: Mapping[str, Any]) -> bool:
         """Whether nothing follows of the job with this row: no id, and no other end."""
         if self.gen != job["gen"]:
             return False
-        return self.ended or (self.failed and job["state"] in FAILED and self.pos == job["ids"])
+        if not self.failed or job["state"] not in FAILED or self.pos != job["ids"]:
+            return self.ended
+        retries = {pos: count for pos, count in job.get("retried", ())}
+        return self.failed > int(retries.get(self.pos, 0))
 
 
 def place_of(last_event_id: str) -> Place:
@@ -69,7 +76,8 @@ def place_of(last_event_id: str) -> Place:
     if found is None:
         message = f"Last-Event-ID is {last_event_id!r:.60}, must be the id of an event, as 0.12"
         raise bad_request(message)
-    return Place(int(found[1]), int(found[2] or 0), found[2] is None, found[3] is not None)
+    failed = 0 if found[3] is None else int(found[4] or 1)
+    return Place(int(found[1]), int(found[2] or 0), found[2] is None, failed)
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -101,9 +109,12 @@ def done_event(result: Result, gen: int) -> bytes:
     return large_sse({**body, **more}, "done", Place(gen, ended=True).id)
 
 
-def failed_event(error: HttpError, gen: int, pos: int) -> bytes:
-    """The job has ended with an error; `pos`: how many ids its reader has."""
-    return sse(_fault(error), "failed", Place(gen, pos, failed=True).id)
+def failed_event(error: HttpError, gen: int, pos: int, failed: int) -> bytes:
+    """The job has ended with an error; `pos`: how many ids its reader has.
+
+    `failed`: the number of the error among those at this place.
+    """
+    return sse(_fault(error), "failed", Place(gen, pos, failed=failed).id)
 
 
 def interrupted_event(error: HttpError) -> bytes:

@@ -13,7 +13,7 @@ from mlxpool.common.protocol.kept.job_messages import DEFAULT_LISTED, JOB_STATES
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation import queries
-from mlxpool.gateway.generation.kept_answers import drawn_key, has_failed
+from mlxpool.gateway.generation.kept_answers import drawn_key, failures_before, has_failed
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.jobs import bodies, requests
@@ -139,6 +139,7 @@ class JobReader:
         self._client = client
         self._job, self._gen = bytes(row["job"]), int(row["gen"])
         self._pos = 0  # ids of this generation that the reader has
+        self._retries = 0  # how often the job failed behind them and was tried again
         self._response = response
         self._keep_alive = keep_alive
 
@@ -148,7 +149,7 @@ class JobReader:
             await self._restarted(self._gen)
             place = Place()
         while True:
-            self._pos = place.pos
+            self._pos, self._retries = place.pos, 0
             stream = self._client.fetch(self._job, place.pos, self._gen, steps=True)
             try:
                 await self._copy(stream)
@@ -176,8 +177,14 @@ class JobReader:
             else:
                 if not deltas:
                     return
-                await self._write(b"".join(bodies.delta_event(one, self._gen) for one in deltas))
-                self._pos = deltas[-1].pos + len(deltas[-1].ids)
+                events = [
+                    bodies.delta_event(one, self._gen) for one in deltas if one.text or one.ids
+                ]
+                if events:
+                    await self._write(b"".join(events))
+                last = deltas[-1]
+                self._pos = last.pos + len(last.ids)
+                self._retries = 0 if last.ids else failures_before(last)
             wait = self._keep_alive
 
     async def _restarted(self, gen: int) -> None:
@@ -187,11 +194,11 @@ class JobReader:
     async def _failed(self, error: PoolError, place: Place) -> None:
         """End with the error of the job, or with that of this reading: then the job goes on."""
         fault = errors.from_pool_error(error)
-        ended = await has_failed(self._client, self._job, error.code, place.pos)
+        ended = await has_failed(self._client, self._job, error.code, self._gen, self._pos)
         if not ended and not self._response.started:
             raise error
         self._response.identified(fault)
-        failed = bodies.failed_event(fault, self._gen, self._pos)
+        failed = bodies.failed_event(fault, self._gen, self._pos, 1 + self._retries)
         await self._end(failed if ended else bodies.interrupted_event(fault))
 
     async def _write(self, data: bytes) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
 from mlxpool.gateway.generation.kept_answers import call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
@@ -28,3 +29,11 @@ def test_a_reading_that_broke_off_goes_on_behind_its_last_event(
     events = ResponseEvents(frame, OutputBlocks(call_ids("a")), 0, after)
     assert numbers(events.head()) == head
     assert numbers(events.broken_off(HttpError(503, "away", "broker_lost"))) == [broken]
+
+
+def test_a_failure_after_which_the_response_went_on_keeps_its_number() -> None:
+    frame = ResponseFrame("a" * 32, 0, {"model": "m"}, summary=False)
+    events = ResponseEvents(frame, OutputBlocks(call_ids("a")), 0)
+    assert numbers(events.head()) == [0, 1]
+    assert events.update(ChoiceUpdate(0, (), failures=2)) == b""  # which were 2 and 3
+    assert numbers(events.failed(HttpError(500, "lost", "worker_lost"))) == [4]

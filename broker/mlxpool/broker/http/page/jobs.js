@@ -150,7 +150,10 @@ const countJobs = ({ jobs, cancels }) => {
   if (!jobs) return;
   const counts = JOB_STATES.map((state) => `${count(jobs[state])} ${state}`);
   const kept = `${size(jobs.bytes).join(" ")} of ${size(jobs.max_bytes).join(" ")}`;
-  say($("jobs-note"), [...counts, kept, ...(jobs.store === "ok" ? [] : [`the store is ${jobs.store}`])].join(" · "));
+  const reasons = Object.entries(jobs.refused).sort((a, b) => b[1] - a[1]).map(([code, times]) => `${count(times)} ${code}`);
+  const refused = reasons.length ? [`refused: ${reasons.join(", ")}`] : [];
+  const store = jobs.store === "ok" ? [] : [`the store is ${jobs.store}`];
+  say($("jobs-note"), [...counts, kept, ...refused, ...store].join(" · "));
   $("jobs-form").hidden = !cancels;
   $("jobs-hint").hidden = cancels;
 };

@@ -1,14 +1,21 @@
-"""Answers what clients ask about batches. Each is answered after the commit that it needs."""
+"""Answers what clients and operators ask about batches, each after the commit that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, batch_digest, file_id, outcome_row
+from mlxpool.broker.jobs.batches.batch_rows import (
+    RELEASED,
+    BatchSettings,
+    batch_digest,
+    file_id,
+    outcome_row,
+)
 from mlxpool.broker.jobs.batches.live_batches import CANCELLED_END, Batches, Watcher
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
@@ -33,6 +40,7 @@ from mlxpool.common.errors import (
     UnknownJob,
 )
 from mlxpool.common.protocol.kept import batch_messages as messages
+from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     ListBatches,
@@ -45,10 +53,11 @@ from mlxpool.common.protocol.packing import pack
 
 MAX_LIVE = 256  # batches of one owner that have not ended
 RETRY_COUNT = 1000  # lines that one commit lets wait again
+RELEASE_COUNT = 1000  # lines whose results one commit deletes
 
 
 class BatchQuestions:
-    """Answers the questions of `batch_messages`."""
+    """Answers the questions of `batch_messages`, and `ListAllBatches` of operators."""
 
     def __init__(self, outbox: Outbox, batches: Batches, policy: Callable[[], JobPolicy]) -> None:
         """`policy` returns the settings in force."""
@@ -56,12 +65,16 @@ class BatchQuestions:
         self._batches = batches
         self._policy = policy
 
-    def on_asked(self, event: ev.Asked, message: messages.Question, now: float) -> None:
+    def on_asked(
+        self, event: ev.Asked, message: messages.Question | asked.ListAllBatches, now: float
+    ) -> None:
         """Raises PoolError for a question that is refused at once."""
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):
             self._list(event, message)
+        elif isinstance(message, asked.ListAllBatches):
+            self._list_all(event, message)
         elif isinstance(message, WaitForProgress):
             self._wait(event, message, now)
         elif isinstance(message, ReadOutcomes):
@@ -70,7 +83,7 @@ class BatchQuestions:
             ABOUT[message.kind](self, event, message)
 
     def _fail(self, event: ev.Asked, error: PoolError) -> None:
-        self._outbox.fail(event.link, error, event.id, event.attempt)
+        self._outbox.refuse(event, error)
 
     def _show(self, event: ev.Asked, batch: BatchView) -> None:
         self._outbox.send(event.link, self._batches.row(batch), event.id, event.attempt)
@@ -155,6 +168,28 @@ class BatchQuestions:
         else:
             read(None if message.older is None else (message.older, b""))
 
+    def _list_all(self, event: ev.Asked, question: asked.ListAllBatches) -> None:
+        """Answer an operator with the batches of one owner or of all."""
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchList):
+                self._fail(event, _error(KeyName(""), result))
+                return
+            rows = [_with_owner(self._batches.row(batch), batch) for batch in result.batches]
+            shown = answers.fitting(rows)
+            last = result.batches[len(shown) - 1] if shown else None
+            more = result.more or len(shown) < len(rows)
+            following = None
+            if last is not None and more:
+                following = asked.BatchPlace(last.created, last.id).body()
+            told = asked.Told({"batches": shown, "next": following})
+            self._outbox.send(event.link, told, event.id, event.attempt)
+
+        behind = question.behind
+        place = None if behind is None else (behind.created, behind.batch)
+        operation = store.ListBatches(question.owner, count=question.limit, behind=place)
+        self._outbox.store(operation, then)
+
     def _wait(self, event: ev.Asked, message: WaitForProgress, now: float) -> None:
         watcher = Watcher(event, message.seen, now + message.wait_ms / 1000)
         self._read(event, message.name, lambda batch, now: self._batches.watch(batch, watcher, now))
@@ -222,16 +257,37 @@ class BatchQuestions:
         self._outbox.store(operation, then)
 
     def _release(self, event: ev.Asked, message: AboutBatch) -> None:
+        if message.only:
+            self._release_some(event, message)
+            return
+
         def then(result: Result, now: float) -> None:
             if not isinstance(result, BatchView):
                 self._fail(event, _error(message.name, result))
             elif result.live:
-                why = f"the batch {message.name} has not ended; cancel it first"
-                self._fail(event, BadRequest(why))
+                self._fail(event, _not_ended(message.name))
             else:
                 self._show(event, result)
 
         self._outbox.store(store.ReleaseBatch(_scope(event, message.name)), then)
+
+    def _release_some(self, event: ev.Asked, message: AboutBatch) -> None:
+        """Delete the results of the lines that are done, or of all others, then answer."""
+        scope, outcomes = _scope(event, message.name), RELEASED[message.only]
+
+        def then(result: Result, now: float) -> None:
+            if not isinstance(result, BatchChanged):
+                self._fail(event, _error(message.name, result))
+            elif result.batch.live:
+                self._fail(event, _not_ended(message.name))
+            elif result.batch.state is BatchState.GONE:
+                self._fail(event, _closed(message.name, result.batch.state))
+            elif len(result.jobs) == RELEASE_COUNT:
+                self._release_some(event, message)
+            else:
+                self._show(event, result.batch)
+
+        self._outbox.store(store.ReleaseOutcomes(scope, outcomes, RELEASE_COUNT), then)
 
 
 ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
@@ -241,6 +297,11 @@ ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
     messages.RELEASE: BatchQuestions._release,
 }
 PAGE_BYTES = 256 * 1024  # of outcomes in one answer; a single one may have more
+
+
+def _with_owner(row: messages.BatchRow, batch: BatchView) -> dict[str, Any]:
+    """The map of a batch as operators get it."""
+    return {**row.body(), "owner": batch.scope.owner, "tenant": batch.scope.tenant}
 
 
 def _scope(event: ev.Asked, name: KeyName) -> Scope:
@@ -263,6 +324,10 @@ def _submit_error(message: SubmitBatch, result: Result) -> PoolError:
     if isinstance(result, UnknownName):
         return UnknownJob(f"there is no file {file!r} of this owner; send it with file_put first")
     return _error(name, result)
+
+
+def _not_ended(name: KeyName) -> BadRequest:
+    return BadRequest(f"the batch {name} has not ended; cancel it first")
 
 
 def _closed(name: KeyName, state: BatchState) -> PoolError:

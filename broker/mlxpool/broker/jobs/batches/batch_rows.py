@@ -11,15 +11,22 @@ from mlxpool.broker.jobs.answers import notice_state
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
 from mlxpool.broker.jobs.job_states import phase_of
 from mlxpool.broker.jobs.terminals import terminal_of
-from mlxpool.broker.store.batch_records import BatchState, BatchView, FileView, LineOutcome
+from mlxpool.broker.store.batch_records import (
+    BatchState,
+    BatchView,
+    FileView,
+    LineOutcome,
+    Outcomes,
+)
 from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.records import ENDED, JobState, JobView
 from mlxpool.common.errors import DeadlineExceeded, Internal, PoolError
-from mlxpool.common.protocol.kept.batch_messages import SubmitBatch
+from mlxpool.common.protocol.kept.batch_messages import DONE, OTHERS, SubmitBatch
 from mlxpool.common.protocol.packing import pack, unpack
 from mlxpool.common.protocol.to_client import Failed
 
 RUNNING, CANCELLING = "running", "cancelling"
+RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # results, as clients name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,12 @@ def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
         "metadata": dict(settings.metadata),
         "notify": batch.notify,
         "notice": notice_state(batch.notify, batch.ended, batch.notice),
+        **({"deleted": _deleted(batch)} if batch.deleted else {}),
     }
+
+
+def _deleted(batch: BatchView) -> list[str]:
+    return [name for name, outcomes in RELEASED.items() if outcomes & batch.deleted]
 
 
 # ---- lines -------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class FileQuestions:
             self._send(event, FileRow(file_row(result)))
         else:
             error = _error(name, result)
-            self._outbox.fail(event.link, error, event.id, event.attempt)
+            self._outbox.refuse(event, error)
 
     def _put(self, event: ev.Asked, message: PutFile) -> None:
         name = message.name

@@ -229,7 +229,7 @@ class Batches:
         self._outbox.send(question.link, self.row(view), question.id, question.attempt)
 
     def _fail(self, question: ev.Asked, error: PoolError) -> None:
-        self._outbox.fail(question.link, error, question.id, question.attempt)
+        self._outbox.refuse(question, error)
 
     # ---- work ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from mlxpool.broker.store.batch_records import (
     BatchList,
     BatchState,
     BatchView,
+    Outcomes,
 )
 from mlxpool.broker.store.records import JobState, Name, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import outbox, rows
@@ -17,7 +18,7 @@ from mlxpool.broker.store.sql.database import Database, Row
 VIEW = f"""batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
     batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
     batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
-    batch.expired, batch.failed, batch.end_seq, {outbox.state_of("batch")}"""
+    batch.expired, batch.failed, batch.end_seq, {outbox.state_of("batch")}, batch.deleted"""
 COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
 LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
@@ -47,6 +48,7 @@ def view(database: Database, row: Row) -> BatchView:
         forget=row[15],
         end_seq=row[22] or 0,
         notice=row[23] or "",
+        deleted=Outcomes(row[24]),
     )
 
 

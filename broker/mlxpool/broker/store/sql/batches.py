@@ -8,6 +8,7 @@ from mlxpool.broker.store.batch_operations import (
     EndBatch,
     ReadLines,
     ReleaseBatch,
+    ReleaseOutcomes,
     RetryBatch,
     SubmitBatch,
 )
@@ -18,9 +19,11 @@ from mlxpool.broker.store.batch_records import (
     BatchSubmitted,
     BatchView,
     Lines,
+    Outcomes,
 )
 from mlxpool.broker.store.notice_bodies import batch_notice
 from mlxpool.broker.store.records import (
+    ENDED,
     RETRYABLE,
     DuplicateKey,
     JobState,
@@ -103,6 +106,9 @@ def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
     return BatchChanged(_again(database, batch.id), ended)
 
 
+OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # by whether a line is done
+
+
 def retry_batch(database: Database, asked: RetryBatch, now: float) -> Result:
     """Let dead and expired jobs wait again, some at a time."""
     batch = find(database, asked.name)
@@ -123,6 +129,38 @@ def release_batch(database: Database, asked: ReleaseBatch, now: float) -> Result
     if batch.ended is not None and batch.state is not BatchState.GONE:
         database.change("UPDATE batch SET forget = ? WHERE id = ?", now, batch.id)
     return _again(database, batch.id)
+
+
+def release_outcomes(
+    database: Database, asked: ReleaseOutcomes, now: float, key_life: float
+) -> Result:
+    """Delete results of an ended batch, some jobs at a time."""
+    batch = find(database, asked.name)
+    if batch is None:
+        return UnknownName()
+    if batch.ended is None or batch.state is BatchState.GONE:
+        return BatchChanged(batch, ())
+    states = tuple(
+        state for state in sorted(ENDED) if OUTCOMES[state is JobState.DONE] & asked.outcomes
+    )
+    jobs = _jobs(database, batch, states, asked.count)
+    for job in jobs:
+        rows.empty_job(database, job, now + key_life)
+    if len(jobs) < asked.count:
+        if Outcomes.OTHERS & asked.outcomes:
+            database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
+        deleted = batch.deleted | asked.outcomes
+        if not _has_results(database, batch.id):
+            deleted = Outcomes.DONE | Outcomes.OTHERS  # nobody reads its lines any more
+            files.let_go(database, batch.id, now)
+        database.change("UPDATE batch SET deleted = ? WHERE id = ?", int(deleted), batch.id)
+    return BatchChanged(_again(database, batch.id), tuple(jobs))
+
+
+def _has_results(database: Database, id: bytes) -> bool:
+    found = database.one("SELECT 1 FROM job WHERE batch = ? AND state <> 'gone' LIMIT 1", id)
+    failed = database.one("SELECT 1 FROM failed_line WHERE batch = ? LIMIT 1", id)
+    return found is not None or failed is not None
 
 
 def _jobs(

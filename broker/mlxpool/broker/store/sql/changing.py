@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxpool.broker.store.operations import Cancel, Release, Retry, Sweep
 from mlxpool.broker.store.records import (
     ENDED,
+    MAX_RETRIES,
     RETRYABLE,
     Changed,
     JobState,
@@ -35,6 +36,9 @@ def retry(database: Database, asked: Retry, now: float) -> Result:
     if not batches.takes_again(database, job):
         why = f"the job {job.scope.key!r} is a line of a batch that was cancelled: submit it alone"
         return Refused("in_use", why)
+    if not asked.new_generation and not rows.may_retry(job):
+        why = f"the job {job.scope.key!r} was tried again {MAX_RETRIES} times, which is the bound"
+        return Refused("in_use", f"{why}: submit it under another key")
     deadline = None if asked.deadline is None else now + asked.deadline
     return Changed(rows.let_wait(database, job, deadline, now, new_generation=asked.new_generation))
 

@@ -12,7 +12,7 @@ from mlxpool.broker.store.batch_operations import (
     ListFiles,
     ReadFile,
 )
-from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView
+from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView, Outcomes
 from mlxpool.broker.store.records import Refused, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.database import Database, Row
@@ -29,7 +29,8 @@ DELETED_LIFE = 3600.0  # seconds for which it is known where in a list a deleted
 # written for a batch as long as that has results.
 NEEDED = (
     "batch.file = file.id AND (batch.state = 'open'"
-    f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone')"
+    f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'"
+    f" AND batch.deleted <> {int(Outcomes.DONE | Outcomes.OTHERS)})"
 )
 VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
 

@@ -8,6 +8,8 @@ from mlxpool.broker.store.notice_bodies import job_notice, origin_of
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.database import Database
 
+VIEW = f"{rows.VIEW.removesuffix('retried')} NULL"  # of schema 3, which has no such column
+
 
 def copy_notices(database: Database) -> None:
     """Make the notices of `outbox` of those of `outbox_2`, with what they say."""
@@ -21,7 +23,7 @@ def copy_notices(database: Database) -> None:
         if not found:
             return
         for end_seq, seq, tries, due, given_up, cause in found:
-            row = database.one(f"SELECT {rows.VIEW} FROM job WHERE seq = ?", seq)
+            row = database.one(f"SELECT {VIEW} FROM job WHERE seq = ?", seq)
             if row is None:
                 continue
             job = replace(rows.view(row), end_seq=end_seq)

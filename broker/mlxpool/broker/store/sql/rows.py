@@ -18,6 +18,7 @@ from mlxpool.broker.store.notice_bodies import job_notice
 from mlxpool.broker.store.records import (
     ENDED,
     MAX_FAILURES,
+    MAX_RETRIES,
     MAX_STACKS,
     Chunk,
     Failure,
@@ -36,7 +37,8 @@ from mlxpool.common.protocol.token_ids import count_of
 ROW_BYTES = 512  # what a job takes beside its request and its output, about
 VIEW = f"""seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state, pos,
     starts, attempts, charge, submitted, due, deadline, keep, forget, ended, end_seq, ending, cause,
-    size, batch, line, label, notify, {outbox.state_of("job")}, facts_crc, ending_crc"""
+    size, batch, line, label, notify, {outbox.state_of("job")}, facts_crc, ending_crc,
+    retried"""
 CHUNK = "pos, ids, text, borders, logprobs, crc"
 WAITING = JobState.WAITING.value
 ENDED_COLUMNS = {state: state.value for state in ENDED}  # of a batch
@@ -45,7 +47,7 @@ ENDED_COLUMNS = {state: state.value for state in ENDED}  # of a batch
 def view(row: Row) -> JobView:
     """The job of a row of the columns VIEW."""
     seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state = row[:13]
-    end, facts_crc, end_crc = row[24], *row[-2:]
+    end, facts_crc, end_crc = row[24], *row[-3:-1]
     damaged = ""
     if checksums.differs(facts_crc, checksums.of_facts(id, facts)):
         facts, damaged = None, "what its model was"
@@ -53,8 +55,8 @@ def view(row: Row) -> JobView:
         end, damaged = None, "its end"
     fields: Any = (
         *(seq, id, Scope(owner, tenant, key), digest, gen, kind, model, priority),
-        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, end, *row[25:-3]),
-        *(row[-3] or "", damaged),
+        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, end, *row[25:-4]),
+        *(row[-4] or "", damaged, unpack_borders(row[-1] or b"")),
     )
     return JobView(*fields)
 
@@ -172,7 +174,8 @@ def drop_output(database: Database, job: JobView) -> None:
     )
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
     database.change(
-        "UPDATE job SET pos = 0, facts = NULL, facts_crc = NULL, size = size - ? WHERE seq = ?",
+        "UPDATE job SET pos = 0, facts = NULL, facts_crc = NULL, retried = NULL, size = size - ?"
+        " WHERE seq = ?",
         size,
         job.seq,
     )
@@ -249,10 +252,11 @@ def let_wait(
     database.change(
         "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
         " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
-        " ending_crc = NULL, cause = '', size = size - ? WHERE seq = ?",
+        " ending_crc = NULL, cause = '', retried = ?, size = size - ? WHERE seq = ?",
         int(new_generation),
         now,
         deadline,
+        pack_borders(_retried_again(job)),
         given_back,
         job.seq,
     )
@@ -263,13 +267,26 @@ def let_wait(
         if row is not None:
             outbox.drop(database, row[0])
             database.change(
-                "UPDATE batch SET state = 'fed', ended = NULL, forget = NULL, end_seq = NULL"
-                " WHERE id = ?",
+                "UPDATE batch SET state = 'fed', ended = NULL, forget = NULL, end_seq = NULL,"
+                " deleted = 0 WHERE id = ?",
                 job.batch,
             )
     if new_generation:
         drop_output(database, job)
     return by_seq(database, job.seq)
+
+
+def may_retry(job: JobView) -> bool:
+    """Whether a job may be let wait once more: each time is stored."""
+    return sum(count for _, count in job.retried) < MAX_RETRIES
+
+
+def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
+    """The places where a job was let wait again, with the one where it is now."""
+    if not may_retry(job):
+        return job.retried
+    counts = {**dict(job.retried), job.pos: job.retries_at(job.pos) + 1}
+    return tuple(counts.items())
 
 
 def count_line(database: Database, job: JobView, state: JobState, change: int) -> None:

@@ -9,7 +9,7 @@ from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql import older_notices
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ TABLES = (
         keep {real}, forget {real}, ended {real}, end_seq {integer} UNIQUE, size {integer} NOT NULL,
         batch {blob}, line {integer} NOT NULL, label TEXT NOT NULL, notify TEXT NOT NULL,
         cause TEXT NOT NULL, facts_crc {integer}, ending_crc {integer}, request_crc {integer},
-        facts {blob}, ending {blob}, request {blob} NOT NULL,
+        retried {blob}, facts {blob}, ending {blob}, request {blob} NOT NULL,
         UNIQUE (owner, tenant, key)
     ) {strict}""",
     """CREATE INDEX job_waiting ON job (model, priority, owner, due, seq)
@@ -143,7 +143,7 @@ TABLES = (
         jobs {integer} NOT NULL DEFAULT 0, done {integer} NOT NULL DEFAULT 0,
         cancelled {integer} NOT NULL DEFAULT 0, dead {integer} NOT NULL DEFAULT 0,
         expired {integer} NOT NULL DEFAULT 0, failed {integer} NOT NULL DEFAULT 0,
-        end_seq {integer}, UNIQUE (owner, tenant, key)
+        end_seq {integer}, deleted {integer} NOT NULL DEFAULT 0, UNIQUE (owner, tenant, key)
     ) {strict}""",
     "CREATE INDEX batch_forget ON batch (forget) WHERE forget IS NOT NULL",
     """CREATE TABLE failed_line (
@@ -199,6 +199,10 @@ STEPS: Steps = {
         " WHERE file.owner = usage.owner)",
         DELETED_FILE,
         "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
+    ),
+    3: (
+        "ALTER TABLE job ADD COLUMN retried {blob}",
+        "ALTER TABLE batch ADD COLUMN deleted {integer} NOT NULL DEFAULT 0",
     ),
 }
 

@@ -195,6 +195,7 @@ class SqlStore(Closing):
             of_batches.CancelBatch: batches.cancel_batch,
             of_batches.RetryBatch: batches.retry_batch,
             of_batches.ReleaseBatch: batches.release_batch,
+            of_batches.ReleaseOutcomes: partial(batches.release_outcomes, key_life=key_life),
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: outcomes.read_outcomes,
         }

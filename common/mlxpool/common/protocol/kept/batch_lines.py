@@ -69,11 +69,34 @@ def check_defaults(defaults: object) -> Mapping[str, Any]:
 
 def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
     """Check one line, without its line end. Raises BadLine."""
+    try:
+        _check_size(len(data))
+        given = _object(data)
+    except PoolError as error:
+        raise BadLine("", error) from None
+    return _checked(given, defaults)
+
+
+def check_line(given: Mapping[str, Any], size: int) -> Line:
+    """Check a line that is not written yet, or of which the JSON is known; it has `size` bytes.
+
+    Raises BadLine.
+    """
+    try:
+        _check_size(size)
+    except PoolError as error:
+        raise BadLine("", error) from None
+    return _checked(dict(given), {})
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_LINE:
+        raise TooLarge(f"the line has more than {MAX_LINE} bytes")
+
+
+def _checked(given: dict[str, Any], defaults: Mapping[str, Any]) -> Line:
     label = ""
     try:
-        if len(data) > MAX_LINE:
-            raise TooLarge(f"the line has more than {MAX_LINE} bytes")
-        given = _object(data)
         label = _label(given.pop("id", None))
         given.pop(OF_CLIENTS, None)
         body, blobs = _request(given, defaults)

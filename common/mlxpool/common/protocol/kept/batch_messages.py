@@ -34,6 +34,7 @@ MAX_WAIT_MS = 30_000  # of a `batch_progress`
 MAX_METADATA = 16 * 1024  # packed bytes
 MAX_DIGEST = 64  # bytes
 
+DONE, OTHERS = "done", "others"  # results of lines that are done, and of all others
 READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_release"
 
 
@@ -196,13 +197,25 @@ class ListBatches(Content):
 
 @dataclass(frozen=True, slots=True)
 class AboutBatch(Content):
-    """Ask for one batch, or change it: the kinds of CALLS."""
+    """Ask for one batch, or change it: the kinds of CALLS.
+
+    `only` is for RELEASE: results of lines that are DONE, or of the OTHERS; "": the whole batch.
+    """
 
     kind: str  # type: ignore[misc]  # one dataclass for several kinds
     name: KeyName
+    only: str = ""
 
     def body(self) -> dict[str, Any]:
-        return self.name.body()
+        return {**self.name.body(), "only": self.only} if self.only else self.name.body()
+
+    @classmethod
+    def parse(cls, kind: str, body: Mapping[str, Any]) -> AboutBatch:
+        """Raises BadRequest naming the key, its value and its bound."""
+        only = text(body, "only") if kind == RELEASE else ""
+        if only not in ("", DONE, OTHERS):
+            raise BadRequest(f"only must be {DONE} or {OTHERS}, got {shown(only)}")
+        return cls(kind, KeyName.parse(body), only)
 
 
 CALLS = frozenset({READ, CANCEL, RETRY, RELEASE})
@@ -222,7 +235,7 @@ def parse_question(kind: str, body: Mapping[str, Any]) -> Question:
         return ReadOutcomes.parse(body)
     if kind == ListBatches.kind:
         return ListBatches.parse(body)
-    return AboutBatch(kind, KeyName.parse(body))
+    return AboutBatch.parse(kind, body)
 
 
 # ---- broker ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What operators ask about jobs of all owners, over the admin socket and on the status page.
+"""What operators ask about the jobs and batches of all owners: admin socket and status page.
 
 A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `job`, `retry` and
 `release` are those of clients, for every owner; `cancel_job` is their `cancel` of a job.
@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mlxpool.common.checks import integer, text
+from mlxpool.common.checks import integer, shown, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.kept import batch_messages
 from mlxpool.common.protocol.kept import job_messages as messages
+from mlxpool.common.protocol.kept.file_messages import is_time
 from mlxpool.common.protocol.kept.job_messages import (
     DEFAULT_LISTED,
     MAX_LISTED,
@@ -25,8 +27,43 @@ from mlxpool.common.protocol.kept.job_messages import (
 )
 
 CANCEL_JOB, NOTICES, EXPORT, VERIFY = "cancel_job", "notices", "export_jobs", "verify_jobs"
-KINDS = frozenset({ListJobs.kind, *messages.JOB_CALLS, CANCEL_JOB, NOTICES, EXPORT, VERIFY})
+BATCHES = batch_messages.ListBatches.kind
+KINDS = frozenset(
+    {ListJobs.kind, *messages.JOB_CALLS, CANCEL_JOB, BATCHES, NOTICES, EXPORT, VERIFY}
+)
 CHANGING = frozenset({CANCEL_JOB, messages.RETRY, messages.RELEASE})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlace:
+    """A place in a list of batches: when a batch was created, and its id.
+
+    The batch need not be there any more: those behind it are found all the same.
+    """
+
+    created: float
+    batch: bytes
+
+    def body(self) -> list[Any]:
+        return [self.created, self.batch]
+
+    @classmethod
+    def parse(cls, value: object) -> BatchPlace:
+        """Raises BadRequest."""
+        if not isinstance(value, list | tuple) or len(value) != 2 or not is_time(value[0]):
+            raise BadRequest(
+                f"behind must be a list of a batch's time and id, as `next` is; got {shown(value)}"
+            )
+        return cls(float(value[0]), job_id(value[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class ListAllBatches:
+    """Batches, the newest first, behind a place; `owner` None: of all owners."""
+
+    owner: str | None
+    behind: BatchPlace | None
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +93,7 @@ class VerifyJobs:
     after: int
 
 
-Question = ListJobs | AboutJob | ListNotices | ExportJobs | VerifyJobs
+Question = ListJobs | AboutJob | ListAllBatches | ListNotices | ExportJobs | VerifyJobs
 
 
 def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
@@ -72,6 +109,10 @@ def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
         if listed.after is not None and (model or batch is not None):
             raise BadRequest("after goes with neither model nor batch")
         return owner, replace(listed, owner=owner or None, model=model, batch_id=batch)
+    if kind == BATCHES:
+        behind = None if body.get("behind") is None else BatchPlace.parse(body["behind"])
+        limit = integer(body, "limit", 1, batch_messages.MAX_BATCHES)
+        return owner, ListAllBatches(owner or None, behind, limit or batch_messages.MAX_BATCHES)
     if kind == NOTICES:
         limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         return owner, ListNotices(owner or None, _number(body, "after"), limit)

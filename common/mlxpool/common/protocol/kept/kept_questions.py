@@ -9,6 +9,9 @@ from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.kept import batch_messages, file_messages, job_messages
 
 KINDS = job_messages.KINDS | file_messages.KINDS | batch_messages.KINDS
+SUBMISSIONS = frozenset(  # kinds that bring something new to keep
+    {job_messages.Submit.kind, batch_messages.SubmitBatch.kind, file_messages.PutFile.kind}
+)
 Question = job_messages.Question | file_messages.Question | batch_messages.Question
 
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.common.protocol.kept.batch_messages import DONE, OTHERS
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 from mlxpool.gateway.openai.batches.lines import LineFault
 
 UPLOADED, LINES = "batch", LINES_PURPOSE  # purposes of files: of a client, and of the pool
 MARK = "openai"  # key of the pool's metadata of a batch that has what is said here
 OUTPUT, ERROR = "output", "error"
+RELEASED = {OUTPUT: DONE, ERROR: OTHERS}  # kind of a file -> the results that it is made of
 _RESULTS = re.compile(r"file-([0-9a-f]{32})-(output|error)")
 MAX_FAULTS = 10  # that are told
 MAX_FAULT = 300  # characters of one
@@ -35,6 +37,11 @@ def results_of(file: str) -> tuple[str, str] | None:
     """The batch of whose results a file is made, and its kind; None for another file."""
     found = _RESULTS.fullmatch(file)
     return None if found is None else (batch_id(found[1]), found[2])
+
+
+def is_deleted(batch: Mapping[str, Any], kind: str) -> bool:
+    """Whether a file of the results of a batch was deleted; `batch`: the batch's row."""
+    return RELEASED[kind] in batch.get("deleted", ())
 
 
 def file_body(row: Mapping[str, Any]) -> dict[str, Any]:

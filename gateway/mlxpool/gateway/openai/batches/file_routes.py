@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from mlxpool.common.errors import Gone, UnknownJob
 from mlxpool.common.protocol.kept.file_messages import FilePlace
-from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.kept_answers import drawn_key
 from mlxpool.gateway.generation.pool_access import PoolAccess
@@ -85,12 +85,14 @@ class FileRoutes:
         await response.close()
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
-        """DELETE /v1/files/ID."""
-        if bodies.results_of(id) is not None:
-            message = f"{id!r:.80} is made of the results of a batch, and is deleted when they are"
-            raise bad_request(message, "id")
-        await self._row(id)
-        await KeptFiles(self._pool.job_client).delete(id)
+        """DELETE /v1/files/ID; that of a batch's results deletes these, and the batch stays."""
+        results = bodies.results_of(id)
+        if results is None:
+            await self._row(id)
+            await KeptFiles(self._pool.job_client).delete(id)
+        else:
+            await self._results(id, *results)
+            await KeptBatches(self._pool.job_client).release(*results)
         await response.json({"id": id, "object": "file", "deleted": True})
 
     async def _row(self, id: str) -> dict[str, Any]:
@@ -111,7 +113,8 @@ class FileRoutes:
             found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
         except (UnknownJob, Gone):
             raise _no_file(id) from None
-        if bodies.batch_body(*found)[f"{kind}_file_id"] != id:
+        is_there = bodies.batch_body(*found)[f"{kind}_file_id"] == id
+        if not is_there or bodies.is_deleted(found[0], kind):
             raise _no_file(id)
         return found[0], KeptBatches(self._pool.job_client).results(*found, kind)
 

@@ -60,6 +60,11 @@ class KeptBatches:
         about = AboutBatch(messages.CANCEL, KeyName(id))
         return self._known(await ask(self._client, about, row_of))
 
+    async def release(self, id: str, kind: str) -> None:
+        """Delete the results of which one file of an ended batch is made."""
+        about = AboutBatch(messages.RELEASE, KeyName(id), bodies.RELEASED[kind])
+        await ask(self._client, about, row_of)
+
     def _known(self, row: dict[str, Any]) -> Found:
         request = BatchRequest.of(row)
         assert request is not None
@@ -100,7 +105,8 @@ class KeptBatches:
                     answered, data = await asyncio.to_thread(result_line, *made_of)
                 else:
                     answered, data = result_line(*made_of)
-                if answered is (kind == bodies.OUTPUT):
+                missing = bodies.is_deleted(row, bodies.OUTPUT) and outcome["state"] == "gone"
+                if answered is (kind == bodies.OUTPUT) and not missing:
                     made.append(data)
             yield b"".join(made)
             if page.next < 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from mlxpool.client.request import divide_options
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.decisions import DECIDE, Question
 from mlxpool.common.protocol.encoder_calls import MAX_INPUTS
-from mlxpool.common.protocol.kept.batch_lines import MAX_LABEL, OF_CLIENTS, BadLine, parse_line
+from mlxpool.common.protocol.kept.batch_lines import MAX_LABEL, OF_CLIENTS, BadLine, check_line
 from mlxpool.common.protocol.kept.job_work import KIND
 from mlxpool.gateway.description.schemas import MAP, NAME
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, template_messages
 from mlxpool.gateway.generation.chat_request import calls_format, check_formats
+from mlxpool.gateway.json_parts import decode_in_parts, encode_in_parts
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import decisions, requests, vectors
 from mlxpool.gateway.openai.batches.fields import (
@@ -94,7 +94,7 @@ def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
     if len(data) > MAX_LINE:
         raise bad_request(f"it has more than {MAX_LINE} bytes", code="line_too_large")
     try:
-        line = json.loads(str(data, "utf-8-sig"))
+        line = decode_in_parts(str(data, "utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise bad_request(f"it is not JSON: {error}", code="invalid_json_line") from None
     if not isinstance(line, dict):
@@ -122,10 +122,12 @@ def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes
         raise unsupported_parameter("body.stream", "leave it out: results are in a file")
     members, asked = REQUESTS[endpoint](body, model)
     made = {"id": line["custom_id"], "model": model.name, **members, OF_CLIENTS: asked.body()}
-    text = json.dumps(made, separators=(",", ":"), ensure_ascii=False)
-    data = text.encode("utf-8", "surrogatepass")
     try:
-        parse_line(data, {})
+        data = encode_in_parts(made, (",", ":"), "surrogatepass", allow_nan=False)
+    except ValueError as error:
+        raise bad_request(f"it has a number that JSON has not: {error}", "body") from None
+    try:
+        check_line(made, len(data))
     except BadLine as bad:
         raise bad_request(bad.error.message, "body") from None
     return data + b"\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 from mlxpool.common.errors import UnknownJob
+from mlxpool.gateway.http import PARSED_AT_ONCE
+from mlxpool.gateway.json_parts import decode_in_parts
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles
 
 
@@ -23,7 +25,11 @@ class StoredLines:
         while self._number < number and self._line is not None:
             self._line = await anext(self._lines, None)
             self._number += 1
-        return {} if not self._line else _object(self._line)
+        if not self._line:
+            return {}
+        if len(self._line) <= PARSED_AT_ONCE:
+            return _object(self._line)
+        return await asyncio.to_thread(_object, self._line)
 
 
 async def _each(files: KeptFiles, key: str) -> AsyncIterator[bytes]:
@@ -37,7 +43,7 @@ async def _each(files: KeptFiles, key: str) -> AsyncIterator[bytes]:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = decode_in_parts(data.decode())
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

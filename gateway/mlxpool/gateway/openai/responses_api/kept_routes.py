@@ -213,7 +213,7 @@ class KeptResponseRoutes:
                 else:
                     result = await output.read(answer)
             except HttpError as error:
-                return await self._failed(kept, response, events, error)
+                return await self._failed(kept, response, events, error, answer.pos)
             if made:
                 response.exchange.count(result.usage)
             thought = any(block.kind is Kind.THOUGHTS for block in output.blocks)
@@ -229,9 +229,14 @@ class KeptResponseRoutes:
         response: ResponseWriter,
         events: ResponseEvents,
         error: HttpError,
+        pos: int,
     ) -> None:
-        """End with the error of the job, or with that of this reading: then the job goes on."""
-        ended = await has_failed(self._pool.job_client, response_id(kept.id), error.code)
+        """End with the error of the job, or with that of this reading: then the job goes on.
+
+        `pos`: how many ids were read.
+        """
+        key, gen = response_id(kept.id), int(kept.job["gen"])
+        ended = await has_failed(self._pool.job_client, key, error.code, gen, pos)
         if not response.started:
             if not ended:
                 raise error

@@ -38,7 +38,8 @@ class ResponseEvents:
         return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """The events of an update."""
+        """The events of an update. A failure before it has the number of an event: it was one."""
+        self.number += update.failures
         return b"".join([self._step(step) for step in self.output.push(update)])
 
     def tail(self, whole: Mapping[str, Any]) -> bytes:
