@@ -11,6 +11,7 @@ from mlxpool.broker.store.records import ENDED, Result, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.batch_reading import find
 from mlxpool.broker.store.sql.database import Database
+from mlxpool.common.protocol.kept.job_work import CALLS
 
 
 def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
@@ -59,7 +60,7 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
     left_out = replace(outcome, job=replace(job, end=None), whole=False)
     try:
         chunks = list(rows.chunks_of(database, job))
-        answer = rows.read_answer(database, job)
+        answer = rows.read_answer(database, job) if job.kind in CALLS else ()
     except Damaged:  # who fetches the job is told which ids
         return left_out
     whole = replace(
