@@ -13,7 +13,12 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
-from mlxpool.worker.attention.stored_arrays import DeviceArray, arrays_of, device_array
+from mlxpool.worker.attention.stored_arrays import (
+    DeviceArray,
+    arrays_of,
+    device_array,
+    device_arrays,
+)
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import block_write, paged_attention
 from mlxpool.worker.prefix.paths import Part
@@ -241,7 +246,7 @@ class PagedStore(BlockStore):
         run = last.held
         tokens = last.high - block * KV_BLOCK_TOKENS
         found = self._memory.block(run.blocks[block - run.start // KV_BLOCK_TOKENS], tokens)
-        return [DeviceArray(name, ((array, 0, tokens),)) for name, array in found]
+        return device_arrays((name, ((array, 0, tokens),)) for name, array in found)
 
     def stored_state(self, state: None) -> list[DeviceArray]:
         """See PortableStore. Blocks have no snapshots."""
