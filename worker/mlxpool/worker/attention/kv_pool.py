@@ -135,7 +135,7 @@ class KVPool:
         return table
 
     def gather(self, layer: int, table: mx.array) -> Arrays:
-        """Returns the blocks of tables [R, B] in a layer, as attention reads them.
+        """Returns what is stored of the blocks of tables [R, B] in a layer.
 
         The arrays are [R, heads, B * KV_BLOCK_TOKENS, size].
         """
@@ -144,7 +144,7 @@ class KVPool:
             _, heads, _, size = array.shape
             blocks = array[table].swapaxes(1, 2)
             found.append(blocks.reshape(table.shape[0], heads, -1, size))
-        return self.shape.read(tuple(found))
+        return tuple(found)
 
 
 class PagedRow(BlockRow):
@@ -178,7 +178,7 @@ class PagedRow(BlockRow):
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
 
-        Returns them and the tokens that the first of them sees.
+        Returns what is stored of them and of the tokens that the first of them sees.
         """
         end, window = self.offset + new[0].shape[2], self.shape.window(layer)
         slots, table = self._placed(end)
