@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from mlxpool.broker.transport.backlogs import (
@@ -29,9 +30,9 @@ def test_a_peer_that_takes_nothing_is_tried_less_and_less_often() -> None:
     backlogs = Backlogs()
     backlogs.add(1, 10)
     found = tries(backlogs, 5.0)
-    gaps = [after - before for before, after in zip(found, found[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(found)]
     assert abs(found[0] - FIRST_RETRY) < 1e-9 and abs(gaps[0] - FIRST_RETRY) < 1e-9
-    assert all(after >= before - 1e-9 for before, after in zip(gaps, gaps[1:], strict=False))
+    assert all(after >= before - 1e-9 for before, after in itertools.pairwise(gaps))
     assert abs(gaps[-1] - MAX_RETRY) < 1e-9 and len(found) < 16
 
 

@@ -27,7 +27,7 @@ from mlxpool.bench.routing.simulated_worker import Machine
 from mlxpool.bench.routing.simulator import Outcome, run
 from mlxpool.common.config.schema import CACHE_AWARE, ROUTINGS
 
-NAMES = {draw.__name__: draw for draw in SYNTHETIC}
+NAMES: dict[str, Callable[..., Load]] = {draw.__name__: draw for draw in SYNTHETIC}
 LEAST_LOADED = next(routing for routing in ROUTINGS if routing != CACHE_AWARE)
 BYTES_OF_A_TOKEN = 6144  # keys and values of the shape `small` in float32
 HEAD = "read / unique | tokens/s | first token median, p99, ms | processor s"
@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="agents or calls of the real loads; 16, 120")
     args = parser.parse_args()
     if args.real:
-        real = [NAMES[args.load]] if args.load else [long_agents, long_prefixes, nothing_shared]
+        every: list[Callable[..., Load]] = [long_agents, long_prefixes, nothing_shared]
+        real = [NAMES[args.load]] if args.load else every
         for draw in real:
             _measure(draw, args)
         return
@@ -63,7 +64,7 @@ def main() -> None:
         _print([draw(seed) for seed in range(args.seeds)], machines)
 
 
-def _measure(draw: Any, args: argparse.Namespace) -> None:
+def _measure(draw: Callable[..., Load], args: argparse.Namespace) -> None:
     """A load on real pools with each routing in turn, and what could have been reached."""
     count, cache = args.count or (16 if draw is long_agents else 120), args.cache or 12_000
     loads = [draw(seed, count, rate=args.rate) for seed in range(args.rounds)]
