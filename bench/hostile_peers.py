@@ -49,7 +49,7 @@ step_us = 50000
 MESSAGES_PER_WRITE = 200
 CROWD_SIZE = 1000  # connections
 DEAF_SIZE = 200  # connections that read nothing
-FILLING = 4000  # pings whose answers fill such a connection, and its queue in libzmq
+FILLING = 8000  # pings whose answers fill such a connection, and its queue in libzmq
 
 # ---- the peers; none returns ---------------------------------------------------------------------
 

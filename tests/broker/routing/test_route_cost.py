@@ -156,12 +156,14 @@ def test_the_more_requests_wait_the_more_it_costs_to_read_again() -> None:
     cached.sent(1, demand(400, b"other"))
     routes = [cached, idle]
 
-    def cheaper(wanted: Demand, waiting: int) -> Route:
-        crowd = crowd_of(wanted, routes, waiting)
+    def cheaper(wanted: Demand, waiting: int, *others: Demand) -> Route:
+        crowd = crowd_of(wanted, routes, waiting, [wanted, *others])
         return min(routes, key=lambda each: cost_ms(wanted, each, 0, WorkerSpeed(), crowd))
 
-    assert cheaper(demand(250), 0) is idle and cheaper(demand(250), 8) is cached
-    assert cheaper(demand(250, b"new"), 8) is idle, "what nobody has is not read again"
+    assert cheaper(demand(250), 0) is idle
+    assert cheaper(demand(250), 8, demand(9, b"x"), demand(9, b"y")) is cached
+    assert cheaper(demand(250, b"new"), 8, demand(9, b"x")) is idle, "nobody has it yet"
+    assert cheaper(demand(250), 8, demand(250), demand(250)) is idle, "all want the same"
 
 
 def test_the_pair_that_loses_least_is_chosen() -> None:

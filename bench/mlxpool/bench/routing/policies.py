@@ -150,9 +150,10 @@ class Ours(_Cheapest):
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
     ) -> tuple[Waiting, SimulatedWorker] | None:
         routes = [self._route(worker) for worker in workers]
+        first = [self._demand(each) for each in waiting[:MAX_REQUESTS]]
         self._crowds = {
-            each.number: crowd_of(self._demand(each), routes, len(waiting) - 1)
-            for each in waiting[:MAX_REQUESTS]
+            each.number: crowd_of(demand, routes, len(waiting) - 1, first)
+            for each, demand in zip(waiting, first, strict=False)
         }
         return super().choose(waiting, workers)
 

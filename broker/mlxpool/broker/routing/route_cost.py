@@ -109,12 +109,20 @@ class Crowd:
 ALONE = Crowd()
 
 
-def crowd_of(demand: Demand, routes: Sequence[Route], waiting: int) -> Crowd:
-    """That of a request beside which `waiting` others wait for one of the workers."""
+def crowd_of(
+    demand: Demand, routes: Sequence[Route], waiting: int, first: Sequence[Demand]
+) -> Crowd:
+    """That of a request beside which `waiting` others wait for one of the workers.
+
+    `first` are those whose turn it is. Those of them that begin alike do not lose by a second copy
+    of that beginning: they are read there, too.
+    """
     if not waiting:
         return ALONE
+    begin = demand.pieces.keys[:1]
+    others = sum(each.pieces.keys[:1] != begin for each in first) / max(1, len(first) - 1)
     cached = max(route.trust * route.found(demand) for route in routes)
-    return Crowd(cached, waiting / len(routes))
+    return Crowd(cached, others * waiting / len(routes))
 
 
 def cost_ms(

@@ -107,12 +107,13 @@ def choose_pair(
         return next((pair for pair in pairs if may_have(pair[1], pair[0], workers)), None)
 
     routes, crowds = [worker.route for worker in serving], dict[bytes, Crowd]()
+    first = [demand_of(request, answer_tokens) for request in waiting] if behind else []
 
     def cost(request: Request, worker: Worker) -> float:
         demand = demand_of(request, answer_tokens)
         crowd = crowds.get(request.id)
         if crowd is None:
-            crowd = crowds[request.id] = crowd_of(demand, routes, behind)
+            crowd = crowds[request.id] = crowd_of(demand, routes, behind, first)
         return cost_ms(demand, worker.route, len(worker.leases), model, crowd)
 
     pair = cheapest_pair(
