@@ -15,6 +15,7 @@ from mlxpool.common.protocol import frames, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.images import MAX_IMAGE
 from support import kinds
+from support.bystander import Bystander
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
 from support.raw_peer import RawPeer
@@ -40,13 +41,17 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def bystander(pool: Pool) -> Iterator[Bystander]:
+    with Bystander(pool.client, "slow") as running:
+        yield running
+
+
 @pytest.fixture(autouse=True)
-def a_stream_that_must_not_notice(pool: Pool) -> Iterator[None]:
+def a_stream_that_must_not_notice(bystander: Bystander) -> Iterator[None]:
     """A stream beside every test of this file; fails if it is affected."""
-    with pool.client() as client:
-        stream = client.stream("slow", "bystander", seed=1, max_tokens=30)
-        yield
-        assert list(stream.read().ids) == expected_ids("bystander", 1, 30)
+    yield
+    bystander.check_ids(2)
 
 
 def generate(**body: Any) -> list[bytes]:
@@ -151,8 +156,9 @@ def test_a_duplicate_id_ends_nothing(pool: Pool) -> None:
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 5, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, ident, 0, 1), body)
-        peer.receive_kind(kinds.ACCEPTED)
+        # At once: the id of a stream that has ended is free again.
         peer.say(Header(kinds.GENERATE, ident, 0, 1), {**body, "prompt": "other"})
+        peer.receive_kind(kinds.ACCEPTED)
         error = peer.receive_kind(kinds.ERROR)
         assert error.header.id is None and error.body["about"] == ident
         assert error.body["code"] == "duplicate_id"
