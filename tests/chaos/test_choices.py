@@ -55,12 +55,6 @@ def slow_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client(connect_timeout=60) as connected:
-        yield connected
-
-
 @pytest.fixture(scope="module")
 def eight(pool: Pool) -> Choices:
     """What an undisturbed run gives."""
