@@ -59,14 +59,16 @@ def slow_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def eight(pool: Pool) -> Choices:
     """What an undisturbed run gives."""
     with pool.client(connect_timeout=60) as client:
-        return client.generate("demo", PROMPT, **EIGHT)
+        whole: Choices = client.generate("demo", PROMPT, **EIGHT)
+    return whole
 
 
 @pytest.fixture(scope="module")
 def report(slow_pool: Pool) -> Result:
     """What an undisturbed run gives."""
     with slow_pool.client(connect_timeout=60) as client:
-        return client.generate("slow", REPORTED, **REPORT)
+        whole: Result = client.generate("slow", REPORTED, **REPORT)
+    return whole
 
 
 def kill_busy(pool: Pool, model: str) -> None:
