@@ -133,9 +133,16 @@ def test_a_killed_gateway_is_replaced_and_no_connection_is_refused(pool: Pool) -
         assert complete(first["url"]).status_code == 200
         now = pool.gateway(state="ready", restarts=number)
         assert (now["url"], now["last_exit"]) == (first["url"], "killed by SIGKILL")
-    metrics = httpx.get(f"{pool.ask('ps')['broker']['metrics']}/metrics").text
-    assert "\nmlxpool_gateway_up 1.0\n" in metrics
-    assert "\nmlxpool_gateway_restarts_total 3.0\n" in metrics
+    metrics = f"{pool.ask('ps')['broker']['metrics']}/metrics"
+
+    def told() -> bool:
+        """Whether the figures are those after the last restart."""
+        text = httpx.get(metrics, timeout=PATIENCE).text
+        return "\nmlxpool_gateway_up 1.0\n" in text and (
+            "\nmlxpool_gateway_restarts_total 3.0\n" in text
+        )
+
+    until(told, "the metrics have the gateway")
     assert "3 restarts, last exit: killed by SIGKILL" in pool.cli("ps").stdout
 
 
