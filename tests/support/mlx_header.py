@@ -24,19 +24,21 @@ def compiler_flags(library: Path) -> list[str]:
     return found[1].decode().split() if found else []
 
 
-def main() -> int:
+def precompile(package: Path) -> None:
     """Writes the precompiled header beside the header; without g++ or the header, does nothing."""
-    package = importlib.util.find_spec("mlx")
-    for folder in package.submodule_search_locations or () if package else ():
-        header, library = Path(folder) / "include" / HEADER, Path(folder) / "lib" / "libmlx.so"
-        if header.is_file() and library.is_file() and shutil.which("g++"):
-            flags = compiler_flags(library)
-            part = header.with_suffix(".part")
-            command = ["g++", *flags, "-x", "c++-header", f"-I{Path(folder) / 'include'}"]
-            subprocess.run([*command, str(header), "-o", str(part)], check=True)
-            part.replace(header.with_suffix(".h.gch"))
-    return 0
+    header, library = package / "include" / HEADER, package / "lib" / "libmlx.so"
+    if not header.is_file() or not library.is_file() or not shutil.which("g++"):
+        return
+    part = header.with_suffix(".part")
+    command = ["g++", *compiler_flags(library), "-x", "c++-header", f"-I{package / 'include'}"]
+    done = subprocess.run([*command, str(header), "-o", str(part)], capture_output=True, text=True)
+    if done.returncode:
+        print(f"{header} is not precompiled:\n{done.stderr}", file=sys.stderr)
+    else:
+        part.replace(header.with_suffix(".h.gch"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    spec = importlib.util.find_spec("mlx")
+    for location in spec.submodule_search_locations or () if spec else ():
+        precompile(Path(location))
