@@ -1,6 +1,6 @@
 """Writes mlx-lm's answers to prompts. Runs as its own process: importing it lowers RLIMIT_NOFILE.
 
-cd tests; python -m support.mlx_lm_peer  # {paths, prompts, steps} on stdin; writes peer.npz
+cd tests; python -m support.mlx_lm_peer  # lines {paths, prompts, steps} on stdin; writes peer.npz
 """
 
 from __future__ import annotations

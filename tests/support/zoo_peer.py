@@ -1,6 +1,6 @@
 """Writes checkpoints of models that only mlx-lm has, and mlx-lm's answers to prompts.
 
-cd tests; python -m support.zoo_peer  # {models: {path: config}, prompts, steps} on stdin
+cd tests; python -m support.zoo_peer  # lines {models: {path: config}, prompts, steps} on stdin
 """
 
 from __future__ import annotations
