@@ -16,8 +16,8 @@ import psutil
 from mlxpool.bench.pools import serving
 from mlxpool.bench.routing.loads import Call, Load, Segment
 from mlxpool.bench.routing.simulator import Outcome, unique_tokens
-from mlxpool.cli.admin import ask
 from mlxpool.client import Client
+from mlxpool.common.transport import question, sockets
 
 MODEL = "routed"
 ONE_CORE = {"OPENBLAS_NUM_THREADS": "1"}  # of each worker, so that its time is of its own work
@@ -58,10 +58,18 @@ class RealPool:
         folder.mkdir(mode=0o700)
         with serving(folder, settings, ONE_CORE), Client(folder, connect_timeout=120) as client:
             _load_all(client, self.workers)
-            processes = [psutil.Process(row["pid"]) for row in ask(folder, "ps")["workers"]]
+            processes = _worker_processes(folder)
             before = _processor_seconds(processes)
             outcome = _Sender(client, load).run()
             return replace(outcome, processor_s=_processor_seconds(processes) - before)
+
+
+def _worker_processes(run_dir: Path) -> list[psutil.Process]:
+    """The processes of a pool's workers. Raises RuntimeError where the broker does not answer."""
+    answer = question.ask(sockets.ipc(run_dir, "admin"), None, "ps", {})
+    if answer is None:
+        raise RuntimeError(f"the broker of {run_dir} does not answer")
+    return [psutil.Process(row["pid"]) for row in answer["workers"]]
 
 
 def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
