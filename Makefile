@@ -35,6 +35,7 @@ $(SERVES): pyproject.toml $(CONSTRAINTS)  # what a pool needs
 $(READY): $(SERVES)        # and what its tests need besides
 	@echo 'installing what the tests need into $(VENV): about a minute'
 	$(PIP) install --editable '.[agents,dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
+	$(BIN)/python tests/support/mlx_header.py
 	@touch $@
 
 demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model

@@ -35,9 +35,21 @@ from mlxpool.common.transport import sockets
 from peer_process import gaps_between, running
 from support.pool import PATIENCE, Pool
 
-MODEL = '[models.m]\npath = "builtin:counting"\n[models.m.counting]\nstep_us = 2000\n'
+MODEL = """\
+[models.m]
+path = "builtin:counting"
+[models.m.counting]
+step_us = 2000
+[models.unread]
+path = "builtin:counting"
+sequences = 256
+[models.unread.counting]
+step_us = 50000
+"""
 MESSAGES_PER_WRITE = 200
 CROWD_SIZE = 1000  # connections
+DEAF_SIZE = 200  # connections that read nothing
+FILLING = 8000  # pings whose answers fill such a connection, and its queue in libzmq
 
 # ---- the peers; none returns ---------------------------------------------------------------------
 
@@ -113,6 +125,50 @@ def crowd(endpoint: str) -> None:
             peer.socket.close()
 
 
+def deaf(streams: int) -> Callable[[str], None]:
+    """DEAF_SIZE connections that fill up with answers, then start streams, and read nothing.
+
+    They ping once a second, so that the broker takes them for alive, and acknowledge nothing.
+    """
+
+    def play(endpoint: str) -> None:
+        ping = message(frames.encode(Header(from_client.Ping.kind)))
+        peers = [RawZmtp(endpoint).greet() for _ in range(DEAF_SIZE)]
+        unsent = {}
+        for peer in peers:
+            peer.socket.setblocking(False)
+            asked = b"".join(_unread_stream() for _ in range(streams))
+            unsent[peer] = memoryview(ping * FILLING + asked)
+        due = time.monotonic()
+        while True:
+            for peer, data in list(unsent.items()):
+                unsent[peer] = data[_send_some(peer, data) :]
+                if not unsent[peer]:
+                    del unsent[peer]
+            if not unsent and time.monotonic() >= due:
+                due = time.monotonic() + 1.0
+                unsent = {peer: memoryview(ping) for peer in peers}
+            time.sleep(0.005)
+
+    return play
+
+
+def _unread_stream() -> bytes:
+    header = Header(from_client.Generate.kind, os.urandom(16), 0, 1)
+    body = {"model": "unread", "prompt": "x", "window": 1 << 20}
+    return message(frames.encode(header, {**body, "options": {"max_tokens": 1_000_000}}))
+
+
+def _send_some(peer: RawZmtp, data: memoryview) -> int:
+    """How many bytes the connection took; all, if it has ended."""
+    try:
+        return peer.socket.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)
+
+
 PEERS: dict[str, Callable[[str], None]] = {
     "busy neighbour": neighbour,
     "pings": flood(lambda: message(frames.encode(Header(from_client.Ping.kind)))),
@@ -126,14 +182,17 @@ PEERS: dict[str, Callable[[str], None]] = {
     "unfinished, empty parts": unfinished(frame(b"", MORE) * 100_000),
     "half a million parts": many_parts,
     "vanishing crowd": crowd,
+    "a crowd that never reads": deaf(0),
+    "the same with streams": deaf(1),
 }
+STARTS = {"a crowd that never reads": 20.0, "the same with streams": 20.0}  # s until all are full
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
 def running_peer(name: str, endpoint: str) -> AbstractContextManager[None]:
     command = [sys.executable, __file__, "--play", name, "--endpoint", endpoint]
-    return running(name, command, start=0.5)
+    return running(name, command, start=STARTS.get(name, 0.5))
 
 
 def gaps(client: Client, tokens: int) -> list[float]:

@@ -117,12 +117,15 @@ class Chaos(Closing):
     def start(
         self, count: int = 100, number: int = 1, *, client: Client | None = None, **options: Any
     ) -> list[ChaosStream]:
-        """Start `number` streams of `count` tokens, each read by a thread of its own."""
+        """Start `number` streams of `count` tokens, each read by a thread of its own.
+
+        Their seeds differ; their prompts end in one digit, so that all have the same length.
+        """
         prompt, name = options.pop("prompt", "hello"), options.pop("model", "m")
         first = len(self.streams)
         streams = [
-            ChaosStream(f"{prompt} {first + n}", 1000 + first + n, count, dict(options), name)
-            for n in range(number)
+            ChaosStream(f"{prompt} {n % 10}", 1000 + n, count, dict(options), name)
+            for n in range(first, first + number)
         ]
         self.streams += streams
         for stream in streams:
@@ -213,10 +216,10 @@ class Chaos(Closing):
 
         until(idle, "the broker is idle")
 
-    def causes(self) -> list[str]:
-        """The causes of the workers' ends, in order, as the broker logged them."""
+    def causes(self, name: str = "m") -> list[str]:
+        """The causes of the ends of a model's workers, in order, as the broker logged them."""
         return [
             str(line["cause"]) for line in read(self.folder)
             if line["who"] == "broker" and line["what"] == "note"
-            and line["event"] == "worker ended"
+            and line["event"] == "worker ended" and line["worker"].startswith(f"{name}/")
         ]  # fmt: skip

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chaos.harness import LIMITS
-from mlxpool.client import Choices, ChoicesStream, Client
+from mlxpool.client import Choices, ChoicesStream, Client, Result
 from support.pool import Pool, until
 
 pytest.importorskip("mlx.core")
 
 # A first load may compile kernels, which takes long on a slow machine.
-CONFIG = (
+DEMO = (
     LIMITS.replace("load_limit = 1.5", "load_limit = 60")
     + """
 [models.demo]
 path = "builtin:demo"
 replicas = 2
 sequences = 8
+"""
+)
+SLOW = (
+    LIMITS
+    + """
 [models.slow]
 path = "builtin:counting"
 counting.prefill_us = 20000
@@ -34,18 +38,37 @@ batch = 16
 PROMPT = "import os\n\n\n" + "\n".join(f"def walk{i}(top):\n    return {i}" for i in range(20))
 TOKENS = 60
 MANY = 700  # so many that a worker has not finished before it is killed
+EIGHT: dict[str, Any] = {"n": 8, "max_tokens": MANY, "seed": 3, "ignore_eos": True}
+REPORTED = "0123456789" * 15
+REPORT: dict[str, Any] = {"max_tokens": 3, "seed": 1, "echo": True, "prompt_logprobs": 1}
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+    with Pool(tmp_path_factory.mktemp("pool"), DEMO) as running:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client(connect_timeout=60) as connected:
-        yield connected
+@pytest.fixture(scope="module")
+def slow_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("slow"), SLOW) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def eight(pool: Pool) -> Choices:
+    """What an undisturbed run gives."""
+    with pool.client(connect_timeout=60) as client:
+        whole: Choices = client.generate("demo", PROMPT, **EIGHT)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def report(slow_pool: Pool) -> Result:
+    """What an undisturbed run gives."""
+    with slow_pool.client(connect_timeout=60) as client:
+        whole: Result = client.generate("slow", REPORTED, **REPORT)
+    return whole
 
 
 def kill_busy(pool: Pool, model: str) -> None:
@@ -85,22 +108,21 @@ def read(client: Client, at: int, fault: Callable[[], None], **options: Any) -> 
 
 
 @pytest.mark.parametrize("at", [1, 600])
-def test_a_killed_worker_changes_no_choice(pool: Pool, client: Client, at: int) -> None:
-    ask: dict[str, Any] = {"n": 8, "max_tokens": MANY, "seed": 3, "ignore_eos": True}
-    whole: Choices = client.generate("demo", PROMPT, **ask)
-    hit = read(client, at, lambda: kill_busy(pool, "demo"), **ask)
-    assert [one.ids for one in hit] == [one.ids for one in whole]
-    assert [one.text for one in hit] == [one.text for one in whole]
-    assert [one.reason for one in hit] == [one.reason for one in whole]
+def test_a_killed_worker_changes_no_choice(
+    pool: Pool, client: Client, eight: Choices, at: int
+) -> None:
+    hit = read(client, at, lambda: kill_busy(pool, "demo"), **EIGHT)
+    assert [one.ids for one in hit] == [one.ids for one in eight]
+    assert [one.text for one in hit] == [one.text for one in eight]
+    assert [one.reason for one in hit] == [one.reason for one in eight]
     assert sum(one.attempts > 1 for one in hit) > 0
-    assert hit.usage["completion_tokens"] == whole.usage["completion_tokens"]
+    assert hit.usage["completion_tokens"] == eight.usage["completion_tokens"]
 
 
-def test_a_restarted_broker_changes_no_choice(tmp_path: Path) -> None:
+def test_a_restarted_broker_changes_no_choice(pool: Pool, client: Client) -> None:
     ask: dict[str, Any] = {"n": 4, "max_tokens": TOKENS, "seed": 3, "prompt_logprobs": 1}
-    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
-        whole: Choices = client.generate("demo", PROMPT, **ask)
-        hit = read(client, 30, lambda: restart_the_broker(pool), **ask, window=8)
+    whole: Choices = client.generate("demo", PROMPT, **ask)
+    hit = read(client, 30, lambda: restart_the_broker(pool), **ask, window=8)
     assert [one.ids for one in hit] == [one.ids for one in whole]
     assert [entry["id"] for entry in hit.prompt] == [entry["id"] for entry in whole.prompt]
 
@@ -108,29 +130,29 @@ def test_a_restarted_broker_changes_no_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["worker", "broker"])
 @pytest.mark.parametrize("at", [1, 20, 100])
 def test_no_token_of_a_prompt_is_reported_twice_or_lost(
-    tmp_path: Path, fault: str, at: int
+    slow_pool: Pool, report: Result, fault: str, at: int
 ) -> None:
     """Killed once `at` of 150 tokens were reported, chunk by chunk."""
-    prompt = "0123456789" * 15
-    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
-        found: list[int] = []
-        text, struck = "", False
-        with client.stream("slow", prompt, max_tokens=3, seed=1, echo=True, prompt_logprobs=1) as s:
-            for delta in s:
-                found += [entry["prompt"] for entry in delta.prompt]
-                text += delta.text
-                if len(found) >= at and not struck:
-                    struck = True
-                    assert fault == "broker" or len(found) < 150, "the fault comes too late"
-                    apart(
-                        (lambda: kill_busy(pool, "slow"))
-                        if fault == "worker"
-                        else (lambda: restart_the_broker(pool))
-                    )
-            result = s.result
-        assert struck and found == [*range(150)]
-        whole = client.generate("slow", prompt, max_tokens=3, seed=1, echo=True, prompt_logprobs=1)
-    assert (result.text, result.ids, result.prompt) == (whole.text, whole.ids, whole.prompt)
-    assert text == whole.text
+    found: list[int] = []
+    text, struck = "", False
+    with (
+        slow_pool.client(connect_timeout=60) as client,
+        client.stream("slow", REPORTED, **REPORT) as s,
+    ):
+        for delta in s:
+            found += [entry["prompt"] for entry in delta.prompt]
+            text += delta.text
+            if len(found) >= at and not struck:
+                struck = True
+                assert fault == "broker" or len(found) < 150, "the fault comes too late"
+                apart(
+                    (lambda: kill_busy(slow_pool, "slow"))
+                    if fault == "worker"
+                    else (lambda: restart_the_broker(slow_pool))
+                )
+        result = s.result
+    assert struck and found == [*range(150)]
+    assert (result.text, result.ids, result.prompt) == (report.text, report.ids, report.prompt)
+    assert text == report.text
     if fault == "worker":
         assert result.attempts == 2

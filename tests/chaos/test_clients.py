@@ -56,14 +56,14 @@ def test_a_frozen_client_gets_everything(tmp_path: Path, monkeypatch: Patch) -> 
     """It was stopped longer than its grace: its streams were cancelled, and it resumes them."""
     with Chaos(tmp_path, monkeypatch, model(step_us=5000), SHORT_GRACE) as chaos:
         (bystander,) = chaos.start(400)
-        with process(chaos, count=900) as child:
+        with process(chaos, count=1400) as child:
             child.send_signal(signal.SIGSTOP)
             until(
                 lambda: chaos.pool.ask("stats")["requests"]["cancelled"] == 3,
                 "its streams are cancelled",
             )
             child.send_signal(signal.SIGCONT)
-            assert outcomes(child) == wanted(count=900)
+            assert outcomes(child) == wanted(count=1400)
         chaos.assert_all_done([bystander])
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,6 +43,26 @@ SHIFTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Callable[..., Result]:
+    """The completions without a fault; each is computed once."""
+    known: dict[str, Result] = {}
+
+    def whole(client: Client, options: dict[str, Any]) -> Result:
+        key = json.dumps(options, sort_keys=True)
+        if key not in known:
+            known[key] = client.generate("demo", PROMPT, **options)
+        return known[key]
+
+    return whole
+
+
 def kill(pool: Pool) -> None:
     pool.kill_worker("demo/0", signal.SIGKILL)
 
@@ -63,7 +83,7 @@ def kill_the_broker(pool: Pool) -> None:
 def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], None]) -> Result:
     """A completion with a fault after `at` ids."""
     stream: Stream
-    with client.stream("demo", PROMPT, **{"max_tokens": TOKENS, "seed": 3, **options}) as stream:
+    with client.stream("demo", PROMPT, **options) as stream:
         had, struck = 0, False
         for delta in stream:
             had += len(delta.ids)
@@ -81,37 +101,36 @@ FAULTS = pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broke
 
 @FAULTS
 def test_a_fault_does_not_change_the_completion(
-    tmp_path: Path, fault: Callable[[Pool], None]
+    pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
-    # The window keeps the worker from finishing before the fault.
-    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
-        for name, options in OPTIONS.items():
-            whole = client.generate("demo", PROMPT, max_tokens=TOKENS, seed=3, **options)
-            hit = read(client, {**options, "window": 8}, 10, lambda: fault(pool))
-            assert hit.ids == whole.ids, name
-            assert hit.text == whole.text
-            assert hit.reason == whole.reason
-            assert hit.usage["completion_tokens"] == len(whole.ids)
-            assert [e["id"] for e in hit.logprobs] == [e["id"] for e in whole.logprobs]
+    for name, options in OPTIONS.items():
+        asked = {"max_tokens": TOKENS, "seed": 3, **options}
+        whole = undisturbed(client, asked)
+        # The window keeps the client from having all before the fault.
+        hit = read(client, {**asked, "window": 8}, 10, lambda: fault(pool))
+        assert hit.ids == whole.ids, name
+        assert hit.text == whole.text
+        assert hit.reason == whole.reason
+        assert hit.usage["completion_tokens"] == len(whole.ids)
+        assert [e["id"] for e in hit.logprobs] == [e["id"] for e in whole.logprobs]
 
 
 @FAULTS
 def test_a_fault_does_not_change_a_completion_with_shifts(
-    tmp_path: Path, fault: Callable[[Pool], None]
+    pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
-    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
-        for name, options in SHIFTED.items():
-            for tokens in (300, 1200, 4800):  # until the worker has not finished before the fault
-                asked = {**SHIFT, **options, "max_tokens": tokens}
-                hit = read(client, {**asked, "window": 8}, 28, lambda: fault(pool))
-                if hit.attempts > 1 or fault is kill_the_broker:
-                    break
-            else:
-                pytest.fail("every fault came too late")
-            whole = client.generate("demo", PROMPT, **asked)
-            assert len(hit.ids) == tokens and hit.ids == whole.ids, name
-            assert hit.text == whole.text and hit.reason == whole.reason == "length"
-            found, wanted = ([entry["logprob"] for entry in one.logprobs] for one in (hit, whole))
-            assert found == pytest.approx(wanted, abs=1e-3), name
-            assert hit.usage["completion_tokens"] == tokens
-            assert hit.usage["prompt_tokens"] == whole.usage["prompt_tokens"]
+    for name, options in SHIFTED.items():
+        for tokens in (300, 1200, 4800):  # until the worker has not finished before the fault
+            asked = {**SHIFT, **options, "max_tokens": tokens}
+            hit = read(client, {**asked, "window": 8}, 28, lambda: fault(pool))
+            if hit.attempts > 1 or fault is kill_the_broker:
+                break
+        else:
+            pytest.fail("every fault came too late")
+        whole = undisturbed(client, asked)
+        assert len(hit.ids) == tokens and hit.ids == whole.ids, name
+        assert hit.text == whole.text and hit.reason == whole.reason == "length"
+        found, wanted = ([entry["logprob"] for entry in one.logprobs] for one in (hit, whole))
+        assert found == pytest.approx(wanted, abs=1e-3), name
+        assert hit.usage["completion_tokens"] == tokens
+        assert hit.usage["prompt_tokens"] == whole.usage["prompt_tokens"]

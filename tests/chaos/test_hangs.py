@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,21 +17,33 @@ from chaos.harness import LIMITS, Chaos, model
 Patch = pytest.MonkeyPatch
 
 PHASES = ("load", "prefill", "decode")
+HANGS: dict[str, dict[str, Any]] = {
+    f"{name}-{phase}": {"fault": name, "fault_in": phase, "fault_at": 3, "fault_times": 1}
+    for name in ("lock", "native", "gil")
+    for phase in PHASES
+}
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", ["lock", "native", "gil"])
-def test_every_hang_is_found(tmp_path: Path, monkeypatch: Patch, name: str, phase: str) -> None:
-    config = model(fault=name, fault_in=phase, fault_at=3, fault_times=1)
-    with Chaos(tmp_path, monkeypatch, config) as chaos:
-        chaos.start(30, 2)
-        chaos.assert_all_done()
-        assert chaos.causes()[0].startswith(f"hung in {phase} for ")
-        last = Path(chaos.pool.worker("m/0")["last_dump"])
-        # On a busy machine the next worker may have been suspected while it started.
-        stacks = [file.read_text() for file in last.parent.glob(f"*{last.suffix}")]
-        assert all("most recent call first" in one for one in stacks if one)
-        assert any("faults.py" in one for one in stacks), stacks
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
+    """A pool that has found a hang of each kind, each in a model of its own, all at once."""
+    config = "".join(model(name, **fault) for name, fault in HANGS.items())
+    with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("hung"), patch, config) as chaos:
+        for name in HANGS:
+            chaos.start(30, 2, model=name)
+        chaos.finish()
+        yield chaos
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_every_hang_is_found(hung: Chaos, name: str) -> None:
+    hung.assert_all_done([stream for stream in hung.streams if stream.model == name])
+    assert hung.causes(name)[0].startswith(f"hung in {name.partition('-')[2]} for ")
+    last = Path(hung.pool.worker(f"{name}/0")["last_dump"])
+    # On a busy machine the next worker may have been suspected while it started.
+    stacks = [file.read_text() for file in last.parent.glob(f"{name}-0.*{last.suffix}")]
+    assert all("most recent call first" in one for one in stacks if one)
+    assert any("faults.py" in one for one in stacks), stacks
 
 
 def test_a_stopped_worker_is_replaced(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -53,14 +67,24 @@ def test_a_short_stop_is_tolerated(tmp_path: Path, monkeypatch: Patch) -> None:
         assert chaos.causes() == []
 
 
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
+    """A pool whose models were slow in one phase each, all at once.
+
+    Every step takes 200 ms; five of them stay below three quarters of the limit.
+    """
+    config = "".join(model(phase, fault="slow", fault_in=phase) for phase in PHASES)
+    with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("slow"), patch, config) as chaos:
+        for phase in PHASES:
+            chaos.start(12, 2, model=phase, prompt="x" * 5000)
+        chaos.finish()
+        yield chaos
+
+
 @pytest.mark.parametrize("phase", PHASES)
-def test_slow_is_not_hung(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
-    """Every step takes 200 ms; five of them stay below three quarters of the limit."""
-    config = model(fault="slow", fault_in=phase)
-    with Chaos(tmp_path, monkeypatch, config) as chaos:
-        chaos.start(12, 2, prompt="x" * 5000)
-        chaos.assert_all_done()
-        assert chaos.causes() == []
+def test_slow_is_not_hung(slow: Chaos, phase: str) -> None:
+    slow.assert_all_done([stream for stream in slow.streams if stream.model == phase])
+    assert slow.causes(phase) == []
 
 
 @pytest.mark.long

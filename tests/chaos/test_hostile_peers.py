@@ -64,18 +64,33 @@ class Target(Chaos):
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
+    """A pool of the test's own, whose memory and counters it can know."""
     with Target(tmp_path, monkeypatch, model(), SHORT_GRACE) as made:
         yield made
 
 
+@pytest.fixture(scope="module")
+def tcp() -> str:
+    """The shared pool's front besides ipc."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tcp: str) -> Iterator[Target]:
+    """One pool that is attacked by one test after the other."""
+    with (
+        Patch.context() as patch,
+        Target(
+            tmp_path_factory.mktemp("shared"), patch, model(), f'{SHORT_GRACE}front = ["{tcp}"]\n'
+        ) as made,
+    ):
+        yield made
+
+
 @pytest.fixture(params=["ipc", "tcp"])
-def front_endpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> Iterator[
-    tuple[Target, str]
-]:  # fmt: skip
-    """A pool and one of its two front endpoints."""
-    tcp = f"tcp://127.0.0.1:{free_port()}"
-    with Target(tmp_path, monkeypatch, model(), f'{SHORT_GRACE}front = ["{tcp}"]\n') as made:
-        yield made, made.front if request.param == "ipc" else tcp
+def front_endpoint(request: pytest.FixtureRequest, shared: Target, tcp: str) -> tuple[Target, str]:
+    """The shared pool and one of its two front endpoints."""
+    return shared, shared.front if request.param == "ipc" else tcp
 
 
 # ---- invalid handshakes --------------------------------------------------------------------------
@@ -137,8 +152,8 @@ def test_another_protocol_has_no_effect(front_endpoint: tuple[Target, str]) -> N
         target.assert_answers(endpoint)
 
 
-def test_a_req_socket_is_told_that_its_delimiter_is_wrong(target: Target) -> None:
-    with RawZmtp(target.front) as peer:
+def test_a_req_socket_is_told_that_its_delimiter_is_wrong(shared: Target) -> None:
+    with RawZmtp(shared.front) as peer:
         peer.greet("REQ").send(message([b"", *frames.encode(Header(kinds.PING))]))
         answer = peer.receive()
     assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
@@ -248,11 +263,11 @@ def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
         ("a part just over the limit", bytes([LONG]) + (frames.MAX_FRAME + 1).to_bytes(8, "big")),
     ],
 )
-def test_an_invalid_frame_length_is_disconnected(target: Target, name: str, data: bytes) -> None:
-    with RawZmtp(target.front) as peer:
+def test_an_invalid_frame_length_is_disconnected(shared: Target, name: str, data: bytes) -> None:
+    with RawZmtp(shared.front) as peer:
         peer.greet().send(data)
         assert peer.is_cut(), f"{name}: still connected"
-    target.assert_answers(target.front)
+    shared.assert_answers(shared.front)
 
 
 # ---- floods --------------------------------------------------------------------------------------
@@ -307,12 +322,12 @@ def flood(endpoint: str, data: Callable[[], bytes], reads: bool) -> Iterator[Raw
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reads", "never reads"])
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_flood_beside_a_stream(target: Target, name: str, reads: bool) -> None:
-    with flood(target.front, FLOODS[name], reads):
-        target.start(150, 3)
-        target.assert_all_done()
-        assert target.resident() < MAX_RESIDENT
-    target.assert_answers(target.front)
+def test_a_flood_beside_a_stream(shared: Target, name: str, reads: bool) -> None:
+    with flood(shared.front, FLOODS[name], reads):
+        shared.start(150, 3)
+        shared.assert_all_done()
+        assert shared.resident() < MAX_RESIDENT
+    shared.assert_answers(shared.front)
 
 
 FILL_AND_DISCONNECT = """\
@@ -410,11 +425,12 @@ def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
         target.assert_all_done(streams)
 
 
-def test_a_forged_worker_has_no_effect(target: Target) -> None:
+def test_a_forged_worker_has_no_effect(shared: Target) -> None:
     """It knows ids and epochs but has no token: its frames are fenced."""
-    streams = target.start(400, 2)
-    target.reach(streams, 10)
-    epoch = int(target.pool.worker("m/0")["epoch"])
+    streams = shared.start(400, 2)
+    shared.reach(streams, 10)
+    epoch = int(shared.pool.worker("m/0")["epoch"])
+    before = int(shared.pool.ask("stats")["frames"]["fenced"])
     forged = [
         deltas.Delta(
             stream.ident, 1, stream.had, "forged ", token_ids.pack_ids([1]), end={"reason": "stop"}
@@ -423,7 +439,7 @@ def test_a_forged_worker_has_no_effect(target: Target) -> None:
     ]
     sent = deltas.Deltas(forged)
     body, (blob,) = sent.body(), sent.blobs()
-    with RawZmtp(sockets.ipc(target.pool.run_dir, "back")) as peer:
+    with RawZmtp(sockets.ipc(shared.pool.run_dir, "back")) as peer:
         peer.greet()
         for kind, what, blobs in (
             (kinds.DELTAS, body, [blob]),
@@ -433,5 +449,5 @@ def test_a_forged_worker_has_no_effect(target: Target) -> None:
         ):
             assert peer.send(message(frames.encode(Header(kind, None, epoch), what, blobs)))
         assert peer.receive().kind == kinds.WHO
-    target.assert_all_done(streams)
-    assert target.pool.ask("stats")["frames"]["fenced"] >= 2
+    shared.assert_all_done(streams)
+    assert shared.pool.ask("stats")["frames"]["fenced"] >= before + 2

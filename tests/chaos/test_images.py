@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from chaos.engine_faults import install_fault
 from chaos.harness import LIMITS
+from mlxpool.client import Client
 from support import seeing_models as seeing
 from support.pool import Pool
 
@@ -18,27 +19,39 @@ pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=Impo
 CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
     "fresh_limit = 1.5", "fresh_limit = 60"
 )
-FILES = [seeing.file_of(seeing.picture(number)) for number in range(2)]
+SITES = ("encode", "prefill", "decode")
+# Each site has pictures of its own, which no worker has encoded before.
+FILES = {
+    site: [seeing.file_of(seeing.picture(n).rotate(5 * number)) for n in range(2)]
+    for number, site in enumerate(SITES)
+}
 PROMPT = "one [img-0] two [img-1]" + " and so on" * 20
 OPTIONS: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 30, "ignore_eos": True}
-# Ends the process once, where the file MARK does not exist yet, at the place that SITE names.
+MODELS = {
+    "gemma": seeing.write_gemma,
+    "qwen": seeing.write_qwen,
+    "mllama": seeing.write_mllama,
+}
+# Ends the process at the place that the file SITE names, and removes the file.
 FAULT = """\
 import os, signal
 
-def end():
+def end(site):
+    path = os.environ["SITE"]
     try:
-        os.close(os.open(os.environ["MARK"], os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
+        if open(path).read() != site:
+            return
+    except OSError:
         return
+    os.remove(path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 def arm(engine):
-    encode, submit, site = engine.encode, engine.submit, os.environ["SITE"]
+    encode, submit = engine.encode, engine.submit
 
     def encode_and_end(self, image, pinned):
         features = self._image_encoder(image)  # it is being encoded, and nothing is kept yet
-        if site == "encode":
-            end()
+        end("encode")
         del features
         encode(self, image, pinned)
 
@@ -46,33 +59,49 @@ def arm(engine):
         fresh = submit(self, spans)
         for span in spans:
             media = span.sequence.media
-            behind = media and not span.draws and span.start >= media[0].end
-            if site == "prefill" and behind or site == "decode" and len(span.sequence.ids) == 9:
-                end()
+            if media and not span.draws and span.start >= media[0].end:
+                end("prefill")
+            if len(span.sequence.ids) == 9:
+                end("decode")
         return fresh
 
     engine.encode, engine.submit = encode_and_end, submit_and_end
 """
 
 
-@pytest.mark.parametrize("write", [seeing.write_gemma, seeing.write_qwen, seeing.write_mllama])
-@pytest.mark.parametrize("site", ["encode", "prefill", "decode"])
-def test_a_kill_at_an_image_changes_nothing(
-    tmp_path: Path, site: str, write: Callable[[Path], Path]
-) -> None:
-    mark = tmp_path / "struck"
-    model = write(tmp_path / "eyes")
-    config = f'{CONFIG}\n[models.eyes]\npath = "{model}"\nbatch = 32\n'
-    environment = {**install_fault(tmp_path, FAULT), "MARK": str(mark), "SITE": site}
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that names where the next worker ends."""
+    return tmp_path_factory.mktemp("armed") / "site"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory, armed: Path) -> Iterator[Client]:
+    """A client of a pool with all models."""
+    folder = tmp_path_factory.mktemp("pool")
+    config = CONFIG + "".join(
+        f'[models.{name}]\npath = "{write(folder / name)}"\nbatch = 32\n'
+        for name, write in MODELS.items()
+    )
+    environment = {**install_fault(folder, FAULT), "SITE": str(armed)}
     with (
-        Pool(tmp_path, config, environment=environment) as pool,
-        pool.client(connect_timeout=60) as client,
+        Pool(folder, config, environment=environment) as pool,
+        pool.client(connect_timeout=60) as connected,
     ):
-        hit = client.generate("eyes", PROMPT, images=FILES, **OPTIONS)
-        assert mark.exists(), "the worker was killed"
-        assert hit.attempts == 2
-        whole = client.generate("eyes", PROMPT, images=FILES, **OPTIONS)
-        assert whole.attempts == 1
-        assert hit.ids == whole.ids and len(hit.ids) == 30
-        assert hit.text == whole.text
-        assert hit.usage["prompt_tokens"] == whole.usage["prompt_tokens"]
+        yield connected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("site", SITES)
+def test_a_kill_at_an_image_changes_nothing(
+    client: Client, armed: Path, site: str, name: str
+) -> None:
+    armed.write_text(site)
+    hit = client.generate(name, PROMPT, images=FILES[site], **OPTIONS)
+    assert not armed.exists(), "the worker was killed"
+    assert hit.attempts == 2
+    whole = client.generate(name, PROMPT, images=FILES[site], **OPTIONS)
+    assert whole.attempts == 1
+    assert hit.ids == whole.ids and len(hit.ids) == 30
+    assert hit.text == whole.text
+    assert hit.usage["prompt_tokens"] == whole.usage["prompt_tokens"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,33 +27,42 @@ CAUSES = {
 }
 
 
+# The faults of models, by their names.
+DEATHS: dict[str, dict[str, Any]] = {
+    **{f"kill-{phase}": {"fault": "kill", "fault_in": phase, "fault_at": 3} for phase in PHASES},
+    **{name: {"fault": name, "fault_in": "decode", "fault_at": 10} for name in CAUSES},
+    **{f"lost-{phase}": {"fault": "device", "fault_in": phase, "fault_at": 3} for phase in PHASES},
+}
+
+
+@pytest.fixture(scope="module")
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
+    """A pool with a model for each death; the first worker of each dies."""
+    config = "".join(model(name, **fault, fault_times=1) for name, fault in DEATHS.items())
+    with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("dying"), patch, config) as chaos:
+        yield chaos
+
+
 @pytest.mark.parametrize("phase", PHASES)
-def test_sigkill_everywhere(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
-    config = model(fault="kill", fault_in=phase, fault_at=3, fault_times=1)
-    with Chaos(tmp_path, monkeypatch, config) as chaos:
-        chaos.start(30, 4)
-        chaos.assert_all_done()
-        assert "killed by SIGKILL" in chaos.causes()[0]
+def test_sigkill_everywhere(dying: Chaos, phase: str) -> None:
+    name = f"kill-{phase}"
+    dying.assert_all_done(dying.start(30, 4, model=name))
+    assert "killed by SIGKILL" in dying.causes(name)[0]
 
 
 @pytest.mark.parametrize("name", [n for n in CAUSES if n != "kill"])
-def test_other_causes_of_death(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
-    config = model(fault=name, fault_in="decode", fault_at=10, fault_times=1)
-    with Chaos(tmp_path, monkeypatch, config) as chaos:
-        chaos.start(30, 3)
-        chaos.assert_all_done()
-        assert chaos.causes()[0] == CAUSES[name]
+def test_other_causes_of_death(dying: Chaos, name: str) -> None:
+    dying.assert_all_done(dying.start(30, 3, model=name))
+    assert dying.causes(name)[0] == CAUSES[name]
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "load"])
-def test_a_lost_device_everywhere(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
+def test_a_lost_device_everywhere(dying: Chaos, phase: str) -> None:
     """The model is retried although its worker died at the third token."""
-    config = model(fault="device", fault_in=phase, fault_at=3, fault_times=1)
-    with Chaos(tmp_path, monkeypatch, config) as chaos:
-        chaos.start(30, 4)
-        chaos.assert_all_done()
-        if phase not in ("end", "after_end"):  # no request may be left to compute
-            assert chaos.causes() == [CAUSES["device"]]
+    name = f"lost-{phase}"
+    dying.assert_all_done(dying.start(30, 4, model=name))
+    if phase not in ("end", "after_end"):  # no request may be left to compute
+        assert dying.causes(name) == [CAUSES["device"]]
 
 
 def test_a_kill_with_text_held_back(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -75,7 +86,7 @@ def test_a_kill_while_the_window_is_full(tmp_path: Path, monkeypatch: Patch) -> 
 
 
 def test_two_kills_of_one_stream(tmp_path: Path, monkeypatch: Patch) -> None:
-    with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
+    with Chaos(tmp_path, monkeypatch, model(step_us=20_000)) as chaos:
         streams = chaos.start(150, 3)
         for had in (20, 70):
             chaos.reach(streams, had)
@@ -103,7 +114,7 @@ def test_a_warm_replica_resumes_the_streams(tmp_path: Path, monkeypatch: Patch) 
 
 def test_a_stream_that_is_not_durable_gets_the_error(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
-        (not_durable,) = chaos.start(200, durable=False)
+        (not_durable,) = chaos.start(5000, durable=False)
         (durable,) = chaos.start(60)
         chaos.reach([not_durable, durable], 10)
         chaos.signal_worker("m/0", signal.SIGKILL)

@@ -155,6 +155,7 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
     }
     unused = {f.name for f in FAMILIES if not used & set(f.series())}
     assert unused == {
+        "mlxpool_backlog_bytes",
         "mlxpool_broker_uptime_seconds",
         "mlxpool_kv_cache_info",
         "mlxpool_poisoned_requests",

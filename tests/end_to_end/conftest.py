@@ -6,9 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from mlxpool.client import Client
 from support.gateway_thread import GatewayThread
 from support.pool import Pool
 from support.scripted_gateway import Served
+
+
+@pytest.fixture
+def client(pool: Pool) -> Iterator[Client]:
+    """A client of the pool of the module."""
+    with pool.client() as connected:
+        yield connected
 
 
 @pytest.fixture(scope="module")

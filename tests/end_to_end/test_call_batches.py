@@ -61,12 +61,6 @@ def pool(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as client:
-        yield client
-
-
 def check(client: Client, results: list[LineResult], count: int) -> None:
     """Each line is there once, in order, with the vector of its text."""
     assert [result.line for result in results] == list(range(count))

@@ -35,12 +35,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
-
-
 @pytest.mark.parametrize("model", ["strict", "counting"])
 def test_tools_for_a_model_that_reads_none_are_refused(client: Client, model: str) -> None:
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]

@@ -45,12 +45,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
-
-
 def live(pool: Pool) -> int:
     return int(pool.ask("stats")["requests"]["live"])
 

@@ -37,12 +37,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def http(pool: Pool) -> Iterator[httpx.Client]:
     with (

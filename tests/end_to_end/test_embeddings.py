@@ -50,12 +50,6 @@ def pool(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as client:
-        yield client
-
-
 def computed_here(folder: Path, texts: list[str]) -> np.ndarray:
     """The vectors of texts by an engine in this process, one pass a text."""
     encoder = inspect_encoder(folder_files(folder))

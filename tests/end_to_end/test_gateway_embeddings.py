@@ -44,12 +44,6 @@ def gateway(pool: Pool) -> Iterator[GatewayThread]:
 
 
 @pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as client:
-        yield client
-
-
-@pytest.fixture
 def openai(gateway: GatewayThread) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as openai:
         yield openai

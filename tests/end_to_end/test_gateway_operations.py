@@ -474,7 +474,7 @@ def test_a_draining_gateway_finishes_its_streams_and_refuses_new_requests(
     pool: Pool, tmp_path: Path
 ) -> None:
     with serving(pool, tmp_path / "log", "--drain-timeout", "600") as (process, url):
-        body = {**ENDLESS, "max_tokens": 120}
+        body = {**ENDLESS, "max_tokens": 300}  # 6 s, for what is asked meanwhile
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             next(lines)

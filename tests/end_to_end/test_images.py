@@ -35,12 +35,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
-
-
 def message(prompt: Sequence[str | int], files: Sequence[bytes] = FILES) -> dict[str, Any]:
     """A message with its images in its parts."""
     parts = [

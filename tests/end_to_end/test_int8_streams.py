@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlxpool.client import Client
+from mlxpool.client import Client, Result
 from mlxpool.common.options import GenerateOptions
 from support.pool import Pool, until
 
@@ -19,6 +21,9 @@ CONFIG = """
 [models.exact]
 path = "builtin:demo"
 deterministic = true
+kv = "int8"
+[models.rounded]
+path = "builtin:demo"
 kv = "int8"
 [models.plain]
 path = "builtin:demo"
@@ -52,6 +57,36 @@ def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
                 pool.kill_worker("exact/0")
                 killed = True
     assert killed and ids == list(whole.ids) and len(ids) == 60
+
+
+def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: Client) -> None:
+    """Without `deterministic` the ids that were taken are prompt of the next worker, whatever it
+    would have drawn in their place: each position has one id, and the text is that of the ids.
+    """
+    prompts = ["def main(arguments):\n    " * 8, "import os\n", "class Reader:\n    " * 30]
+    killed, far = threading.Lock(), threading.Barrier(len(prompts))
+
+    def read(prompt: str) -> tuple[Result, list[int], str]:
+        ids: list[int] = []
+        text = ""
+        asked: GenerateOptions = {**ASKED, "max_tokens": 90, "window": 8}
+        with client.stream("rounded", prompt, **asked) as stream:
+            for delta in stream:
+                assert delta.pos == len(ids)
+                ids += delta.ids
+                text += delta.text
+                if len(ids) - len(delta.ids) < 20 <= len(ids):  # the others are as far
+                    far.wait(timeout=120)
+                    if killed.acquire(blocking=False):
+                        pool.kill_worker("rounded/0")
+            return stream.result, ids, text
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(read, prompts))
+    for result, ids, text in found:
+        assert result.attempts == 2 and result.reason == "length"
+        assert ids == list(result.ids) and len(ids) == 90 == result.usage["completion_tokens"]
+        assert text == result.text == client.detokenize("rounded", ids)
 
 
 def test_it_never_goes_on_with_another_kind_of_cache(pool: Pool, client: Client) -> None:

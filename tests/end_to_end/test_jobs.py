@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -247,15 +248,25 @@ def test_a_reading_goes_on_in_the_next_broker(tmp_path: Path) -> None:
         assert list(stream.result.ids) == wanted("next", 200)
 
 
+def _begun(client: Client, key: str) -> str:
+    """The state of a job that does not wait; "" if it does."""
+    state = client.job(key)["state"]
+    return "" if state == "waiting" else str(state)
+
+
 def test_a_stopped_broker_puts_its_jobs_back_and_counts_no_start(tmp_path: Path) -> None:
     with make_pool(tmp_path) as pool:
-        for round in range(7):
+        stops = 0
+        while stops < 6:
             with pool.client() as client:
                 client.submit("m", "stop", key="stop", max_tokens=400, seed=7)
-                until(lambda: client.job("stop")["state"] == "running", "it runs")
-            if round < 6:
-                pool.stop()
-                pool.start()
+                state = until(partial(_begun, client, "stop"), "it runs")
+            if state == "done":  # on a busy machine, before the last stop
+                break
+            pool.stop()
+            pool.start()
+            stops += 1
+        assert stops
         with pool.client() as client:
             assert list(client.fetch("stop").read().ids) == wanted("stop", 400)
             assert client.job("stop")["attempts"] == 0

@@ -31,12 +31,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as made:
-        yield made
-
-
 def row(client: Client, name: str) -> dict[str, Any]:
     return next(one for one in client.models() if one["name"] == name)
 

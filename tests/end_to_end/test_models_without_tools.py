@@ -36,12 +36,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as client:
-        yield client
-
-
-@pytest.fixture
 def openais(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -44,12 +44,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
-
-
 def test_the_same_seed_gives_the_same_text_and_greedy_always_does(client: Client) -> None:
     prompt = "def main():"
     first = client.generate("good", prompt, seed=5, max_tokens=24, ignore_eos=True)

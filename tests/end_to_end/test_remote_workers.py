@@ -14,7 +14,7 @@ from support.counting_checker import expected_ids
 from support.pool import Pool, until
 from support.secure_pool import COUNTING_MODEL, RemoteWorker, SecurePool
 
-STEPS = 300
+STEPS, STEP_US = 300, 10_000  # so many that a stream runs when its fault comes
 
 
 def workers(pool: Pool) -> dict[int, str]:
@@ -41,7 +41,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
 def dialled(secure: SecurePool, folder: Path, name: str = "counting", *more: str) -> RemoteWorker:
     """A remote worker with the key `hand`."""
     return RemoteWorker(
-        folder, name, *secure.flags("hand", "back"), *more, config=COUNTING_MODEL.format(2000)
+        folder, name, *secure.flags("hand", "back"), *more, config=COUNTING_MODEL.format(STEP_US)
     )
 
 

@@ -37,12 +37,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-@pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
-
-
 def test_an_answer_is_of_its_schema_and_complete(client: Client) -> None:
     for seed in range(4):
         whole = client.generate("demo", PROMPT, format=FORMAT, seed=seed, max_tokens=80)

@@ -12,7 +12,13 @@ from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_o
 from mlxpool.worker.prefix_disk.folder import ModelFolder
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
 from mlxpool.worker.prefix_disk.readings import Reading, ReadRecord, Wanted
-from mlxpool.worker.prefix_disk.records import Kind, decode_header, encode_header, places_of
+from mlxpool.worker.prefix_disk.records import (
+    Kind,
+    checksum_of,
+    decode_header,
+    encode_header,
+    places_of,
+)
 from mlxpool.worker.prefix_disk.tier import DiskTier
 from support.pool import until
 
@@ -125,7 +131,8 @@ def record_from(arrays: Sequence[NamedArray], start: int, tokens: int) -> ReadRe
     record = NewRecord(Kind.TOKENS, start, parent, b"", ids, tuple(arrays))
     places = places_of([(one.name, one.dtype, one.shape) for one in arrays])
     payload = payload_of(record, places)
-    header = encode_header(DIGEST, record.kind, start, parent, packed(ids), places, payload.data)
+    checksum = checksum_of(DIGEST, [payload.data])
+    header = encode_header(DIGEST, record.kind, start, parent, packed(ids), places, checksum)
     return ReadRecord(decode_header(DIGEST, header), payload, start + tokens)
 
 

@@ -1,32 +1,75 @@
 """Writes mlx-lm's answers to prompts. Runs as its own process: importing it lowers RLIMIT_NOFILE.
 
-cd tests; python -m support.mlx_lm_peer  # {paths, prompts, steps} on stdin; writes peer.npz
+cd tests; python -m support.mlx_lm_peer  # lines {paths, prompts, steps} on stdin; writes peer.npz
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 
 def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
-    """Runs a peer program, given by its module; skips the test where mlx-lm is not installed."""
+    """Has a peer program, given by its module, do a job.
+
+    The program stays for later jobs, as its imports are slow, and ends with this process. Skips the
+    test where mlx-lm is not installed.
+    """
     import pytest
 
-    done = subprocess.run(
+    error = _peer(program)(job)
+    if "No module named 'mlx_lm'" in error:
+        pytest.skip("mlx-lm is not installed")
+    assert not error, error
+
+
+@cache
+def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
+    """Starts a peer program; returns what does a job there and returns the error, "" if none."""
+    process = subprocess.Popen(
         [sys.executable, "-m", program],
         cwd=Path(__file__).parents[1],
-        input=json.dumps(job),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        capture_output=True,
     )
-    if done.returncode and "No module named 'mlx_lm'" in done.stderr:
-        pytest.skip("mlx-lm is not installed")
-    assert done.returncode == 0, done.stderr
+    assert process.stdin is not None and process.stdout is not None
+    given, answers = process.stdin, process.stdout
+
+    def end() -> None:
+        given.close()  # which ends it
+        process.wait()
+        answers.close()
+
+    def do(job: Mapping[str, Any]) -> str:
+        print(json.dumps(job), file=given, flush=True)
+        answer = answers.readline()
+        assert answer, f"{program} has ended"
+        return str(json.loads(answer))
+
+    atexit.register(end)
+    return do
+
+
+def serve(work: Callable[[Any], None]) -> None:
+    """Does the jobs of stdin, JSON in a line each; prints "", or how a job failed, for each."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where packages print
+    for line in sys.stdin:
+        try:
+            work(json.loads(line))
+            error = ""
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps(error), file=answers, flush=True)
 
 
 def write_answers(path: Path, model: Any, prompts: Sequence[Sequence[int]], steps: int) -> None:
@@ -51,12 +94,11 @@ def _answer(model: Any, prompt: Sequence[int], steps: int) -> tuple[Any, list[in
     return np.stack(rows), ids
 
 
-def main() -> None:
+def work(job: Any) -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
     mx.set_default_device(mx.cpu)  # MLX itself fails on other devices for some small heads
-    job = json.load(sys.stdin)
     for path in map(Path, job["paths"]):
         model: Any = load_model(path)[0]
         model.set_dtype(mx.float32)
@@ -64,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(work)

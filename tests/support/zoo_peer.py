@@ -1,24 +1,21 @@
 """Writes checkpoints of models that only mlx-lm has, and mlx-lm's answers to prompts.
 
-cd tests; python -m support.zoo_peer  # {models: {path: config}, prompts, steps} on stdin
+cd tests; python -m support.zoo_peer  # lines {models: {path: config}, prompts, steps} on stdin
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from support.mlx_lm_peer import write_answers
+from support.mlx_lm_peer import serve, write_answers
 
 
-def main() -> None:
+def work(job: Any) -> None:
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
     from mlx_lm.utils import _get_classes
 
-    job = json.load(sys.stdin)
     for path, settings in job["models"].items():
         kind, arguments = _get_classes(config=settings)
         model: Any = kind(arguments.from_dict(settings))
@@ -34,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(work)

@@ -12,6 +12,7 @@ import pytest
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 MAX_INT = 2**31 - 1
+MAX_PREFIX_BYTES = 2**25  # of an engine that is not told how many: a pool has that memory at once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,6 +47,24 @@ def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
             patch.setattr(
                 "mlxpool.worker.kernels.device.DEFAULT_MEMORY_SHARE", min(0.02, 0.14 / processes)
             )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_prefix_caches() -> Iterator[None]:
+    """Bounds the prefix caches of engines, which by default grow with the machine's memory."""
+    try:
+        import mlxpool.worker.engine.row_engine  # noqa: F401  # it needs MLX
+        from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes as default
+    except ImportError:
+        yield
+        return
+
+    def bounded(limit: int, weights: int) -> int:
+        return min(default(limit, weights), MAX_PREFIX_BYTES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlxpool.worker.engine.row_engine.default_prefix_cache_bytes", bounded)
         yield
 
 

@@ -6,6 +6,7 @@ A worker without a model (firehose.py) sends tokens to clients that only count t
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
 TOKEN_TIMEOUT_MS = 60_000
+PING_INTERVAL = 1.0  # seconds
+MAX_READS = 1000
 RELAY = "bare relay"
 SETTINGS = """\
 [pool]
@@ -75,6 +78,7 @@ class CountingClient:
         self.ids = 0
         self.ended = 0
         self.delays: list[float] = []
+        self._ping_at = math.inf  # monotonic seconds
 
     def ask(self, streams: int, tokens: int, *, batch: bool) -> None:
         for _ in range(streams):
@@ -84,11 +88,19 @@ class CountingClient:
             }  # fmt: skip
             header = Header(from_client.Generate.kind, os.urandom(16), 0, 1)
             self.socket.send_multipart(frames.encode(header, body))
+        self._ping_at = time.monotonic() + PING_INTERVAL
+
+    def ping_if_due(self) -> None:
+        """Say something once a second: a broker cancels the streams of a client that is silent."""
+        if (now := time.monotonic()) >= self._ping_at:
+            self._ping_at = now + PING_INTERVAL
+            self.socket.send_multipart(frames.encode(Header(from_client.Ping.kind)))
 
     def read(self, *, delays: bool) -> None:
-        """Read every message that has arrived."""
-        while self.read_one(delays=delays):
-            pass
+        """Read what has arrived, at most MAX_READS messages: other clients are read, too."""
+        for _ in range(MAX_READS):
+            if not self.read_one(delays=delays):
+                return
 
     def read_one(self, *, delays: bool) -> bool:
         """Read one message; whether there was one."""
@@ -206,6 +218,7 @@ def _read_until(
             )
         for counter in counters:
             read(counter)
+            counter.ping_if_due()
 
 
 # ---- tables --------------------------------------------------------------------------------------

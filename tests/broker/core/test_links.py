@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.core import MAX_DUE
+from mlxpool.broker.core.endings import MAX_ENDED
+from mlxpool.broker.requests.fair_queue import Queue
+from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.protocol import deltas
@@ -65,6 +72,44 @@ def test_a_silent_client_keeps_its_place_until_somebody_waits(story: Story) -> N
     story.later(1)
     assert worker.cancelled == [(stalled, 1)]
     assert own in story.core.state.requests
+
+
+def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) -> None:
+    """Its streams take several turns of the loop, so that the workers are served in between."""
+    _, streaming = story.running(sequences=1)
+    ids = {streaming, *(story.generate() for _ in range(3 * MAX_ENDED))}
+    for link in range(2, 2 + MAX_DUE):  # others that fall silent at the same time
+        story.generate(link=link)
+    story.now += 10
+    left = [len(story.core.state.requests)]
+    while story.core.next_wake() <= story.now:
+        story.do(ev.Wake())
+        left.append(len(story.core.state.requests))
+    ended = [before - after for before, after in itertools.pairwise(left)]
+    assert left[-1] == 0 and max(ended) < MAX_ENDED + MAX_DUE
+    assert all(story.core.state.tombstones[id].state is RequestState.CANCELLED for id in ids)
+    assert not story.core.state.links
+    story.assert_conserved()
+
+
+def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
+    """Not for each stream of a silent client: both may be thousands."""
+    story.running(sequences=8)
+    for _ in range(7 + 100):
+        story.generate()
+    queue = story.core.state.registry.models["m"].queue
+    assert len(queue) == 100
+    looked: list[int] = []
+
+    class Counted(Queue):
+        def __iter__(self) -> Iterator[Request]:
+            for request in super().__iter__():
+                looked.append(request.arrival)
+                yield request
+
+    queue.__class__ = Counted
+    story.later(3)
+    assert 0 < len(looked) <= len(queue)
 
 
 def test_a_durable_stream_that_gave_its_place_goes_on_when_its_client_wakes(story: Story) -> None:

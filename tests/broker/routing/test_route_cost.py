@@ -6,8 +6,15 @@ import pytest
 
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
 from mlxpool.broker.routing.route_choice import Pair, cheapest_pair
-from mlxpool.broker.routing.route_cost import MAX_SESSIONS, READ_WEIGHT, Demand, Route, cost_ms
-from mlxpool.broker.routing.worker_speed import WorkerSpeed
+from mlxpool.broker.routing.route_cost import (
+    MAX_SESSIONS,
+    READ_WEIGHT,
+    Demand,
+    Route,
+    cost_ms,
+    crowd_of,
+)
+from mlxpool.broker.routing.worker_speed import PRIOR, WorkerSpeed, prompt_ms_of, step_ms_of
 
 
 def demand(tokens: int, name: bytes = b"a", session: str = "") -> Demand:
@@ -16,7 +23,7 @@ def demand(tokens: int, name: bytes = b"a", session: str = "") -> Demand:
 
 def route(prompt_ms: float, *steps: tuple[int, float]) -> Route:
     made = Route()
-    made.speed.prompt_ms = prompt_ms
+    made.speed.observe_prompt(prompt_ms)
     for rows, ms in steps:
         made.speed.observe_step(rows, ms)
     return made
@@ -48,7 +55,7 @@ def test_a_slow_replica_costs_more_for_the_same_prompt() -> None:
 
 def test_an_unknown_worker_is_taken_to_be_as_fast_as_the_others() -> None:
     model = WorkerSpeed()
-    model.prompt_ms = 3.0
+    model.observe_prompt(3.0)
     model.observe_step(1, 7.0)
     assert cost_ms(demand(10), Route(), 0, model) == pytest.approx(30 * READ_WEIGHT + 700)
 
@@ -107,6 +114,56 @@ def test_newer_steps_weigh_more() -> None:
         speed.observe_step(4, ms)
     assert speed.step_ms(4) == pytest.approx(40, rel=0.01)
     assert speed.step_ms(1) > 0
+
+
+def test_a_few_observations_of_a_worker_say_little_beside_those_of_all() -> None:
+    """A worker whose first steps were slow is not shut out: nothing would show otherwise."""
+    model, slow = WorkerSpeed(), WorkerSpeed()
+    for _ in range(200):
+        model.observe_prompt(1.0)
+        model.observe_step(4, 20.0)
+    slow.observe_prompt(8.0)
+    slow.observe_step(4, 500.0)
+    assert prompt_ms_of(slow, model) == pytest.approx((8 + PRIOR) / (1 + PRIOR))
+    assert step_ms_of(slow, model, 4) == pytest.approx((500 + 20 * PRIOR) / (1 + PRIOR))
+    for _ in range(200):
+        slow.observe_prompt(8.0)
+        slow.observe_step(4, 500.0)
+    assert prompt_ms_of(slow, model) > 6 and step_ms_of(slow, model, 4) > 400
+
+
+def test_what_was_observed_of_a_worker_grows_old_while_it_rests() -> None:
+    model, once = WorkerSpeed(), WorkerSpeed()
+    for _ in range(200):
+        model.observe_prompt(1.0)
+        model.observe_step(4, 20.0)
+        once.observe_prompt(8.0)
+        once.observe_step(4, 500.0)
+    for _ in range(300):
+        once.rest()
+    assert prompt_ms_of(once, model) == pytest.approx(1.0, rel=0.01)
+    assert step_ms_of(once, model, 4) == pytest.approx(20.0, rel=0.02)
+    assert once.step_ms(4) == pytest.approx(500.0), "only its weight changes"
+
+
+def test_the_more_requests_wait_the_more_it_costs_to_read_again() -> None:
+    """One request goes to an idle worker, where it is read at once, of many each goes to its cache.
+
+    The prompt has 250 tokens: one worker has them all and reads 400 others before.
+    """
+    cached, idle = route(1.0, (1, 10.0)), route(1.0, (1, 10.0))
+    cached.index.add(demand(250).pieces)
+    cached.sent(1, demand(400, b"other"))
+    routes = [cached, idle]
+
+    def cheaper(wanted: Demand, waiting: int, *others: Demand) -> Route:
+        crowd = crowd_of(wanted, routes, waiting, [wanted, *others])
+        return min(routes, key=lambda each: cost_ms(wanted, each, 0, WorkerSpeed(), crowd))
+
+    assert cheaper(demand(250), 0) is idle
+    assert cheaper(demand(250), 8, demand(9, b"x"), demand(9, b"y")) is cached
+    assert cheaper(demand(250, b"new"), 8, demand(9, b"x")) is idle, "nobody has it yet"
+    assert cheaper(demand(250), 8, demand(250), demand(250)) is idle, "all want the same"
 
 
 def test_the_pair_that_loses_least_is_chosen() -> None:

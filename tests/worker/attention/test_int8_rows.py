@@ -52,10 +52,10 @@ def keys_and_values(layer: int, start: int, end: int) -> tuple[Any, Any]:
     return keys, values
 
 
-def append(row: Any, count: int) -> list[tuple[Any, Any]]:
+def append(row: Any, count: int) -> list[tuple[Any, ...]]:
     """Writes the next tokens of the text; returns what attention reads of each layer."""
     start, end = row.offset, row.offset + count
-    found = [row.write(layer, *keys_and_values(layer, start, end)) for layer in range(2)]
+    found = [FULL.read(row.write(layer, *keys_and_values(layer, start, end))) for layer in range(2)]
     row.advance(count)
     mx.eval(found, row.arrays())
     return found

@@ -111,8 +111,18 @@ def test_usual_times_ignore_fresh_passes() -> None:
     scene.pass_over(0, 0.5)
     assert (scene.look().usual_token_ns, scene.look().usual_step_ns) == (10**6, 5 * 10**8)
     scene.pass_over(1000, 2.0)
-    assert scene.look().usual_token_ns == pytest.approx(1.1 * 10**6, rel=1e-6)
+    assert scene.look().usual_token_ns == pytest.approx(2.9 / 1900 * 1e9, rel=1e-6)
+    scene.pass_over(0, 90.0, fresh=True)
     assert scene.progress.step_ms == 500.0
+
+
+def test_a_short_chunk_says_little_of_the_usual_time_of_a_token() -> None:
+    """Most of its time is that of a step, and a prompt's end or a warm-up are short chunks."""
+    scene = Scene()
+    for _ in range(10):
+        scene.pass_over(8, 0.08)
+        scene.pass_over(512, 0.512)
+    assert scene.look().usual_token_ns < 1.2 * 10**6
 
 
 def test_a_pass_that_failed_is_neither_counted_nor_shown() -> None:

@@ -29,7 +29,7 @@ from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.engine import disk_prefixes, disk_saves  # noqa: E402
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.prefix_disk import tier  # noqa: E402
+from mlxpool.worker.prefix_disk import pacing, tier  # noqa: E402
 from mlxpool.worker.prefix_disk.folder import DiskSettings  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -269,7 +269,7 @@ def test_owners_share_nothing(loaded: Any, tmp_path: Path) -> None:
 def test_records_that_leave_the_memory_are_saved_while_sequences_run(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "REST", 0.0)
+    monkeypatch.setattr(pacing, "REST", 0.0)
     model = loaded("full")
     token = 2 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, size, float32
     engine = opened(model, tmp_path, layout="rows", prefix_bytes=3000 * token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,8 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.compute.model_source import open_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -27,6 +30,7 @@ from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prefix import tree_cache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support.engine_steps import decode, enter  # noqa: E402
@@ -195,6 +199,71 @@ def test_a_gpu_without_kernels_for_the_heads_refuses_it(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: False)
     with pytest.raises(ModelLoadFailed, match=r"no kernel of ours reads .* 2 of 8 and 8 numbers"):
         ModelEngine(models["llama"], kv="int8")
+
+
+def test_a_gpu_without_cuda_refuses_it(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For what it is, whatever heads the model has: no kernel is written for Metal."""
+    path = write_checkpoint(tmp_path, head_dim=64)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    wanted = "on this GPU, as the kernels .* are written for CUDA, not for Metal"
+    with pytest.raises(ModelLoadFailed, match=wanted) as refused:
+        ModelEngine(models["llama"], kv="int8")
+    assert "heads" not in str(refused.value)
+    config = ModelConfig(path=str(path), kv="int8")
+    (why,) = check("name", config, machine=True)["machine"]["why"]
+    assert re.search(wanted, why)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    assert check("name", config, machine=True)["machine"]["why"] == []
+
+
+def test_an_operator_is_told_that_resumed_answers_may_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By `mlxpool check`, and by a worker that loads the model."""
+    path = str(write_checkpoint(tmp_path))
+    (note,) = check("name", ModelConfig(path=path, kv="int8"))["notes"]
+    assert "may go on with other tokens" in note and "deterministic = true" in note
+    caplog.set_level("INFO", "mlxpool.worker")
+    for changes, told in (
+        ({"kv": "int8"}, True),
+        ({"kv": "int8", "deterministic": True}, False),
+        ({}, False),
+    ):
+        config = ModelConfig(path=path, **changes)
+        assert bool(check("name", config)["notes"]) is told
+        caplog.clear()
+        open_source(config).load(lambda tensors, size: None)
+        assert (note in caplog.messages) is told
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_model_of_images_has_memory_for_rows_that_operations_read(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels read a pool's integers, but not in passes with images."""
+    monkeypatch.setattr(layouts.PagedLayout, "_ragged_runner", lambda *_: "of ragged passes")
+    shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.bfloat16, 3000, keeps_all=True, kv="int8")
+    model, found = models["llama"].model, {}
+    for images in (False, True):
+        layout = layouts.make_layout(
+            "pool",
+            shape,
+            model,
+            4,
+            rows=4,
+            deterministic=False,
+            on_gpu=True,
+            uploads=Uploads(),
+            images=images,
+        )
+        assert layout.reads_int8
+        found[images] = layout.read_bytes
+        layout.close()
+    # Of a layer 3,000 tokens, three times: copies of integers and scales, and their numbers.
+    assert found == {False: 0, True: 3 * 3000 * 2 * (2 * 66 + 2 * 64 * 2)}

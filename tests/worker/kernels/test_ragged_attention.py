@@ -233,7 +233,7 @@ def test_ragged_attention_equals_float64(heads: Heads) -> None:
 
 
 @runs
-@pytest.mark.parametrize("heads", [HEADS[2], HEADS[5]], ids=str)
+@pytest.mark.parametrize("heads", [HEADS[2], HEADS[5], INTEGERS[4]], ids=str)
 def test_tiles_of_128_rows_are_right(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged_attention, "tile_rows", lambda size: 128)
     monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: False)

@@ -19,6 +19,7 @@ from mlxpool.worker.prefix_disk.records import (
     BadRecord,
     Kind,
     check_payload,
+    checksum_of,
     decode_header,
     decode_segment_header,
     encode_header,
@@ -42,7 +43,7 @@ def encoded(record: NewRecord, digest: bytes = DIGEST) -> tuple[bytes, memoryvie
         record.parent,
         packed(record.ids),
         places,
-        payload,
+        checksum_of(digest, [payload]),
     )
     return header, payload
 

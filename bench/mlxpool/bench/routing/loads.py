@@ -83,6 +83,27 @@ def agents(seed: int, count: int = 40, *, rate: float = 0.5) -> Load:
     return load
 
 
+def long_agents(
+    seed: int, count: int = 40, *, rate: float = 2.0, kinds: int = 4, turns: Sequence[int] = (6, 12)
+) -> Load:
+    """Agents of a few kinds, each kind with a long system prompt of its own, in long conversations.
+
+    A turn appends the answer and the result of a tool to the prompt, which so has 1,600 to 7,000
+    tokens, some 50 times those of the answers. An agent sends its next turn when the tool is done.
+    """
+    draw, load = random.Random(seed), Load("agents in long conversations")
+    for agent, at in enumerate(_arrivals(draw, count, rate)):
+        kind = draw.randrange(kinds)
+        prompt: tuple[Segment, ...] = ((f"kind {kind}", 1500), (f"task {agent}", 100))
+        last, delay = None, at
+        for turn in range(draw.randint(*turns)):
+            output, answer = draw.randint(30, 100), f"agent {agent} answer {turn}"
+            last = load.add(Call(prompt, output, delay, answer, f"agent {agent}", last))
+            prompt += ((answer, output), (f"result {agent} {turn}", draw.randint(100, 600)))
+            delay = draw.uniform(0.1, 3.0)
+    return load
+
+
 def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int = 16) -> Load:
     """Short questions about long documents: prompts dominate, and few documents are asked about."""
     draw, load = random.Random(seed), Load("long prefixes, short questions")
@@ -116,6 +137,7 @@ SYNTHETIC: tuple[Callable[[int], Load], ...] = (
     chats,
     tenants,
     agents,
+    long_agents,
     long_prefixes,
     one_hot_prompt,
     nothing_shared,

@@ -13,7 +13,7 @@ from mlxpool.bench.routing.loads import Call, Segment
 from mlxpool.bench.routing.simulated_worker import Row, SimulatedWorker
 from mlxpool.broker.routing.prompt_pieces import BYTES_PER_TOKEN, PromptPieces, pieces_of
 from mlxpool.broker.routing.route_choice import MAX_PASSED, MAX_REQUESTS, cheapest_pair
-from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Demand, Route, cost_ms
+from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Crowd, Demand, Route, cost_ms, crowd_of
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.common.protocol.prompts import ChatPrompt
 
@@ -144,6 +144,18 @@ class Ours(_Cheapest):
         self._model = WorkerSpeed()
         self._output = float(MAX_OUTPUT)  # tokens of an answer, an average
         self._demands: dict[int, Demand] = {}
+        self._crowds: dict[int, Crowd] = {}  # of the choice that is being made
+
+    def choose(
+        self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
+    ) -> tuple[Waiting, SimulatedWorker] | None:
+        routes = [self._route(worker) for worker in workers]
+        first = [self._demand(each) for each in waiting[:MAX_REQUESTS]]
+        self._crowds = {
+            each.number: crowd_of(demand, routes, len(waiting) - 1, first)
+            for each, demand in zip(waiting, first, strict=False)
+        }
+        return super().choose(waiting, workers)
 
     def _route(self, worker: SimulatedWorker) -> Route:
         return self._routes.setdefault(worker.name, Route())
@@ -159,7 +171,8 @@ class Ours(_Cheapest):
 
     def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
         route = self._route(worker)
-        return cost_ms(self._demand(request), route, len(worker.rows), self._model)
+        demand, crowd = self._demand(request), self._crowds[request.number]
+        return cost_ms(demand, route, len(worker.rows), self._model, crowd)
 
     def sent(self, request: Waiting, worker: SimulatedWorker) -> None:
         route = self._route(worker)
@@ -179,8 +192,8 @@ class Ours(_Cheapest):
     def stepped(self, worker: SimulatedWorker, rows: int, chunk: int, ms: float) -> None:
         speed = self._route(worker).speed
         if chunk and not rows:
-            speed.prompt_ms = ms / chunk
-            self._model.prompt_ms = self._model.prompt_ms or speed.prompt_ms
+            speed.observe_prompt(ms / chunk)
+            self._model.observe_prompt(ms / chunk)
         if rows and not chunk:
             speed.observe_step(rows, ms)
             self._model.observe_step(rows, ms)

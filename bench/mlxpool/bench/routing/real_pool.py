@@ -6,17 +6,21 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
+
+import psutil
 
 from mlxpool.bench.pools import serving
 from mlxpool.bench.routing.loads import Call, Load, Segment
 from mlxpool.bench.routing.simulator import Outcome, unique_tokens
 from mlxpool.client import Client
+from mlxpool.common.transport import question, sockets
 
 MODEL = "routed"
+ONE_CORE = {"OPENBLAS_NUM_THREADS": "1"}  # of each worker, so that its time is of its own work
 SETTINGS = """\
 [models.{model}]
 path = "{path}"
@@ -24,19 +28,21 @@ replicas = {workers}
 sequences = {sequences}
 context = {context}
 routing = "{routing}"
+prefix_bytes = {prefix_bytes}
 keep_alive = "-1"
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RealPool:
-    """A pool of several workers of one model."""
+    """A pool of several workers of one model. `prefix_bytes`: of each one's prefix cache."""
 
     checkpoint: Path
     routing: str
+    prefix_bytes: int
     workers: int = 4
     sequences: int = 8
-    context: int = 4096
+    context: int = 8192
 
     def run(self, load: Load, folder: Path) -> Outcome:
         """Start it in `folder`, send the load's calls at their times, and stop it."""
@@ -47,11 +53,29 @@ class RealPool:
             sequences=self.sequences,
             context=self.context,
             routing=self.routing,
+            prefix_bytes=self.prefix_bytes,
         )
         folder.mkdir(mode=0o700)
-        with serving(folder, settings), Client(folder, connect_timeout=120) as client:
+        with serving(folder, settings, ONE_CORE), Client(folder, connect_timeout=120) as client:
             _load_all(client, self.workers)
-            return _Sender(client, load).run()
+            processes = _worker_processes(folder)
+            before = _processor_seconds(processes)
+            outcome = _Sender(client, load).run()
+            return replace(outcome, processor_s=_processor_seconds(processes) - before)
+
+
+def _worker_processes(run_dir: Path) -> list[psutil.Process]:
+    """The processes of a pool's workers. Raises RuntimeError where the broker does not answer."""
+    answer = question.ask(sockets.ipc(run_dir, "admin"), None, "ps", {})
+    if answer is None:
+        raise RuntimeError(f"the broker of {run_dir} does not answer")
+    return [psutil.Process(row["pid"]) for row in answer["workers"]]
+
+
+def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
+    """What these processes have taken of the processors since they started."""
+    times = [process.cpu_times() for process in processes]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _load_all(client: Client, workers: int) -> None:
@@ -77,6 +101,7 @@ class _Sender:
         self._client, self._load = client, load
         self._ended = [threading.Event() for _ in load.calls]
         self._firsts: list[float] = []
+        self._answers: dict[str, bytes] = {}  # name of a segment -> its packed ids
         self._read = 0
         self._lock = threading.Lock()
 
@@ -100,6 +125,8 @@ class _Sender:
             tokens / seconds,
             firsts[len(firsts) // 2],
             firsts[int((len(firsts) - 1) * 0.99)],
+            tokens,
+            0.0,
         )
 
     def _send(self, number: int, begin: float) -> None:
@@ -113,22 +140,24 @@ class _Sender:
         first = 0.0
         stream = self._client.stream(
             MODEL,
-            tokens=_ids(call),
+            tokens=self._ids(call),
             max_tokens=call.output,
             ignore_eos=True,
             session=call.session,
         )
         for _ in stream:
             first = first or time.monotonic()
-        usage = stream.result.usage
+        usage, ids = stream.result.usage, array("I", stream.result.ids)
         with self._lock:
+            self._answers[call.answer] = ids.tobytes()
             self._firsts.append((first - came) * 1000)
             self._read += usage["prompt_tokens"] - usage["cached_tokens"]
         self._ended[number].set()
 
-
-def _ids(call: Call) -> Sequence[int]:
-    return array("I", b"".join(map(_segment, call.prompt))).tolist()
+    def _ids(self, call: Call) -> Sequence[int]:
+        """The prompt; answers that are part of it are those that the model has given."""
+        parts = [self._answers.get(segment[0]) or _segment(segment) for segment in call.prompt]
+        return array("I", b"".join(parts)).tolist()
 
 
 @cache

@@ -17,7 +17,8 @@ COMES, STEPS = 0, 1
 class Outcome:
     """`read`: prompt tokens that the workers computed; `unique`: those that one cache would have.
 
-    Times of first tokens are milliseconds since a call came.
+    Times of first tokens are milliseconds since a call came. `processor_s` is the processor time of
+    the workers, which a simulated worker takes while it computes a step.
     """
 
     read: int
@@ -25,6 +26,8 @@ class Outcome:
     tokens_per_second: float  # of answers
     first_median: float
     first_p99: float
+    tokens: int  # of answers
+    processor_s: float
 
     @property
     def read_over_unique(self) -> float:
@@ -43,6 +46,7 @@ class _Simulation:
         self._load, self._policy = load, policy
         self._workers = [SimulatedWorker(str(n), machine) for n, machine in enumerate(machines)]
         self._busy = [False] * len(machines)  # computes a step
+        self._computed = 0.0  # seconds of all steps
         self._waiting: list[Waiting] = []
         self._firsts: list[float] = []  # milliseconds
         self._followers: dict[int, list[int]] = {}
@@ -72,6 +76,8 @@ class _Simulation:
             tokens / max(1e-9, now - begin),
             firsts[len(firsts) // 2],
             firsts[int((len(firsts) - 1) * 0.99)],
+            tokens,
+            self._computed,
         )
 
     def _dispatch(self) -> None:
@@ -88,6 +94,7 @@ class _Simulation:
         before = worker.read
         end, finished, ended, decoded = worker.step(now)
         self._busy[index] = True
+        self._computed += end - now
         heapq.heappush(self._events, (end, STEPS, index))
         self._policy.stepped(worker, decoded, worker.read - before, (end - now) * 1000)
         for row in finished:

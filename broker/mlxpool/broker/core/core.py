@@ -30,6 +30,7 @@ from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import PoolConfig
 
 NO_LIMIT = 1 << 62  # bytes
+MAX_DUE = 64  # timers that one `Wake` handles: what else is due waits until others were served
 
 Handler = Callable[..., None]  # takes an event of the type in the table, and the time
 
@@ -121,7 +122,7 @@ class Core:
         return self.state.timers.next()
 
     def _on_wake(self, event: ev.Wake, now: float) -> None:
-        for key in self.state.timers.due(now):  # a request's id is a key, too
+        for key in self.state.timers.due(now, MAX_DUE):  # a request's id is a key, too
             match key:
                 case ("call", bytes(id)):
                     self._calls.on_timer(id, now)

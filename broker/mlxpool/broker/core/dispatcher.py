@@ -127,7 +127,12 @@ def _choose(
     model: Model, waiting: Sequence[Request], workers: Sequence[Worker]
 ) -> tuple[Request, Worker] | None:
     return choose_pair(
-        waiting, workers, model.speed, model.answer_tokens, cache_aware=_cache_aware(model)
+        waiting,
+        workers,
+        model.speed,
+        model.answer_tokens,
+        cache_aware=_cache_aware(model),
+        behind=max(0, len(model.queue) - 1),
     )
 
 

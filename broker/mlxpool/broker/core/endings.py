@@ -15,6 +15,9 @@ from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 
 STALL_INTERVAL = 1.0  # seconds between two looks at whether somebody waits for a silent client
+MAX_ENDED = (
+    64  # streams and calls of one silent link that one event ends: others are served between
+)
 
 
 class Endings:
@@ -100,11 +103,14 @@ class Endings:
             return
         if link.ids or link.calls:
             self._detach(number, link)
-        for request in self._streams_of(link):
+        for request in self._streams_of(link)[:MAX_ENDED]:
             self._delivery.cancel(request, now)
-        for call_id in sorted(link.calls):
+        for call_id in sorted(link.calls)[:MAX_ENDED]:
             self._calls.cancel(self._state.calls[call_id], now)
-        del self._state.links[number]
+        if link.ids or link.calls:
+            self._state.timers.set(("link", number), now)
+        else:
+            del self._state.links[number]
 
     def _detach(self, number: int, link: Link) -> None:
         """It gets no terminal, and a new number: a client that wakes up sees that and retries."""
@@ -116,9 +122,14 @@ class Endings:
 
         A durable one goes on when its client sends it again, as after `client_grace`.
         """
-        for request in self._streams_of(link):
-            waiting = self._state.model_of(request).queue
-            if request.run.epoch and any(one.reader.link != number for one in waiting):
+        running = [request for request in self._streams_of(link) if request.run.epoch]
+        wanted = {
+            name
+            for name in {request.model for request in running}
+            if any(one.reader.link != number for one in self._state.registry.models[name].queue)
+        }
+        for request in running:
+            if request.model in wanted:
                 if not link.lost:
                     self._detach(number, link)
                 self._delivery.cancel(request, now)

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Generic, TypeVar
 
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.models.model import Model
@@ -21,22 +22,24 @@ from mlxpool.common.errors import Draining
 
 SLACK = 64  # entries that no longer count, before the heap is compacted
 
+K = TypeVar("K", bound=Hashable)
 
-class Timers:
+
+class Timers(Generic[K]):
     """A heap in which only the newest time set for a key counts."""
 
     def __init__(self) -> None:
-        self._at: dict[Hashable, float] = {}
-        self._heap: list[tuple[float, int, Hashable]] = []
+        self._at: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._at)
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: K) -> bool:
         return key in self._at
 
-    def set(self, key: Hashable, at: float) -> None:
+    def set(self, key: K, at: float) -> None:
         """Wake for `key` at this time and at no other; infinity clears it."""
         if math.isinf(at):
             self._at.pop(key, None)
@@ -52,7 +55,7 @@ class Timers:
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
-    def clear(self, key: Hashable) -> None:
+    def clear(self, key: K) -> None:
         self._at.pop(key, None)
 
     def next(self) -> float:
@@ -61,10 +64,10 @@ class Timers:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
-    def due(self, now: float) -> list[Hashable]:
-        """The keys whose time has come, earliest first; they are cleared."""
-        keys = []
-        while self.next() <= now:
+    def due(self, now: float, most: float = math.inf) -> list[K]:
+        """The keys whose time has come, earliest first, at most so many; they are cleared."""
+        keys: list[K] = []
+        while len(keys) < most and self.next() <= now:
             key = heapq.heappop(self._heap)[2]
             del self._at[key]
             keys.append(key)
@@ -103,7 +106,7 @@ class State:
     config: PoolConfig
     boot: int
     registry: Registry
-    timers: Timers = field(default_factory=Timers)
+    timers: Timers[Hashable] = field(default_factory=Timers)
     counters: Counters = field(default_factory=Counters)
     phase: PoolPhase = PoolPhase.SERVING
     requests: dict[bytes, Request] = field(default_factory=dict)  # live ones, by id

@@ -110,7 +110,7 @@ class WorkerEvents:
             return
         worker.watch.observe(event.sample, worker.beat_at, now, event.tick)
         model = self._state.model_of_worker(worker)
-        observe_prefill(worker, event.sample.look.usual_token_ns, model.speed)
+        observe_prefill(worker, event.sample.look, model.speed)
         verdict = judge(
             worker.watch,
             self._state.config,

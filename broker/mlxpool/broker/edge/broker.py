@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import time
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxpool.broker")
 
-RETRY_INTERVAL = 0.01  # seconds until a full peer is tried again
 MAX_READ_ROUNDS = 64  # of the back socket, before the end of a remote worker is reported
 
 
@@ -287,13 +285,16 @@ class Broker:
             self.perform(ev.LinkLost(peer.number), now)
 
     def _retry_full_peers(self, now: float) -> None:
-        self.endpoints.back.retry()
-        for number in self.endpoints.front.retry():
+        self.endpoints.back.retry(now)
+        self.endpoints.admin.retry(now)
+        for number in self.endpoints.front.retry(now):
             self.perform(ev.LinkLost(number), now)
 
     def _next_retry(self) -> float:
-        full = self.endpoints.front.full or self.endpoints.back.full
-        return time.monotonic() + RETRY_INTERVAL if full else math.inf
+        endpoints = self.endpoints
+        return min(
+            peers.next_retry() for peers in (endpoints.back, endpoints.front, endpoints.admin)
+        )
 
     def _notify(self, now: float) -> None:
         self.notifier.on_turn(self.reporter.status, now)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import zmq
 
 from mlxpool.broker.transport.access import AccessControl
+from mlxpool.broker.transport.backlogs import MAX_BACKLOGS
 from mlxpool.broker.transport.listener import Listener, backlog_of
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
@@ -34,7 +36,7 @@ class Endpoints(Closing):
         # The exit of a worker is reported by its process or its connection's end, not by a send.
         self.back = self._peers("back", config.back, sockets.BACKLOG, keep_gone=True)
         self.admin = self._peers("admin", config.admin, sockets.BACKLOG)
-        self.front = self._peers("front", (), backlog_of(descriptors))
+        self.front = self._peers("front", (), backlog_of(descriptors), max_backlogs=MAX_BACKLOGS)
         self.listener = Listener(self.front.socket, self.ipc("front"), descriptors, self.access.key)
         for endpoint in config.front:
             self.listener.bind(endpoint)
@@ -44,12 +46,19 @@ class Endpoints(Closing):
         return sockets.ipc(self._run_dir, name)
 
     def _peers(
-        self, name: str, further: tuple[str, ...], backlog: int, *, keep_gone: bool = False
+        self,
+        name: str,
+        further: tuple[str, ...],
+        backlog: int,
+        *,
+        keep_gone: bool = False,
+        max_backlogs: float = math.inf,
     ) -> Peers:
         domain = self.access.domain(name)
         socket = sockets.router(self._context, self.ipc(name), backlog=backlog, domain=domain)
         self.bound[name] = [sockets.bind(socket, each, self.access.key) for each in further]
-        return Peers(socket, self.access.authorize(name), keep_gone=keep_gone)
+        authorize = self.access.authorize(name)
+        return Peers(socket, authorize, keep_gone=keep_gone, max_backlogs=max_backlogs)
 
     def disconnect_user(self, user: str) -> None:
         """End every connection whose handshake had this user id."""

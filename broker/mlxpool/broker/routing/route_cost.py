@@ -6,14 +6,12 @@ on one that is four times slower.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlxpool.broker.routing.prefix_index import PrefixIndex
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
-from mlxpool.broker.routing.worker_speed import (
-    DEFAULT_PROMPT_MS,
-    WorkerSpeed,
-)
+from mlxpool.broker.routing.worker_speed import WorkerSpeed, prompt_ms_of, step_ms_of
 
 # Of a token that has to be read, beside one that others still read there: of two equal waits the
 # one that computes less is taken. Simulated: 1.1 and more let first tokens of a hot prompt wait.
@@ -96,21 +94,52 @@ class Route:
             self.evicted = evicted
 
 
-def cost_ms(demand: Demand, route: Route, rows: int, model: WorkerSpeed) -> float:
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """What the choice for one request takes account of beside each single worker.
+
+    `cached` tokens of the prompt are taken to be in the cache that has most of them. To read them
+    again elsewhere takes time from those that come behind: `behind` requests wait for each worker.
+    """
+
+    cached: float = 0.0
+    behind: float = 0.0
+
+
+ALONE = Crowd()
+
+
+def crowd_of(
+    demand: Demand, routes: Sequence[Route], waiting: int, first: Sequence[Demand]
+) -> Crowd:
+    """That of a request beside which `waiting` others wait for one of the workers.
+
+    `first` are those whose turn it is. Those of them that begin alike do not lose by a second copy
+    of that beginning: they are read there, too.
+    """
+    if not waiting:
+        return ALONE
+    begin = demand.pieces.keys[:1]
+    others = sum(each.pieces.keys[:1] != begin for each in first) / max(1, len(first) - 1)
+    cached = max(route.trust * route.found(demand) for route in routes)
+    return Crowd(cached, others * waiting / len(routes))
+
+
+def cost_ms(
+    demand: Demand, route: Route, rows: int, model: WorkerSpeed, crowd: Crowd = ALONE
+) -> float:
     """Returns the milliseconds that a request costs on a worker that runs `rows` others.
 
     They are the time to read what it has not cached, behind what it has still to read, and the
     decode steps of the answer. Of these, half the rows count that are there now: they end while the
-    answer is made. `model` is the speed of the model's workers together, for a worker that has not
-    read or decoded yet.
+    answer is made. What another worker has cached counts once more for each request that waits.
+    `model` is the speed of the model's workers together.
     """
-    speed = route.speed
-    prompt_ms = speed.prompt_ms or model.prompt_ms or DEFAULT_PROMPT_MS
-    unread = max(0.0, demand.pieces.tokens - route.trust * route.found(demand))
+    found = route.trust * route.found(demand)
+    unread, again = max(0.0, demand.pieces.tokens - found), max(0.0, crowd.cached - found)
     waiting = sum(route.unread.values())
-    steps = speed if speed.knows_steps else model
-    step_ms = steps.step_ms(1 + rows / 2)
+    step_ms = step_ms_of(route.speed, model, 1 + rows / 2)
     return (
-        prompt_ms * (READ_WEIGHT * unread + waiting)
+        prompt_ms_of(route.speed, model) * (READ_WEIGHT * unread + crowd.behind * again + waiting)
         + min(MAX_OUTPUT, demand.output_tokens) * step_ms
     )

@@ -41,6 +41,9 @@ class BrokerInfo:
     run_dir: str
     local_workers: bool
     links: int  # connections of clients
+    full_links: int  # of these, those that take no more now: see transport/backlogs.py
+    backlog_bytes: int  # that wait for them
+    given_up: int  # connections ended because they read too little
     front_shut: int  # times the front was unbound
     turned_out: int  # connections ended because memory was short
     descriptors: int  # that this process may have

@@ -83,8 +83,7 @@ class MemoryGuard:
 
     def _explained(self) -> int:
         """Bytes that requests and backlogs may take at most."""
-        backlogs = sum(self.front.by_number[number].backlog_bytes for number in self.front.full)
-        return OVERHEAD * (_bytes_held(self._state) + backlogs)
+        return OVERHEAD * (_bytes_held(self._state) + self.front.full.bytes)
 
     def _disconnect_except(self, spared: set[int], used: int) -> None:
         count = 0

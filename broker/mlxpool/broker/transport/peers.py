@@ -1,17 +1,19 @@
 """The peers of one ROUTER: a number for each connection, and a bounded queue for each full one.
 
-libzmq's POLLOUT says only that *some* peer can be written to, so a full peer is tried again at its
-next frame or when the loop calls `retry`.
+libzmq's POLLOUT says only that *some* peer can be written to, so a full peer is tried again: see
+transport/backlogs.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
 
+from mlxpool.broker.transport.backlogs import MAX_SENDS, Backlogs, size_of
 from mlxpool.broker.transport.descriptors import has_ended, inode_of, shut_down
 from mlxpool.common.protocol.frames import MAX_PARTS
 
@@ -47,11 +49,13 @@ class Peers:
         authorize: Authorize | None = None,
         *,
         keep_gone: bool = False,
+        max_backlogs: float = math.inf,
     ) -> None:
         """With `authorize` the sender of every message is checked by its handshake's user id.
 
         `keep_gone`: a peer found gone keeps its number until `forget`, so that its last messages
-        are still attributed to it; else it is forgotten at once.
+        are still attributed to it; else it is forgotten at once. `max_backlogs`: bytes that may
+        wait for all peers together.
         """
         self.socket = socket
         self.authorize = authorize
@@ -59,8 +63,10 @@ class Peers:
         self.by_name: dict[bytes, Peer] = {}
         self.by_number: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
-        self.full: set[int] = set()  # numbers of peers with a backlog
-        self._overflowed = 0  # the number that was last forgotten for its backlog
+        self.full = Backlogs(max_backlogs)  # the peers with a backlog
+        self.given_up = 0  # peers whose connection was ended because they read too little
+        self._given_up: list[int] = []  # since the last `retry`, for the backlogs of all
+        self._overflowed = 0  # the number that was last given up for its own backlog
         self._skipping: tuple[Peer, list[bytes]] | None = None  # a message with too many parts
         self._count = 0
 
@@ -84,6 +90,8 @@ class Peers:
         else:
             parts = [socket.recv()]
         peer.heard_at = now
+        if peer.backlog:
+            self.full.heard(peer.number, now)
         while socket.getsockopt(zmq.RCVMORE):
             if len(parts) > MAX_PARTS:
                 self._skipping = peer, parts
@@ -126,7 +134,7 @@ class Peers:
         return peer
 
     def send(self, number: int, parts: list[bytes]) -> bool:
-        """Send or queue; False when the peer is gone or has more than MAX_BACKLOG waiting."""
+        """Send or queue; False when the peer is gone or is given up: too much waits for it."""
         peer = self.by_number.get(number)
         if peer is None:
             return False
@@ -155,40 +163,82 @@ class Peers:
             self.forget(peer.number)
             return
         peer.gone = True
+        self._drop_backlog(peer)
+
+    def _drop_backlog(self, peer: Peer) -> None:
+        self.full.drop(peer.number, peer.backlog_bytes)
         peer.backlog.clear()
         peer.backlog_bytes = 0
-        self.full.discard(peer.number)
 
     def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
+        """Returns whether the peer was kept. A bound for all gives up those that are stuck."""
+        size = size_of(parts)
         peer.backlog.append(parts)
-        peer.backlog_bytes += sum(map(len, parts))
-        self.full.add(peer.number)
+        peer.backlog_bytes += size
+        self.full.add(peer.number, size)
         if peer.backlog_bytes > MAX_BACKLOG:
             self._overflowed = peer.number
-            self.forget(peer.number)
+            self._give_up(peer)
             return False
+        while self.full.exceeded:
+            stuck = self.by_number[self.full.stuck_longest()]
+            self._give_up(stuck)
+            if stuck is peer:
+                return False
+            self._given_up.append(stuck.number)
         return True
+
+    def _give_up(self, peer: Peer) -> None:
+        """End the connection of a peer that reads too little: libzmq frees what it holds for it.
+
+        Who reports the end of a worker knows its connection by number, so that one is only
+        forgotten.
+        """
+        self.given_up += 1
+        if self.keep_gone:
+            self.forget(peer.number)
+        else:
+            self.disconnect(peer)
 
     def overflowed(self, number: int) -> bool:
         """Whether the last failed `send` failed because this peer's backlog was too large."""
         return number == self._overflowed
 
-    def retry(self) -> list[int]:
-        """Try every full peer again; returns the numbers of those that turned out to be gone."""
-        gone = []
-        for number in sorted(self.full):
+    def next_retry(self) -> float:
+        """When `retry` is due; infinity if nothing waits."""
+        return 0.0 if self._given_up else self.full.next_wake()
+
+    def retry(self, now: float) -> list[int]:
+        """Try full peers whose time has come, with at most MAX_SENDS sends.
+
+        Returns the numbers of those that are gone, or were given up since the last call.
+        """
+        gone, self._given_up = self._given_up, []
+        room = MAX_SENDS
+        while room > 0 and (number := self.full.due(now)) is not None:
             peer = self.by_number[number]
-            while peer.backlog:
-                sent = self._try(peer, peer.backlog[0])
-                if sent is None:
-                    break
-                if sent is False:
-                    gone.append(number)
-                    break
-                peer.backlog_bytes -= sum(map(len, peer.backlog.popleft()))
-            if not peer.backlog:
-                self.full.discard(number)
+            tries, sent = self._send_backlog(peer, room)
+            room -= tries
+            if sent is False:
+                gone.append(number)
+            elif peer.backlog:
+                self.full.put_back(number, now, progress=bool(sent) or tries > 1, more=bool(sent))
         return gone
+
+    def _send_backlog(self, peer: Peer, room: int) -> tuple[int, bool | None]:
+        """Send at most `room` messages of a backlog; the number of tries, how the last one went."""
+        tries, sent = 0, None
+        while peer.backlog and tries < room:
+            tries += 1
+            sent = self._try(peer, peer.backlog[0])
+            if not sent:
+                break
+            size = size_of(peer.backlog.popleft())
+            peer.backlog_bytes -= size
+            self.full.sent(size)
+        if not peer.backlog:
+            self.full.drop(peer.number, 0)
+        return tries, sent
 
     def forget(self, number: int) -> None:
         """Drop what is known of a connection; a later message on it makes a new number."""
@@ -197,7 +247,7 @@ class Peers:
             del self.by_name[peer.name]
             if self._by_descriptor.get(peer.descriptor) is peer:
                 del self._by_descriptor[peer.descriptor]
-            self.full.discard(number)
+            self._drop_backlog(peer)
 
     def ended(self, descriptor: int) -> Peer | None:
         """The peer whose connection with this descriptor has ended; it is forgotten.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.routing.prompt_pieces import pieces_of
 from mlxpool.broker.routing.route_choice import cheapest_pair
-from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Demand, cost_ms
+from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Crowd, Demand, cost_ms, crowd_of
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
@@ -89,10 +89,12 @@ def choose_pair(
     answer_tokens: float = MAX_OUTPUT,
     *,
     cache_aware: bool = True,
+    behind: int = 0,
 ) -> tuple[Request, Worker] | None:
     """A request of `waiting` and the worker that it is given to; None if none may be given any.
 
-    `model` is the speed of the model's workers together. Of workers that cost the same, the one
+    `model` is the speed of the model's workers together, `behind` how many requests wait for it
+    beside the one that is chosen. Of workers that cost the same, the one
     with most credit is chosen, then the one that has been ready for longest; all cost the same
     where the choice is not `cache_aware`.
     """
@@ -104,9 +106,15 @@ def choose_pair(
         pairs = ((request, worker) for request in waiting for worker in serving)
         return next((pair for pair in pairs if may_have(pair[1], pair[0], workers)), None)
 
+    routes, crowds = [worker.route for worker in serving], dict[bytes, Crowd]()
+    first = [demand_of(request, answer_tokens) for request in waiting] if behind else []
+
     def cost(request: Request, worker: Worker) -> float:
         demand = demand_of(request, answer_tokens)
-        return cost_ms(demand, worker.route, len(worker.leases), model)
+        crowd = crowds.get(request.id)
+        if crowd is None:
+            crowd = crowds[request.id] = crowd_of(demand, routes, behind, first)
+        return cost_ms(demand, worker.route, len(worker.leases), model, crowd)
 
     pair = cheapest_pair(
         waiting, serving, cost, lambda request, worker: may_have(worker, request, workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.checks import natural
+from mlxpool.common.progress import ProgressReading
 
 
 def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
@@ -12,13 +13,15 @@ def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
     beat, route = worker.beat, worker.route
     for speed in (route.speed, model):
         speed.observe_step(beat.running, beat.step_ms)
+    if worker.idle:
+        route.speed.rest()
     route.dropped(natural(beat.prefix.get("evicted_tokens")))
     if capacity := natural(beat.memory.get("capacity_tokens")):
         route.index.bound(capacity)
 
 
-def observe_prefill(worker: Worker, token_ns: int, model: WorkerSpeed) -> None:
-    """Learn how long the worker takes to read a prompt token; 0: it has read none."""
-    if token_ns > 0:
-        worker.route.speed.prompt_ms = token_ns / 1e6
-        model.prompt_ms = worker.route.speed.prompt_ms
+def observe_prefill(worker: Worker, look: ProgressReading, model: WorkerSpeed) -> None:
+    """Learn how long a worker that reads a prompt now takes for a token of it."""
+    if look.tokens > 0:
+        for speed in (worker.route.speed, model):
+            speed.observe_prompt(look.usual_token_ns / 1e6)

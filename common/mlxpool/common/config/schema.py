@@ -129,7 +129,8 @@ class ModelConfig:
     # Of the prefix cache; 0: a quarter of what the weights leave.
     prefix_bytes: Annotated[Bytes, Within(0, 2**62)] = 0
     # What is stored of keys and values. auto: numbers as the model computes them; int8: 8-bit
-    # integers with a scale for each token and head, about half of the bytes of 16-bit numbers.
+    # integers with a scale for each token and head, about half of the bytes of 16-bit numbers; an
+    # answer that is resumed goes on with the same tokens only if `deterministic` is set, too.
     kv: Annotated[str, OneOf(("auto", "int8"))] = "auto"
     # Of prefixes that are kept on disk in prefix_dir, where they outlive a worker, for all workers
     # of the model on a machine together; 0: none. At least 16 MiB.

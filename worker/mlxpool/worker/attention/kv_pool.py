@@ -13,7 +13,12 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
-from mlxpool.worker.attention.stored_arrays import DeviceArray, arrays_of, device_array
+from mlxpool.worker.attention.stored_arrays import (
+    DeviceArray,
+    arrays_of,
+    device_array,
+    device_arrays,
+)
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import block_write, paged_attention
 from mlxpool.worker.prefix.paths import Part
@@ -130,7 +135,7 @@ class KVPool:
         return table
 
     def gather(self, layer: int, table: mx.array) -> Arrays:
-        """Returns the blocks of tables [R, B] in a layer, as attention reads them.
+        """Returns what is stored of the blocks of tables [R, B] in a layer.
 
         The arrays are [R, heads, B * KV_BLOCK_TOKENS, size].
         """
@@ -139,7 +144,7 @@ class KVPool:
             _, heads, _, size = array.shape
             blocks = array[table].swapaxes(1, 2)
             found.append(blocks.reshape(table.shape[0], heads, -1, size))
-        return self.shape.read(tuple(found))
+        return tuple(found)
 
 
 class PagedRow(BlockRow):
@@ -173,7 +178,7 @@ class PagedRow(BlockRow):
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
 
-        Returns them and the tokens that the first of them sees.
+        Returns what is stored of them and of the tokens that the first of them sees.
         """
         end, window = self.offset + new[0].shape[2], self.shape.window(layer)
         slots, table = self._placed(end)
@@ -241,7 +246,7 @@ class PagedStore(BlockStore):
         run = last.held
         tokens = last.high - block * KV_BLOCK_TOKENS
         found = self._memory.block(run.blocks[block - run.start // KV_BLOCK_TOKENS], tokens)
-        return [DeviceArray(name, ((array, 0, tokens),)) for name, array in found]
+        return device_arrays((name, ((array, 0, tokens),)) for name, array in found)
 
     def stored_state(self, state: None) -> list[DeviceArray]:
         """See PortableStore. Blocks have no snapshots."""

@@ -80,7 +80,7 @@ class Layout:
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
         # Bytes of what integers become while a pass reads them; none where kernels read integers.
-        self.dequantised = shape.dequantised_bytes(shape.capacity)
+        self.read_bytes = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
@@ -199,7 +199,7 @@ class SlabLayout(Layout):
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
         self._runner = SlabRunner(model, shape)
         read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
-        self.dequantised = shape.dequantised_bytes(read)
+        self.read_bytes = shape.dequantised_bytes(read)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """See Layout. The unused blocks of slabs count as used."""
@@ -252,8 +252,12 @@ class PagedLayout(Layout):
         deterministic: bool,
         in_place: bool,
         uploads: Uploads | None = None,
+        images: bool = False,
     ) -> None:
-        """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass."""
+        """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass.
+
+        `images`: passes may have spans that are not plain, see RowSpan.
+        """
         super().__init__(shape, model, deterministic=deterministic)
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
@@ -270,7 +274,10 @@ class PagedLayout(Layout):
             self.ragged = self._ragged_runner(rows, uploads)
         self.reads_int8 = self.ragged is not None
         if self.reads_int8:
-            self.dequantised = 0
+            self.read_bytes = 0
+        if shape.quantised and images:  # MLX's operations read the rows of spans with images
+            length = shape.capacity
+            self.read_bytes = shape.gathered_bytes(length) + shape.dequantised_bytes(length)
 
     def _make_store(self) -> PagedStore:
         return PagedStore(self.pool)
@@ -466,10 +473,12 @@ def make_layout(
     deterministic: bool,
     on_gpu: bool,
     uploads: Uploads | None = None,
+    images: bool = False,
 ) -> Layout:
     """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
 
-    `uploads` give the passes of a pool their numbers; None: MLX copies them.
+    `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
+    reads images.
     """
     if name == "pool":
         return PagedLayout(
@@ -480,6 +489,7 @@ def make_layout(
             deterministic=deterministic,
             in_place=writes_in_place(shape, on_gpu),
             uploads=uploads,
+            images=images,
         )
     return (SlabLayout if name == "slabs" else Layout)(shape, model, deterministic=deterministic)
 

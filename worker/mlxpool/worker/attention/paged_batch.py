@@ -90,7 +90,7 @@ class PagedBatch(RotateThenAttend):
             )
         self.gathers = self._chunk
         table = pool.write(layer, (k, v), self._slots, self._table)
-        keys, values = pool.gather(layer, table)
+        keys, values = pool.shape.read(pool.gather(layer, table))
         return self._seen(q, keys, values, scores, window)
 
     def rotate_and_attend(

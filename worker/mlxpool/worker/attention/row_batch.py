@@ -220,12 +220,15 @@ class RowBatch(RotateThenAttend):
         """See ForwardBatch. Writes k and v into the rows."""
         seen = self._write(layer, (k, v))
         window = self._shape.window(layer)
-        return _joined(
-            [
-                self._attend(one, q[one.first : one.end], seen[one.span], scores, window)
-                for one in self._asked(layer)
-            ]
-        )
+        parts: list[mx.array] = []
+        for one in self._asked(layer):
+            read = self._read(seen[one.span], parts)
+            parts.append(self._attend(one, q[one.first : one.end], read, scores, window))
+        return _joined(parts)
+
+    def _read(self, held: Arrays, parts: Sequence[mx.array]) -> Arrays:
+        """Returns what attention reads of what is stored of a span, after the attention `parts`."""
+        return self._shape.read(self._shape.held_after(held, parts[-1]) if parts else held)
 
     def _attend(
         self, one: Queries, q: mx.array, seen: Arrays, scores: ScoreParams, window: int
@@ -307,7 +310,7 @@ class RowBatch(RotateThenAttend):
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
         """Writes new [T, heads, size] into the rows.
 
-        Returns the arrays [1, heads, L, size] that the tokens of each span see, by span.
+        Returns what is stored [1, heads, L, size] of the tokens that each span sees, by span.
         """
         return {
             one.span: self.spans[one.span].row.write(

@@ -86,6 +86,15 @@ class RowShape:
         widest = max(one.heads * (one.key_dim + one.value_dim) for one in caches)
         return READS_AT_A_TIME * widest * self.dtype.size * tokens
 
+    def gathered_bytes(self, tokens: int) -> int:
+        """Returns the bytes of what MLX's operations copy out of blocks at a time, where they read
+        so many tokens of a layer at once, see `dequantised_bytes`.
+        """
+        caches = [one for one in self.caches if isinstance(one, KeyValueSpec)]
+        each = (one.stored(self.kv) for one in caches)
+        widest = max(sum(array.token_bytes(self.dtype.size) for array in arrays) for arrays in each)
+        return READS_AT_A_TIME * widest * tokens
+
     def window(self, layer: int) -> int:
         """Returns the window of a layer in tokens; 0: none."""
         cache = self.caches[layer]
@@ -110,6 +119,14 @@ class RowShape:
         """Returns what attention reads of stored arrays [..., size], see `stored`."""
         return int8_numbers.read(held, self.dtype, self.kv)
 
+    def held_after(self, held: Arrays, before: mx.array) -> Arrays:
+        """Returns stored arrays that are not read before `before` is computed.
+
+        Where each reading of integers waits for the attention that uses the one before, the numbers
+        that they become are freed as fast as others are allocated, see `dequantised_bytes`.
+        """
+        return tuple(mx.depends(list(held), [before])) if self.quantised else held
+
     @property
     def _kept(self) -> Sequence[CacheSpec]:
         if not self.keeps_all:
@@ -125,12 +142,15 @@ class FullLayer:
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
-        """Writes arrays [1, heads, n, size] after `at` tokens; returns all tokens up to the end."""
+        """Writes arrays [1, heads, n, size] after `at` tokens.
+
+        Returns what is stored of all tokens up to the end.
+        """
         end = at + new[0].shape[2]
         self._reserve(end)
         for held, part in zip(self.arrays, self._shape.stored(new), strict=True):
             held[:, :, at:end, :] = part
-        return self._shape.read(self.part(0, end, end))
+        return self.part(0, end, end)
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
         """Returns views of what is stored of tokens [start, end) of `offset` tokens."""
@@ -186,8 +206,11 @@ class WindowLayer:
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
-        """Writes new tokens after `at`; returns them and the tokens that the first of them sees."""
-        return self._shape.read(self._append(self._shape.stored(new)))
+        """Writes new tokens after `at`.
+
+        Returns what is stored of them and of the tokens that the first of them sees.
+        """
+        return self._append(self._shape.stored(new))
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
         """Returns views of what is stored of tokens [start, end) of `offset`, which must be inside
@@ -291,9 +314,9 @@ class RowCache:
         self._layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
-        """Writes arrays [1, heads, n, size] after `offset` tokens; returns all tokens they see, as
-        attention reads them.
+        """Writes arrays [1, heads, n, size] after `offset` tokens.
 
+        Returns what is stored of all tokens that they see; attention reads it by `RowShape.read`.
         `advance` moves `offset`, after the last layer.
         """
         return self._tokens(layer).write(self.offset, new)

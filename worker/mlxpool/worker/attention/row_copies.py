@@ -13,7 +13,12 @@ from typing import Any, Generic, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.stored_arrays import DeviceArray, arrays_of, device_array
+from mlxpool.worker.attention.stored_arrays import (
+    DeviceArray,
+    arrays_of,
+    device_array,
+    device_arrays,
+)
 from mlxpool.worker.caches.kinds import (
     CacheKind,
     FullCache,
@@ -130,25 +135,26 @@ class RowStore(Generic[R]):
 
     def stored(self, parts: Sequence[Part[Kept]]) -> list[DeviceArray]:
         """See PortableStore. Kept pieces never change, so they are not copied."""
-        return [
-            DeviceArray(
+        return device_arrays(
+            (
                 f"{kind.layer}.{number}",
                 tuple(
-                    (part.held[index][number][0], part.low - part.start, part.high - part.start)
+                    (part.held[index][number], part.low - part.start, part.high - part.start)
                     for part in parts
                 ),
             )
             for index, kind in enumerate(self._full)
             for number in range(len(parts[0].held[index]))
-        ]
+        )
 
     def stored_state(self, state: LayerStates) -> list[DeviceArray]:
         """See PortableStore."""
-        return [
-            DeviceArray(f"{kind.layer}.{number}", ((array, 0, 0),), axis=0)
+        found = (
+            (f"{kind.layer}.{number}", ((array, 0, 0),))
             for kind, arrays in zip(self._whole, state.layers, strict=True)
             for number, array in enumerate(arrays)
-        ]
+        )
+        return device_arrays(found, axis=0)
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
         """See PortableStore."""

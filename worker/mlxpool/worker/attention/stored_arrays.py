@@ -6,7 +6,7 @@ NumPy has no bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -39,15 +39,21 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RAW = {"bfloat16": "uint16"}
 
 
+DeviceParts = tuple[tuple[mx.array, int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """An array to store, on the device: of each part the tokens [low, high) of its axis 1.
+    """An array to store, on the device: of each part [heads, tokens, size] or [1, heads, tokens,
+    size] the tokens [low, high).
 
-    The axis is 0 for what is no array of tokens, of which there is one part, used as it is.
+    The axis is 0 for what is no array of tokens, of which there is one part, used as it is. `dtype`
+    is MLX's name; items that NumPy lacks are raw numbers here.
     """
 
     name: str
-    parts: tuple[tuple[mx.array, int, int], ...]
+    dtype: str
+    parts: DeviceParts
     axis: int = 1
 
 
@@ -73,10 +79,27 @@ class PortableStore(Protocol[E, S]):
         """Returns the snapshot that a record has."""
 
 
+def device_arrays(found: Iterable[tuple[str, DeviceParts]], *, axis: int = 1) -> list[DeviceArray]:
+    """Returns arrays to store, by name, whose evaluation is submitted: `host_arrays` computes
+    nothing when that is done, and does not wait for passes that were submitted later.
+    """
+    arrays: list[DeviceArray] = []
+    views: list[mx.array] = []
+    for name, parts in found:
+        dtype = _NAMES[parts[0][0].dtype]
+        if raw := _RAW.get(dtype):
+            parts = tuple((array.view(DTYPES[raw]), low, high) for array, low, high in parts)
+            views += [array for array, _, _ in parts]
+        arrays.append(DeviceArray(name, dtype, parts, axis))
+    if views:
+        mx.async_eval(*views)  # type: ignore[no-untyped-call]
+    return arrays
+
+
 def stored_bytes(arrays: Sequence[DeviceArray]) -> int:
     """Returns the bytes that arrays have on the disk."""
     return sum(
-        array.nbytes if one.axis == 0 else array.nbytes * (high - low) // array.shape[1]
+        array.nbytes if one.axis == 0 else array.nbytes * (high - low) // array.shape[-2]
         for one in arrays
         for array, low, high in one.parts
     )
@@ -87,9 +110,9 @@ def host_arrays(arrays: Sequence[DeviceArray]) -> tuple[NamedArray, ...]:
     return tuple(
         NamedArray(
             one.name,
-            _NAMES[one.parts[0][0].dtype],
+            one.dtype,
             tuple(
-                _on_host(array) if one.axis == 0 else _on_host(array)[:, low:high]
+                _on_host(array) if one.axis == 0 else _tokens(_on_host(array), low, high)
                 for array, low, high in one.parts
             ),
             one.axis,
@@ -99,8 +122,11 @@ def host_arrays(arrays: Sequence[DeviceArray]) -> tuple[NamedArray, ...]:
 
 
 def _on_host(array: mx.array) -> np.ndarray[Any, Any]:
-    raw = _RAW.get(_NAMES[array.dtype])
-    return np.array(array if raw is None else array.view(DTYPES[raw]), copy=False)
+    return np.array(array, copy=False)
+
+
+def _tokens(array: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[Any, Any]:
+    return array.reshape(array.shape[-3:])[:, low:high]
 
 
 def arrays_of(record: ReadRecord) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:

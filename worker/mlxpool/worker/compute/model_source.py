@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv
+from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv, resume_note
 from mlxpool.worker.groups.divisions import Part, part_of
 from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
@@ -26,6 +27,8 @@ from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files
+
+log = logging.getLogger("mlxpool.worker")
 
 NO_BACK_END = (
     "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
@@ -199,6 +202,8 @@ def _folder(
         from mlxpool.worker.weights.load import load as load_weights
 
         device.log_device()
+        if note := resume_note(config.kv, deterministic=config.deterministic):
+            log.info(note)
         if config.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())
         device.keep_large_arrays_off_heap()

@@ -14,7 +14,7 @@ from time import monotonic
 from mlxpool.common.progress import PHASES, Block
 from mlxpool.worker.compute.memory_figures import MemoryFigures
 
-NEWEST_WEIGHT = 0.1  # of the newest chunk or step in the moving average
+NEWEST_WEIGHT = 0.1  # of the newest chunk or step in the moving average, once there are many
 
 
 class Progress:
@@ -29,7 +29,7 @@ class Progress:
         self.phase = "boot"
         self.since = clock()  # when the phase began
         self.count = 0
-        self.step_ms = 0.0  # the newest decode step
+        self.step_ms = 0.0  # the newest decode step whose shape was not new
         self.prefilling_request: bytes | None = None  # the request whose prompt is being read
         self.running = 0
         self.waiting = 0
@@ -45,7 +45,9 @@ class Progress:
         self._clock = clock
         self._units = 0  # tokens of the awaited pass; 0: it is a decode step
         self._started = 0.0
-        self._usual = {"prefill": 0.0, "decode": 0.0}  # seconds of a token, of a step
+        # Moving sums of seconds, and of tokens or steps: short chunks, of which a token takes
+        # longer, say little of the time that a long one takes.
+        self._usual = {"prefill": (0.0, 0.0), "decode": (0.0, 0.0)}
         self._write_phase()
 
     # ---- the compute thread --------------------------------------------------------------------
@@ -91,10 +93,11 @@ class Progress:
         seconds = self._clock() - self._started
         self.failed()
         self.moved()
+        if fresh:
+            return
         if not self._units:
             self.step_ms = round(seconds * 1000, 3)
-        if not fresh:
-            self._learn("prefill" if self._units else "decode", seconds / max(1, self._units))
+        self._learn("prefill" if self._units else "decode", seconds, max(1, self._units))
 
     def failed(self) -> None:
         """No pass is awaited any more; one that failed is not counted."""
@@ -103,12 +106,13 @@ class Progress:
         self.block.write_request(None)
         self.block.write("tokens", 0)
 
-    def _learn(self, phase: str, seconds: float) -> None:
-        known = self._usual[phase]
-        usual = known + NEWEST_WEIGHT * (seconds - known) if known else seconds
-        self._usual[phase] = usual
+    def _learn(self, phase: str, seconds: float, units: int) -> None:
+        """A pass over so many tokens, or one decode step, took so long."""
+        took, done = self._usual[phase]
+        took, done = (1 - NEWEST_WEIGHT) * took + seconds, (1 - NEWEST_WEIGHT) * done + units
+        self._usual[phase] = took, done
         word = "usual_token_ns" if phase == "prefill" else "usual_step_ns"
-        self.block.write(word, max(1, round(usual * 1e9)))
+        self.block.write(word, max(1, round(took / done * 1e9)))
 
     # ---- the main thread -----------------------------------------------------------------------
 

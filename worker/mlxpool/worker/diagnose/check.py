@@ -44,6 +44,7 @@ from mlxpool.worker.engine.kv_kinds import (
     no_int8_kernels,
     require_kv,
     require_no_kv,
+    resume_note,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
@@ -95,6 +96,8 @@ def check(
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
         problems.attempt(require_kv, config.kv, folder)
+        if note := resume_note(config.kv, deterministic=config.deterministic):
+            report["notes"].append(note)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:
@@ -190,8 +193,9 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
     why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     if config.deterministic and "deterministic" in features(folder) and device.on_gpu():
         why.append(NOT_ON_A_GPU)
-    if config.kv == INT8 and device.on_gpu() and not kernels_read_int8(folder):
-        why.append(no_int8_kernels(folder))
+    cuda = device.on_cuda()
+    if config.kv == INT8 and device.on_gpu() and not (cuda and kernels_read_int8(folder)):
+        why.append(no_int8_kernels(folder, cuda=cuda))
     machine = {
         "device": "gpu" if device.on_gpu() else "cpu",
         "total": total,

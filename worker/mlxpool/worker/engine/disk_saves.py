@@ -55,6 +55,22 @@ class _Target:
         return self.node.parent is not None and self.node.end == self.end
 
 
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """A record that waits until the tier takes `size` bytes of arrays."""
+
+    block: Block
+    kind: Kind
+    ids: tuple[int, ...]
+    arrays: list[DeviceArray]
+    size: int
+
+    def record(self) -> NewRecord:
+        block = self.block
+        arrays = host_arrays(self.arrays)
+        return NewRecord(self.kind, block.start, block.parent, block.key, self.ids, arrays)
+
+
 class DiskSaves:
     """Finds what the disk lacks of a tree."""
 
@@ -68,7 +84,7 @@ class DiskSaves:
         self._plan: deque[Node[Any, Any]] = deque()
         self._target: _Target | None = None
         self._planned_at = -1  # `uses` of the cache; the plan is for this state of it
-        self._next: tuple[Block, Kind, tuple[int, ...], list[DeviceArray]] | None = None
+        self._next: _Next | None = None
 
     @property
     def may_have(self) -> bool:
@@ -84,11 +100,8 @@ class DiskSaves:
         """
         if self._next is None:
             return self._find(leaving=leaving)
-        block, kind, tokens, arrays = self._next
-        if self._tier.takes(stored_bytes(arrays)):
-            self._next = None
-            ids = tokens[block.start : block.end]
-            record = NewRecord(kind, block.start, block.parent, block.key, ids, host_arrays(arrays))
+        if self._tier.takes(self._next.size):
+            record, self._next = self._next.record(), None
             self._tier.write(record)
             return True
         return False
@@ -125,7 +138,9 @@ class DiskSaves:
             return True
         block, kind = found
         self._remember(kind, block.key)
-        self._next = block, kind, target.tokens, self._arrays(target, block, kind)
+        arrays = self._arrays(target, block, kind)
+        ids = target.tokens[block.start : block.end]
+        self._next = _Next(block, kind, ids, arrays, stored_bytes(arrays))
         return True
 
     def _make_plan(self, *, leaving: bool) -> bool:

@@ -27,6 +27,17 @@ def require_kv(kv: str, folder: ModelFolder) -> None:
         )
 
 
+def resume_note(kv: str, *, deterministic: bool) -> str:
+    """What an operator is to know of resumed answers with this kind of cache; "": nothing."""
+    if kv != INT8 or deterministic:
+        return ""
+    return (
+        "kv = 'int8': an answer that goes on after the loss of its worker, a preemption or a"
+        " context shift loses and doubles no token, but may go on with other tokens where two are"
+        " nearly tied; only with deterministic = true, on a CPU, it goes on with the same"
+    )
+
+
 def require_no_kv(kv: str, what: str) -> None:
     """Raises ModelLoadFailed for a model that has no cache of keys and values."""
     if kv != AUTO:
@@ -41,8 +52,20 @@ def kernels_read_int8(folder: ModelFolder) -> bool:
     )
 
 
-def no_int8_kernels(folder: ModelFolder) -> str:
-    """The error of a model on a GPU for which our kernels do not read 8-bit keys and values."""
+def no_int8_kernels(folder: ModelFolder, *, cuda: bool) -> str:
+    """The error of a model on a GPU for which our kernels do not read 8-bit keys and values.
+
+    `cuda`: whether the GPU is one of NVIDIA's.
+    """
+    if not cuda:
+        return NO_KV.format(
+            kv=INT8,
+            what=f"model_type {folder.model_type!r} on this GPU",
+            why=(
+                "as the kernels that read keys and values as integers are written for CUDA, not"
+                " for Metal"
+            ),
+        )
     heads = sorted(
         {
             f"{one.heads} of {one.key_dim} and {one.value_dim}"

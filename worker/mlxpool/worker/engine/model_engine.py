@@ -132,7 +132,7 @@ class ModelEngine(WarmedEngine):
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
         if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
-            raise ModelLoadFailed(no_int8_kernels(folder))
+            raise ModelLoadFailed(no_int8_kernels(folder, cuda=device.on_cuda()))
         if self._layout.sizes:  # attention of compiled passes keeps no scores
             self.chunk = min(self.chunk, self._layout.sizes[-1])
             self._pairs = self.chunk**2
@@ -209,6 +209,7 @@ class ModelEngine(WarmedEngine):
             deterministic=self._loaded.deterministic,
             on_gpu=device.on_gpu(),
             uploads=self._uploads,
+            images=self._loaded.folder.vision is not None,
         )
 
     @property

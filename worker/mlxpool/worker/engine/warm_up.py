@@ -88,10 +88,10 @@ class WarmedEngine(RowEngine[CacheRow]):
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         # In place of a pass that has ended.
         one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
-        self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.dequantised
+        self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.read_bytes
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
-            beside = self._lookahead * one_pass + taken
+            beside = self._lookahead * one_pass + self._layout.read_bytes + taken
             self._activation_bytes = max(self._activation_bytes, beside)
             on_progress()
         if pooled:

@@ -29,6 +29,11 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
+def on_cuda() -> bool:
+    """Returns whether MLX computes on a GPU of NVIDIA, for which our kernels are written."""
+    return on_gpu() and bool(mx.cuda.is_available())
+
+
 def prefill_chunk(configured: int = 0) -> int:
     """Returns the tokens of a prefill chunk: `configured`, or what suits the device where it is 0.
 

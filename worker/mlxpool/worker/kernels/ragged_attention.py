@@ -420,9 +420,9 @@ def _kernel(
         "KEYS": keys_of(size),
         "N": dtype,
     }
-    kind = "_int8" if quantised else ""
-    chunks = "chunk_tiles_hopper.cuh" if hopper else f"chunk_tiles{kind}.cuh"
-    parts = (f"decode_tiles{kind}.cuh", "decode_sums.cuh", *(() if fresh else (chunks,)))
+    kind = "stored_integers.cuh" if quantised else "stored_numbers.cuh"
+    chunks = "chunk_tiles_hopper.cuh" if hopper else "chunk_tiles.cuh"
+    parts = (kind, "decode_tiles.cuh", "decode_sums.cuh", *(() if fresh else (chunks,)))
     header = include_line("integers.cuh") if quantised else ""
     if hopper and not fresh:
         header += group_mma(8, dtype) + group_mma_values(8, dtype)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxpool.worker.prefix_disk.pacing import Pace
 from mlxpool.worker.prefix_disk.records import ArrayPlace, Kind, payload_bytes
 from mlxpool.worker.prefix_disk.segments import Bytes
 
@@ -50,14 +51,27 @@ class NewRecord:
         return sum(part.nbytes for array in self.arrays for part in array.parts)
 
 
-def payload_of(record: NewRecord, places: Sequence[ArrayPlace]) -> Bytes:
-    """Returns the arrays of a record as they are stored."""
-    whole = np.zeros(payload_bytes(places), dtype=np.uint8)
+def payload_of(
+    record: NewRecord,
+    places: Sequence[ArrayPlace],
+    into: Bytes | None = None,
+    pace: Pace | None = None,
+) -> Bytes:
+    """Returns the arrays of a record as they are stored, in `into`, which has as many bytes, or in
+    new memory.
+    """
+    whole = np.empty(payload_bytes(places), dtype=np.uint8) if into is None else into
+    end = 0
     for array, place in zip(record.arrays, places, strict=True):
-        target = whole[place.offset : place.offset + place.nbytes]
+        whole[end : place.offset] = 0  # what aligns the array
+        end = place.offset + place.nbytes
+        target = whole[place.offset : end]
         typed = target.view(array.parts[0].dtype).reshape(place.shape)
         if len(array.parts) == 1:
             np.copyto(typed, array.parts[0])
         else:
             np.concatenate(array.parts, axis=array.axis, out=typed)
+        if pace is not None:
+            pace.rest()
+    whole[end:] = 0
     return whole

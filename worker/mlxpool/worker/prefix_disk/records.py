@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -30,7 +30,7 @@ MAX_SEGMENT_HEADER = 64 * 1024  # bytes
 MAX_HEADER = 1024 * 1024  # bytes of a record's header; thousands of arrays fit
 MAX_PAYLOAD = 2**34  # bytes of a record's arrays
 MAX_DIMENSIONS = 8
-CHECKED_AT_ONCE = 2**20  # bytes of arrays; other threads have Python's lock in between
+PIECE = 256 * 1024  # bytes that are checked at a time
 
 # Sizes of the items of dtypes, by MLX's names; others are not stored.
 ITEM_BYTES: Mapping[str, int] = {
@@ -140,9 +140,9 @@ def encode_header(
     parent: bytes,
     ids: bytes,
     places: Sequence[ArrayPlace],
-    payload: bytes | memoryview,
+    checksum: bytes,
 ) -> bytes:
-    """Returns the header of a record with these arrays, whose bytes are `payload`."""
+    """Returns the header of a record with these arrays, whose checksum is that of `checksum_of`."""
     table = b"".join(map(_encoded_place, places))
     size = aligned(_RECORD.size + len(ids) + len(table) + _CHECKSUM)
     fixed = _RECORD.pack(
@@ -152,22 +152,28 @@ def encode_header(
         len(places),
         len(ids) // ID_BYTES,
         size,
-        len(payload),
+        payload_bytes(places),
         start,
         parent,
         block_key(parent, ids),
-        checksum_of(digest, payload),
+        checksum,
     )
     body = (fixed + ids + table).ljust(size - _CHECKSUM, b"\0")
     return body + xxhash.xxh3_128_digest(digest + body)
 
 
-def checksum_of(digest: bytes, payload: bytes | memoryview) -> bytes:
-    """Returns the checksum of the arrays of a record."""
-    state, whole = xxhash.xxh3_128(digest), memoryview(payload)
-    for at in range(0, len(whole), CHECKED_AT_ONCE):
-        state.update(whole[at : at + CHECKED_AT_ONCE])
+def checksum_of(digest: bytes, pieces: Iterable[bytes | memoryview]) -> bytes:
+    """Returns the checksum of the arrays of a record, whose bytes are those of all pieces."""
+    state = xxhash.xxh3_128(digest)
+    for piece in pieces:
+        state.update(piece)
     return state.digest()
+
+
+def pieces_of(whole: memoryview) -> Iterator[memoryview]:
+    """Yields the bytes of a buffer in pieces; other threads have Python's lock between them."""
+    for at in range(0, len(whole), PIECE):
+        yield whole[at : at + PIECE]
 
 
 def header_size(head: bytes) -> int:
@@ -209,7 +215,7 @@ def check_payload(digest: bytes, header: RecordHeader, payload: bytes | memoryvi
     """Raises BadRecord unless the bytes are the arrays of the record."""
     if len(payload) != header.payload:
         raise BadRecord(f"the arrays have {len(payload)} bytes, must have {header.payload}")
-    if checksum_of(digest, payload) != header.checksum:
+    if checksum_of(digest, pieces_of(memoryview(payload))) != header.checksum:
         raise BadRecord("the checksum of the arrays is wrong")
 
 

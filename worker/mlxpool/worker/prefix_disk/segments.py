@@ -21,13 +21,16 @@ import numpy.typing as npt
 
 from mlxpool.worker.prefix_disk import records
 from mlxpool.worker.prefix_disk.keys import unpacked
-from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned
+from mlxpool.worker.prefix_disk.pacing import Pace
+from mlxpool.worker.prefix_disk.records import PIECE, BadRecord, RecordHeader, aligned
 
 SUFFIX = ".seg"
 FILE_MODE = 0o600
 MAX_PARTS = 512  # buffers of one system call; Linux takes 1,024
 USE_INTERVAL = 60.0  # seconds between two notes of a segment's use
 FIRST_READ = 16 * 1024  # bytes that are read of a header of unknown size
+# Seconds of rests while a record is appended, during which other processes wait for the folder.
+MAX_APPEND_REST = 0.25
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -160,20 +163,27 @@ class SegmentWriter:
         """Whether the file still has a name: another worker may have deleted it."""
         return os.fstat(self._descriptor).st_nlink > 0
 
-    def append(self, header: bytes, payload: memoryview) -> None:
-        """Appends a record. Raises OSError; then the segment is as it was before."""
-        self._append([header, payload])
+    def append(self, header: bytes, payload: memoryview, pace: Pace | None = None) -> None:
+        """Appends a record. Raises OSError; then the segment is as it was before.
 
-    def _append(self, parts: Sequence[bytes | memoryview]) -> None:
+        With `pace` it is written in pieces, between which the thread rests.
+        """
+        self._append([header, payload], pace)
+
+    def _append(self, parts: Sequence[bytes | memoryview], pace: Pace | None = None) -> None:
         whole = sum(map(len, parts))
+        most = MAX_APPEND_REST * PIECE / max(whole, PIECE)  # seconds behind a piece
         padding = aligned(whole) - whole
         views = [memoryview(part) for part in (*parts, bytes(padding)) if len(part)]
         at = self.size
         try:
             while views:
-                count = os.pwritev(self._descriptor, views[:MAX_PARTS], at)
+                some = views[:MAX_PARTS] if pace is None else _first(views, PIECE)
+                count = os.pwritev(self._descriptor, some, at)
                 at += count
                 views = _without(views, count)
+                if pace is not None:
+                    pace.rest(most)
         except OSError:
             os.ftruncate(self._descriptor, self.size)
             raise
@@ -184,6 +194,17 @@ class SegmentWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _first(views: list[memoryview], most: int) -> list[memoryview]:
+    """Returns the first `most` bytes of buffers, of MAX_PARTS of them."""
+    found = []
+    for view in views[:MAX_PARTS]:
+        found.append(view[:most])
+        most -= len(found[-1])
+        if not most:
+            break
+    return found
 
 
 def _without(views: list[memoryview], count: int) -> list[memoryview]:

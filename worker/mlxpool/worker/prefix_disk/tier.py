@@ -18,12 +18,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from mlxpool.common.closing import Closing
 from mlxpool.worker.prefix_disk import records
 from mlxpool.worker.prefix_disk.contents import NewRecord, payload_of
 from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder
 from mlxpool.worker.prefix_disk.index import Index
 from mlxpool.worker.prefix_disk.keys import packed
+from mlxpool.worker.prefix_disk.pacing import Pace
 from mlxpool.worker.prefix_disk.readings import (
     Choice,
     Reading,
@@ -33,17 +36,22 @@ from mlxpool.worker.prefix_disk.readings import (
     choose,
     require_chosen,
 )
-from mlxpool.worker.prefix_disk.records import BadRecord, Kind, places_of
-from mlxpool.worker.prefix_disk.segments import Segment, SegmentWriter
+from mlxpool.worker.prefix_disk.records import (
+    BadRecord,
+    Kind,
+    checksum_of,
+    payload_bytes,
+    pieces_of,
+    places_of,
+)
+from mlxpool.worker.prefix_disk.segments import Bytes, Segment, SegmentWriter
 
 log = logging.getLogger("mlxpool.worker")
 
 REFRESH_INTERVAL = 1.0  # seconds between two looks at what other workers wrote and deleted
 SEGMENTS = 8  # of the budget; the least recently used is deleted whole
 ERROR_PAUSE = 30.0  # seconds without writing after the disk was full or failed
-REST = 19.0  # times what a write took, that the writer rests afterwards while sequences run
 NEW_SECONDS = 5.0  # after its last change a segment without a header is no new one
-POLL = 0.02  # seconds between two looks of the writer at whether sequences still run
 
 Fault = tuple[type[OSError], int | None]  # a kind of error, which is logged once
 
@@ -105,6 +113,8 @@ class DiskTier(Closing):
         self._pending_bytes = 0
         self._written: deque[list[NewRecord]] = deque()
         self._writer: SegmentWriter | None = None
+        self._pace = Pace(lambda: not self.busy or self._closing.is_set())
+        self._buffer: Bytes | None = None  # for the arrays of records, while they come
         self._paused_until = 0.0
         self._read_fault: Fault | None = None  # of the newest look at the folder
         self._segment_fault: Fault | None = None  # of the newest segment that could not be read
@@ -316,11 +326,13 @@ class DiskTier(Closing):
 
     def _write_all(self) -> None:
         while (holder := self._writes.get()) is not None:
-            began = monotonic()
-            self._write_unless_there(holder[0], began)
+            self._pace.begin()
+            self._write_unless_there(holder[0], monotonic())
             self._written.append(holder)
             self._wake()
-            self._rest(began)
+            self._pace.rest()
+            if self._writes.empty():
+                self._buffer = None
         if self._writer is not None:
             self._writer.close()
 
@@ -337,7 +349,11 @@ class DiskTier(Closing):
             self.count_dropped()
             return
         places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
-        payload = payload_of(record, places).data
+        size = payload_bytes(places)
+        if self._buffer is None or self._buffer.size < size:
+            self._buffer = np.empty(size, dtype=np.uint8)
+        payload = payload_of(record, places, self._buffer[:size], self._pace).data
+        pieces = self._pace.between(pieces_of(payload))
         header = records.encode_header(
             self._digest,
             record.kind,
@@ -345,7 +361,7 @@ class DiskTier(Closing):
             record.parent,
             packed(record.ids),
             places,
-            payload,
+            checksum_of(self._digest, pieces),
         )
         size = len(header) + len(payload) + records.ALIGNMENT
         try:
@@ -384,18 +400,12 @@ class DiskTier(Closing):
             self._folder.prepare(self._digest)  # of which `make_room` deletes the last segment
             writer = self._writer = SegmentWriter(self._path, self._digest, self._about)
         try:
-            writer.append(header, payload)
+            writer.append(header, payload, self._pace)
         except OSError:
             writer.close()
             self._writer = None
             raise
         return writer.path
-
-    def _rest(self, began: float) -> None:
-        """Waits after a write while sequences run, so that they notice little of it."""
-        until = monotonic() + REST * (monotonic() - began)
-        while self.busy and monotonic() < until and not self._closing.is_set():
-            time.sleep(POLL)
 
 
 def _logged(error: OSError, last: Fault | None, message: str) -> Fault:

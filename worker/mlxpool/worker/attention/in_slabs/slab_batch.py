@@ -148,50 +148,30 @@ class SlabReader:
         rows, heads, size = q.shape
         pairs = self._slabs[0][layer][0].shape[0]
         q = (q * scores.scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
-        found: list[mx.array] = []
-        values: list[mx.array] = []
+        outs: list[mx.array] = []  # [KV, B, G, D] of each slab
+        logs: list[mx.array] = []
         for reading, layers in zip(self._readings, self._slabs, strict=True):
+            held = self._shape.held_after(layers[layer], outs[-1] if outs else q)
+            keys, values = self._shape.read(tuple(_read(array, reading) for array in held))
             asked = q if self._member is None else q[:, reading.owner]
-            held = tuple(_read(array, reading) for array in layers[layer])
-            keys, value = self._shape.read(self._after(held, found))
-            found.append(
-                apply_softcap(asked @ keys.swapaxes(-1, -2), scores.softcap) + reading.mask
-            )
-            values.append(value)
-        out = (
-            _attend_single_blocks(found, values)
-            if self._member is None
-            else self._weighed(found, values)
-        )
-        return out.reshape(rows, heads, -1)
-
-    def _after(self, held: Arrays, found: Sequence[mx.array]) -> Arrays:
-        """Returns stored arrays that are not read before the newest of `found` is computed.
-
-        What is dequantised of one slab is freed before that of the next is allocated.
-        """
-        if not self._shape.quantised or not found:
-            return held
-        return tuple(mx.depends(list(held), [found[-1]]))
-
-    def _weighed(self, scores: list[mx.array], values: list[mx.array]) -> mx.array:
-        """Returns attention [R, KV, G, D] from scores [KV, B, G, width] of each slab."""
-        outs, logs = [], []
-        for score, value in zip(scores, values, strict=True):
-            weights, top, total = softmax_terms(score)
-            outs.append((weights @ value) / total)
+            found = apply_softcap(asked @ keys.swapaxes(-1, -2), scores.softcap) + reading.mask
+            if self._member is None:  # the only slab: row r has block r
+                out = softmax_average(found, values).swapaxes(0, 1)
+                return out.reshape(rows, heads, -1)
+            weights, top, total = softmax_terms(found)
+            outs.append((weights @ values) / total)
             logs.append((top + mx.log(total)).squeeze(-1))
-        out, log = _concatenated(outs), _concatenated(logs)
+        return self._weighed(_concatenated(outs), _concatenated(logs)).reshape(rows, heads, -1)
+
+    def _weighed(self, out: mx.array, log: mx.array) -> mx.array:
+        """Returns attention [R, KV, G, D] from that of each block [KV, B, G, D].
+
+        `log` [KV, B, G] are the logarithms of the sums of the blocks' weights.
+        """
         assert self._member is not None
         # [KV, G, 1, B] + [R, B]
         share = mx.softmax(log.swapaxes(1, 2)[:, :, None] + self._member, axis=-1)
         return (share @ out.swapaxes(1, 2)).transpose(2, 0, 1, 3)
-
-
-def _attend_single_blocks(scores: list[mx.array], values: list[mx.array]) -> mx.array:
-    """As `_weighed`, where each row has one block."""
-    (score,), (value,) = scores, values
-    return softmax_average(score, value).swapaxes(0, 1)
 
 
 def _concatenated(parts: list[mx.array]) -> mx.array:
@@ -307,11 +287,12 @@ class SlabRowBatch(RowBatch):
         if self._reader is not None:
             parts.append(self._reader.read(layer, q[: self._together], scores))
         if self._checks is not None and self._select_checks is not None:
-            parts.append(self._checks.read(layer, self._select_checks(q), scores))
+            before = parts[-1] if parts else None
+            parts.append(self._checks.read(layer, self._select_checks(q), scores, before))
         last = layer == self._last_layer
         for one in self._last_apart if last else self._apart:
             asked = q[one.first : one.end]
-            parts.append(self._attend(one, asked, seen[one.span], scores, 0))
+            parts.append(self._attend(one, asked, self._read(seen[one.span], parts), scores, 0))
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         return self._last_order(out) if last else self._order(out)
 
@@ -327,8 +308,8 @@ class SlabRowBatch(RowBatch):
             row = self._rows[one.span]
             row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
         return {
-            one.span: self._rows[one.span].read(
-                layer, self._rows[one.span].offset + one.end - one.first
+            one.span: self._rows[one.span].part(
+                layer, 0, self._rows[one.span].offset + one.end - one.first
             )
             for one in self._apart
         }

@@ -112,8 +112,13 @@ class CheckReader:
                 for array, new in zip(part.slab.layers[layer], stored, strict=True):
                     array[:, part.places] = new[:, part.lines]
 
-    def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """q [T, H, D] -> [T, H, V]; each query sees its row's tokens up to its own."""
+    def read(
+        self, layer: int, q: mx.array, scores: ScoreParams, before: mx.array | None = None
+    ) -> mx.array:
+        """q [T, H, D] -> [T, H, V]; each query sees its row's tokens up to its own.
+
+        `before`: see RowShape.held_after; None: q.
+        """
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")
         _, heads, size = q.shape
@@ -122,11 +127,12 @@ class CheckReader:
         q = (q if self._padded is None else q[self._padded]) * scores.scale
         q = q.reshape(rows, lines, pairs, each, size).transpose(2, 0, 1, 3, 4)
         q = q.reshape(pairs, rows, lines * each, size)
-        outs, logs = [], []
+        before = q if before is None else before
+        outs: list[mx.array] = []
+        logs: list[mx.array] = []
         for part in self._parts:
-            keys, values = self._shape.read(
-                tuple(_blocks(array, part) for array in part.slab.layers[layer])
-            )
+            held = self._shape.held_after(part.slab.layers[layer], outs[-1] if outs else before)
+            keys, values = self._shape.read(tuple(_blocks(array, part) for array in held))
             found = q[:, mx.maximum(part.owner, 0)] @ keys.swapaxes(-1, -2)
             found = apply_softcap(found, scores.softcap)
             found = found.reshape(pairs, -1, lines, each, part.width) + part.mask

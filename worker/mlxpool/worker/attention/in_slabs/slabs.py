@@ -122,19 +122,16 @@ class SlabRow:
             self.table.append(self.slabs.allocate())
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> Arrays:
-        """Writes keys, values [1, KV, n, D] after `offset` tokens; returns all tokens, as attention
-        reads them.
+        """Writes keys, values [1, KV, n, D] after `offset` tokens.
+
+        Returns what is stored of all tokens.
         """
         self.place(layer, keys, values)
-        return self.read(layer, self.offset + keys.shape[2])
+        return self.part(layer, 0, self.offset + keys.shape[2])
 
     def place(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Writes keys, values [1, KV, n, D] after `offset` tokens."""
         self._place(layer, self.offset, self.shape.stored((keys, values)))
-
-    def read(self, layer: int, end: int) -> Arrays:
-        """Returns keys and values [1, KV, end, D] of tokens [0, end), as attention reads them."""
-        return self.shape.read(self.part(layer, 0, end))
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
         """Returns what is stored [1, KV, end - start, size] of tokens [start, end)."""

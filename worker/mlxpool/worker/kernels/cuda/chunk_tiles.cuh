@@ -1,24 +1,25 @@
-// The tiles of chunks: the middle of ragged_attention.cu.
+// The tiles of chunks: the middle of ragged_attention.cu, behind stored_numbers.cuh or stored_integers.cuh.
 if (!decodes) {
   // Keys and values come through shared memory, KEYS at a time and one step ahead. Lines of shared
   // memory are an odd number of 16 bytes long, so that eight of them are in different banks.
-  constexpr int ROWS = 64 * MATRICES, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
-  constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE;  // bytes
+  constexpr int ROWS = 64 * MATRICES, EACH = 16 / sizeof(Stored), PIECES = SIZE / EACH;  // numbers of 16 bytes
+  constexpr int QUERY_LINE = (SIZE + 8) * 2, QUERY_PIECES = SIZE / 8;
+  constexpr int SCALES_AT = KEYS * LINE, TILE = SCALES_AT + KEYS * SCALE_BYTES, STAGE = 2 * TILE;  // bytes
   constexpr bool KEPT = MATRICES * SIZE <= 128;  // queries stay in registers
   constexpr int QUERY_AT = KEPT ? STAGE : 2 * STAGE;  // bytes
   const unsigned base = shared_address(space);
   auto fetch = [&](int token, int stage) {
     if (token < last) {
-      const long at = place(token);
+      const long at = slot(token);
       const unsigned into = base + stage * STAGE;
       auto copy_lines = [&](auto line_of) {
         #pragma unroll
         for (int n = 0; n < (KEYS * PIECES + THREADS - 1) / THREADS; n++) {
           const int i = n * THREADS + threadIdx.x, line = i / PIECES, piece = i % PIECES;
           if (KEYS * PIECES % THREADS == 0 || i < KEYS * PIECES) {
-            const long numbers = at + line_of(line) * SIZE + piece * 8;
-            copy(into + line * LINE + piece * 16, (const N*)keys + numbers);
-            copy(into + TILE + line * LINE + piece * 16, (const N*)values + numbers);
+            const long numbers = at * SIZE + line_of(line) * SIZE + piece * EACH;
+            copy(into + line * LINE + piece * 16, (const Stored*)keys + numbers);
+            copy(into + TILE + line * LINE + piece * 16, (const Stored*)values + numbers);
           }
         }
       };
@@ -27,13 +28,14 @@ if (!decodes) {
       } else {
         copy_lines([&](int line) -> int { return inside(token + line) - token; });
       }
+      if (threadIdx.x < KEYS / 8) copy_scales(into + SCALES_AT, into + TILE + SCALES_AT, at, threadIdx.x);
     }
     commit_copies();
   };
   fetch(first, 0);
   #pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-    const int g = min(i / PIECES, asked - 1), piece = i % PIECES;
+  for (int i = threadIdx.x; i < ROWS * QUERY_PIECES; i += THREADS) {
+    const int g = min(i / QUERY_PIECES, asked - 1), piece = i % QUERY_PIECES;
     const N* const numbers = query_at(g) + piece * 8 * q_number;
     Some<N, 8> some;
     if (neat) {
@@ -42,20 +44,19 @@ if (!decodes) {
       #pragma unroll
       for (int n = 0; n < 8; n++) some.n[n] = numbers[n * q_number];
     }
-    *(Some<N, 8>*)((char*)space + QUERY_AT + i / PIECES * LINE + piece * 16) = some;
+    put_query((char*)space + QUERY_AT + i / QUERY_PIECES * QUERY_LINE, piece, some);
   }
   __syncthreads();
-  // The addresses that a lane gives for the first matrices of queries, keys and values.
-  const unsigned query_from = base + QUERY_AT + (warp * 16 * MATRICES + lane % 16) * LINE + lane / 16 * 16;
-  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
-  const unsigned value_from = base + TILE + lane % 16 * LINE + lane / 16 * 16;
+  // The address that a lane gives for the first matrices of queries.
+  const unsigned query_from
+      = base + QUERY_AT + (warp * 16 * MATRICES + lane % 16) * QUERY_LINE + lane / 16 * 16;
   unsigned query[KEPT ? MATRICES : 1][KEPT ? SIZE / 16 : 1][4];
   if (KEPT)
     #pragma unroll
     for (int m = 0; m < MATRICES; m++)
       #pragma unroll
       for (int c = 0; c < SIZE / 16; c++)
-        load_matrices(query[KEPT ? m : 0][KEPT ? c : 0], query_from + m * 16 * LINE + c * 32);
+        load_matrices(query[KEPT ? m : 0][KEPT ? c : 0], query_from + m * 16 * QUERY_LINE + c * 32);
   float most[MATRICES][2], total[MATRICES][2], sum[MATRICES][SIZE / 8][4];
   int begin[MATRICES][2], end[MATRICES][2];
   // The keys that some row of the warp sees, and those that all see.
@@ -107,18 +108,25 @@ if (!decodes) {
             #pragma unroll
             for (int i = 0; i < 4; i++) a[m][i] = query[KEPT ? m : 0][KEPT ? c : 0][i];
           } else {
-            load_matrices(a[m], query_from + m * 16 * LINE + c * 32);
+            load_matrices(a[m], query_from + m * 16 * QUERY_LINE + c * 32);
           }
         #pragma unroll
         for (int j = 0; j < KEYS / 16; j++) {
           unsigned b[4];
-          load_matrices(b, key_from + here + j * 16 * LINE + c * 32);
+          load_keys(b, here + j * 16 * LINE + c * 16 * sizeof(Stored));
           #pragma unroll
           for (int m = 0; m < MATRICES; m++) {
             mma(score[m][2 * j], a[m], b[0], b[1], N());
             mma(score[m][2 * j + 1], a[m], b[2], b[3], N());
           }
         }
+      }
+      Scales by[KEYS / 8];
+      #pragma unroll
+      for (int j = 0; j < KEYS / 8; j++) {
+        by[j] = scales_of(here + SCALES_AT + j * 16, here + TILE + SCALES_AT + j * 16, token + j * 8);
+        #pragma unroll
+        for (int m = 0; m < MATRICES; m++) scale_scores(score[m][j], by[j]);
       }
       unsigned share[MATRICES][KEYS / 16][4];
       const bool masked = token < all_low || token + KEYS > all_high;
@@ -155,7 +163,7 @@ if (!decodes) {
             const float left = power2(fmaf(score[m][j][2 * half], RATE, -less));
             const float right = power2(fmaf(score[m][j][2 * half + 1], RATE, -less));
             all += left + right;
-            share[m][j / 2][j % 2 * 2 + half] = pair(left, right, N());
+            share[m][j / 2][j % 2 * 2 + half] = share_pair(left, right, by[j]);
           }
           total[m][half] = total[m][half] * shrink + all;
           #pragma unroll
@@ -168,14 +176,14 @@ if (!decodes) {
       #pragma unroll
       for (int t = 0; t < KEYS / 16; t++)
         #pragma unroll
-        for (int c = 0; c < SIZE / 16; c++) {
-          unsigned b[4];
-          load_transposed(b, value_from + here + t * 16 * LINE + c * 32);
+        for (int c = 0; c < PIECES / 2; c++) {
+          unsigned b[2 * VALUE_MATRICES];
+          load_values(b, here + TILE + t * 16 * LINE + c * 32);
           #pragma unroll
-          for (int m = 0; m < MATRICES; m++) {
-            mma(sum[m][2 * c], share[m][t], b[0], b[1], N());
-            mma(sum[m][2 * c + 1], share[m][t], b[2], b[3], N());
-          }
+          for (int m = 0; m < MATRICES; m++)
+            #pragma unroll
+            for (int j = 0; j < VALUE_MATRICES; j++)
+              mma(sum[m][VALUE_MATRICES * c + j], share[m][t], b[2 * j], b[2 * j + 1], N());
         }
     }
     stage ^= 1;
@@ -191,16 +199,9 @@ if (!decodes) {
       if (g < asked && !PARTED) {
         const float top = fmaxf(most[m][half], least(g)), weight = power2(most[m][half] - top);
         const float factor = weight / (all * weight + sunk(g, top));
-        N* const numbers = output_at(g) + 2 * quarter;
-        #pragma unroll
-        for (int j = 0; j < SIZE / 8; j++)
-          *(unsigned*)(numbers + 8 * j)
-              = pair(sum[m][j][2 * half] * factor, sum[m][j][2 * half + 1] * factor, N());
+        put_output(output_at(g), sum[m], half, factor);
       } else if (g < asked) {
-        float* const numbers = parts + part * WHOLE + g * SIZE + 2 * quarter;
-        #pragma unroll
-        for (int j = 0; j < SIZE / 8; j++)
-          *(Some<float, 2>*)(numbers + 8 * j) = {sum[m][j][2 * half], sum[m][j][2 * half + 1]};
+        put_sums(parts + part * WHOLE + g * SIZE, sum[m], half);
         if (quarter == 0) {
           parts[part * WHOLE + QUERIES * SIZE + g] = most[m][half];
           parts[part * WHOLE + QUERIES * SIZE + QUERIES + g] = all;

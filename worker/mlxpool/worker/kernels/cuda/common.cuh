@@ -14,3 +14,14 @@ template <typename N> __device__ inline float gated(float gate, float beside, N 
   down(beside, &rounded);
   return gate / (1 + expf(-gate)) * up(rounded);
 }
+// A number of a head after the rotation of its line; `cosines` and `sines` are those of the line.
+template <typename N, int TURNED, bool TRADITIONAL>
+__device__ inline float rotated(const N* numbers, long stride, int d, const float* cosines, const float* sines) {
+  constexpr int HALF = TURNED > 0 ? TURNED / 2 : 1;
+  const float x = up(numbers[d * stride]);
+  if (d >= TURNED) return x;
+  const int i = TRADITIONAL ? d / 2 : d % HALF;
+  const bool second = TRADITIONAL ? d % 2 : d >= HALF;
+  const float y = up(numbers[(TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF) * stride]);
+  return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+}

@@ -1,50 +1,49 @@
-// The tiles of lines that decode: the second part of ragged_attention.cu.
+// The tiles of lines that decode: the second part of ragged_attention.cu, behind stored_numbers.cuh or
+// stored_integers.cuh.
 if (decodes) {
   // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: those that it multiplies
   // and those that it has asked for. A tile's keys are free, and asked for anew, before its values.
-  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8, LINE = (SIZE + 8) * 2, PIECES = SIZE / 8;
-  constexpr int MATRIX = TILE * LINE, PENDING = 2 * DECODE_STAGES - 1;  // bytes; groups of copies
-  const unsigned base = shared_address(space) + warp * DECODE_STAGES * 2 * MATRIX;
+  constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8;
+  constexpr int EACH = 16 / sizeof(Stored), PIECES = SIZE / EACH;  // numbers of 16 bytes
+  constexpr int SCALES_AT = TILE * LINE, MATRIX = SCALES_AT + TILE * SCALE_BYTES;  // bytes
+  constexpr int PENDING = 2 * DECODE_STAGES - 1;  // groups of copies
+  const unsigned tiles = warp * DECODE_STAGES * 2 * MATRIX, base = shared_address(space) + tiles;
   const int* const blocks = (const int*)tables + table_at;
   auto block_of = [&](int token) -> long { return blocks[min(token, last - 1) / BLOCK]; };
-  auto fetch = [&](const void* pool, int token, long block, unsigned into) {
+  // The scales of values come with the keys: shares are multiplied by them before the values arrive.
+  auto fetch = [&](const void* pool, bool with_scales, int token, long block, unsigned into) {
     if (token < last) {
-      const N* const from = (const N*)pool + ((block * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
+      const long at = (block * HEADS + head) * BLOCK + token % BLOCK;
+      const Stored* const from = (const Stored*)pool + at * SIZE;
       if (token >= low && token + TILE <= last) {
         #pragma unroll
         for (int n = 0; n < TILE * PIECES / 32; n++) {
           const int i = n * 32 + lane;
-          copy(into + i / PIECES * LINE + i % PIECES * 16, from + i * 8);
+          copy(into + i / PIECES * LINE + i % PIECES * 16, from + i * EACH);
         }
       } else {
         #pragma unroll 1
         for (int i = lane; i < TILE * PIECES; i += 32)
           copy(into + i / PIECES * LINE + i % PIECES * 16,
-               from + (inside(token + i / PIECES) - token) * SIZE + i % PIECES * 8);
+               from + (inside(token + i / PIECES) - token) * SIZE + i % PIECES * EACH);
       }
+      if (with_scales && lane < TILE / 8) copy_scales(into + SCALES_AT, into + MATRIX + SCALES_AT, at, lane);
     }
     commit_copies();
   };
-  // A number of a head after the rotation of its line.
+  const long turned_at = TURNED > 0 ? (long)first_line * (TURNED / 2) : 0;
   auto turned = [&](const N* numbers, long stride, int d) -> float {
-    constexpr int HALF = TURNED > 0 ? TURNED / 2 : 1;
-    const float x = up(numbers[d * stride]);
-    if (d >= TURNED) return x;
-    const int i = first_line * HALF + (TRADITIONAL ? d / 2 : d % HALF);
-    const bool second = TRADITIONAL ? d % 2 : d >= HALF;
-    const float y = up(numbers[(TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF) * stride]);
-    return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+    return rotated<N, TURNED, TRADITIONAL>(numbers, stride, d, (const float*)cosines + turned_at,
+                                           (const float*)sines + turned_at);
   };
   if (FRESH && first < last && last == high_key) {
-    const long at = place(high_key - 1);
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * SIZE; i += THREADS) {
-      const int d = i % SIZE;
-      if (i < SIZE)
-        down(turned(k_from + first_line * k_line + head * k_head, k_number, d), (N*)keys + at + d);
-      else
-        ((N*)values)[at + d] = v_from[first_line * v_line + head * v_head + d * v_number];
-    }
+    auto key = [&](int d) -> N {
+      N rounded;
+      down(turned(k_from + first_line * k_line + head * k_head, k_number, d), &rounded);
+      return rounded;
+    };
+    auto value = [&](int d) -> N { return v_from[first_line * v_line + head * v_head + d * v_number]; };
+    store_fresh(slot(high_key - 1), key, value);
     __syncthreads();
   }
   int token = first + warp * TILE;
@@ -52,8 +51,8 @@ if (decodes) {
   #pragma unroll
   for (int stage = 0; stage < DECODE_STAGES; stage++) {
     const long block = block_of(token + stage * STEP);
-    fetch(keys, token + stage * STEP, block, base + stage * 2 * MATRIX);
-    fetch(values, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
+    fetch(keys, true, token + stage * STEP, block, base + stage * 2 * MATRIX);
+    fetch(values, false, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
   }
   long block = block_of(token + DECODE_STAGES * STEP);
   unsigned query[SETS][SIZE / 16][2];
@@ -67,7 +66,7 @@ if (decodes) {
     for (int c = 0; c < SIZE / 16; c++)
       #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int at = c * 16 + i * 8 + 2 * quarter;
+        const int at = c * 16 + query_number(i);
         query[set][c][i] = FRESH ? pair(turned(numbers, q_number, at), turned(numbers, q_number, at + 1), N())
                            : neat ? *(const unsigned*)(numbers + at)
                                 : pair(up(numbers[at * q_number]), up(numbers[(at + 1) * q_number]), N());
@@ -79,9 +78,6 @@ if (decodes) {
   }
   #pragma unroll
   for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
-  // The addresses that a lane gives for the first matrices of keys and values.
-  const unsigned key_from = base + (lane / 16 * 8 + lane % 8) * LINE + lane / 8 % 2 * 16;
-  const unsigned value_from = base + MATRIX + lane % 16 * LINE + lane / 16 * 16;
   unsigned here = 0;  // bytes before the stage
   #pragma unroll 1
   for (; token < last; token += STEP) {
@@ -95,14 +91,21 @@ if (decodes) {
     #pragma unroll
     for (int c = 0; c < SIZE / 16; c++) {
       unsigned b[4];
-      load_matrices(b, key_from + here + c * 32);
+      load_keys(b, tiles + here + c * 16 * sizeof(Stored));
       const unsigned a[4] = {query[0][c][0], SETS > 1 ? query[SETS - 1][c][0] : 0, query[0][c][1],
                              SETS > 1 ? query[SETS - 1][c][1] : 0};
       mma(score[0], a, b[0], b[1], N());
       mma(score[1], a, b[2], b[3], N());
     }
+    Scales by[2];
+    #pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const unsigned at = tiles + here + SCALES_AT + n * 16;
+      by[n] = scales_of(at, at + MATRIX, token + n * 8);
+      scale_scores(score[n], by[n]);
+    }
     __syncwarp();
-    fetch(keys, next, block, base + here);
+    fetch(keys, true, next, block, base + here);
     unsigned share[4] = {0, 0, 0, 0};
     float shrink[2] = {1, 1};
     const bool masked = lines > 1 || token < low || token + TILE > last;
@@ -129,7 +132,7 @@ if (decodes) {
       for (int n = 0; n < 2; n++) {
         const float left = power2(score[n][2 * set] - less), right = power2(score[n][2 * set + 1] - less);
         total[set] += left + right;
-        share[2 * n + set] = pair(left, right, N());
+        share[2 * n + set] = share_pair(left, right, by[n]);
       }
     }
     #pragma unroll
@@ -141,14 +144,15 @@ if (decodes) {
     wait_copies<PENDING>();
     __syncwarp();
     #pragma unroll
-    for (int c = 0; c < SIZE / 16; c++) {
-      unsigned b[4];
-      load_transposed(b, value_from + here + c * 32);
-      mma(sum[2 * c], share, b[0], b[1], N());
-      mma(sum[2 * c + 1], share, b[2], b[3], N());
+    for (int c = 0; c < PIECES / 2; c++) {
+      unsigned b[2 * VALUE_MATRICES];
+      load_values(b, tiles + here + MATRIX + c * 32);
+      #pragma unroll
+      for (int j = 0; j < VALUE_MATRICES; j++)
+        mma(sum[VALUE_MATRICES * c + j], share, b[2 * j], b[2 * j + 1], N());
     }
     __syncwarp();
-    fetch(values, next, block, base + here + MATRIX);
+    fetch(values, false, next, block, base + here + MATRIX);
     block = next_block;
     if (DECODE_STAGES > 1) here = here == (DECODE_STAGES - 1) * 2 * MATRIX ? 0 : here + 2 * MATRIX;
   }
@@ -165,10 +169,6 @@ if (decodes) {
       warp_most[warp * ROWS + g] = most[set];
       warp_total[warp * ROWS + g] = total[set];
     }
-    if (g < asked)
-      #pragma unroll
-      for (int j = 0; j < SIZE / 8; j++)
-        *(Some<float, 2>*)(warp_sum + (warp * ROWS + g) * SIZE + j * 8 + 2 * quarter)
-            = {sum[j][2 * set], sum[j][2 * set + 1]};
+    if (g < asked) put_sums(warp_sum + (warp * ROWS + g) * SIZE, sum, set);
   }
 }

@@ -2,7 +2,8 @@
 // a tile of neighbouring lines of one row, and one key head. The query heads of the key head, line by
 // line, are the rows of the tile. A tile of up to DECODE_ROWS rows reads keys and values into registers,
 // where each warp has other keys (decode_tiles.cuh); a larger tile shares keys and values, and each warp
-// has other rows (chunk_tiles.cuh). The keys of a tile may be divided into parts, which part_sums.cuh adds
+// has other rows (chunk_tiles.cuh). How both read and write what is stored is in stored_numbers.cuh or
+// stored_integers.cuh. The keys of a tile may be divided into parts, which part_sums.cuh adds
 // up. Scores are of base 2.
 constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;

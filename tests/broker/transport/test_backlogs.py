@@ -1,0 +1,78 @@
+"""When peers with a backlog are tried again, and what counts for how much."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from mlxpool.broker.transport.backlogs import (
+    FIRST_RETRY,
+    MAX_RETRY,
+    PART_BYTES,
+    Backlogs,
+    size_of,
+)
+
+
+def tries(backlogs: Backlogs, end: float) -> list[float]:
+    """The times until `end` at which the one full peer is tried; it takes nothing."""
+    found = []
+    now = 0.0
+    while (now := max(now, backlogs.next_wake())) < end:
+        number = backlogs.due(now)
+        if number is not None:
+            found.append(now)
+            backlogs.put_back(number, now, progress=False, more=False)
+    return found
+
+
+def test_a_peer_that_takes_nothing_is_tried_less_and_less_often() -> None:
+    backlogs = Backlogs()
+    backlogs.add(1, 10)
+    found = tries(backlogs, 5.0)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert abs(found[0] - FIRST_RETRY) < 1e-9 and abs(gaps[0] - FIRST_RETRY) < 1e-9
+    assert all(after >= before - 1e-9 for before, after in itertools.pairwise(gaps))
+    assert abs(gaps[-1] - MAX_RETRY) < 1e-9 and len(found) < 16
+
+
+def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
+    backlogs = Backlogs()
+    backlogs.add(1, 10)
+    tries(backlogs, 5.0)
+    assert backlogs.due(5.0) is None
+    backlogs.heard(1, 5.0)
+    assert backlogs.due(5.0) == 1
+    backlogs.put_back(1, 5.0, progress=False, more=False)
+    assert backlogs.next_wake() == 5.0 + FIRST_RETRY, "and the waits are short again"
+
+
+def test_a_peer_that_has_progressed_is_no_longer_the_one_that_is_stuck_longest() -> None:
+    backlogs = Backlogs(max_bytes=25)
+    for number in (1, 2):
+        backlogs.add(number, 10)
+    assert backlogs.stuck_longest() == 1 and not backlogs.exceeded
+    backlogs.due(0.0)
+    assert backlogs.due(FIRST_RETRY) == 1
+    backlogs.sent(5)
+    backlogs.put_back(1, FIRST_RETRY, progress=True, more=True)
+    assert backlogs.stuck_longest() == 2
+    assert backlogs.due(FIRST_RETRY) == 2, "others are tried before it is again"
+    backlogs.put_back(2, FIRST_RETRY, progress=False, more=False)
+    assert backlogs.due(FIRST_RETRY) == 1
+    backlogs.add(2, 11)
+    assert backlogs.bytes == 26 and backlogs.exceeded
+    backlogs.drop(2, 21)
+    assert backlogs.bytes == 5 and list(backlogs) == [1]
+
+
+def test_without_full_peers_nothing_is_due() -> None:
+    backlogs = Backlogs()
+    assert backlogs.next_wake() == math.inf and backlogs.due(1e9) is None
+    backlogs.add(1, 10)
+    backlogs.drop(1, 10)
+    assert backlogs.due(1e9) is None and backlogs.next_wake() == math.inf and not backlogs
+
+
+def test_small_parts_count_with_the_memory_that_they_take() -> None:
+    assert size_of([b"", b"abc"]) == 3 + 2 * PART_BYTES

@@ -1,0 +1,17 @@
+"""Fixtures of several tests of faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlxpool.client import Client
+from support.pool import Pool
+
+
+@pytest.fixture
+def client(pool: Pool) -> Iterator[Client]:
+    """A client of the pool of the module, whose timeout is longer than any fault."""
+    with pool.client(connect_timeout=60) as connected:
+        yield connected

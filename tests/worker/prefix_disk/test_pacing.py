@@ -1,0 +1,152 @@
+"""The rests of the thread that writes records, with times that are made up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxpool.worker.prefix_disk import pacing, records, segments
+from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_of
+from mlxpool.worker.prefix_disk.keys import block_key, packed, root_key
+from mlxpool.worker.prefix_disk.pacing import MIN_REST, POLL, REST, Pace
+from mlxpool.worker.prefix_disk.records import (
+    Kind,
+    checksum_of,
+    encode_header,
+    pieces_of,
+    places_of,
+)
+from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Segment, SegmentWriter
+from support.disk_records import ABOUT, DIGEST
+
+
+class Clock:
+    """Time that passes by sleeping, and processor time that passes by `work`."""
+
+    def __init__(self) -> None:
+        self.now = self.used = 0.0
+        self.sleeps: list[float] = []
+
+    def work(self, seconds: float) -> None:
+        self.used += seconds
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.used
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds <= POLL
+        self.now += seconds
+        self.sleeps.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    found = Clock()
+    monkeypatch.setattr(pacing, "time", found)
+    yield found
+
+
+def test_a_thread_rests_in_proportion_to_its_work(clock: Clock) -> None:
+    pace = Pace(lambda: False)
+    clock.work(5.0)
+    pace.begin()  # what was before does not count
+    for _ in range(40):
+        clock.work(0.001)
+        pace.rest()
+    assert clock.now == pytest.approx(5.0 + 40 * 0.001 * (1 + REST))
+    asleep = len(clock.sleeps)
+    clock.now += 100.0  # it waited for the disk
+    pace.rest()
+    assert len(clock.sleeps) == asleep
+
+
+def test_short_rests_are_taken_together(clock: Clock) -> None:
+    pace = Pace(lambda: False)
+    each = 0.4 * MIN_REST / REST
+    for _ in range(30):
+        clock.work(each)
+        pace.rest()
+    assert clock.sleeps == pytest.approx([1.2 * MIN_REST] * 10)
+
+
+def test_a_rest_has_a_bound_and_the_next_one_does_the_rest_of_it(clock: Clock) -> None:
+    pace = Pace(lambda: False)
+    clock.work(0.001)
+    pace.rest(0.004)
+    assert sum(clock.sleeps) == pytest.approx(0.004)
+    pace.rest()
+    assert sum(clock.sleeps) == pytest.approx(0.001 * REST)
+
+
+def test_a_rest_ends_when_nothing_runs_any_more(clock: Clock) -> None:
+    pace = Pace(lambda: clock.now > 1.0)
+    clock.work(0.5)
+    pace.rest()
+    assert 1.0 < clock.now <= 1.0 + 2 * POLL
+    clock.work(0.5)
+    asleep = len(clock.sleeps)
+    pace.rest()
+    assert len(clock.sleeps) == asleep
+
+
+def record() -> NewRecord:
+    """A record of some 100 kB, whose arrays have parts."""
+    rng = np.random.default_rng(1)
+    parts = [rng.integers(0, 9, (3, n, 40), np.uint16) for n in (5, 90, 105)]
+    arrays = (
+        NamedArray("0.0", "bfloat16", tuple(parts)),
+        NamedArray("0.1", "uint8", (rng.integers(0, 9, (2, 200, 1), np.uint8),)),
+        NamedArray("1.0", "uint16", tuple(parts[::-1])),
+    )
+    ids, root = tuple(range(200)), root_key("")
+    return NewRecord(Kind.TOKENS, 0, root, block_key(root, packed(ids)), ids, arrays)
+
+
+def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Each copy, check and write does a bounded part of it, however large the record is."""
+    for module in (records, segments):
+        monkeypatch.setattr(module, "PIECE", 4096)
+    new, pace = record(), Pace(lambda: False)
+    places = places_of([(one.name, one.dtype, one.shape) for one in new.arrays])
+    whole = payload_of(new, places)
+    dirty = np.full(whole.size, 255, np.uint8)
+    assert payload_of(new, places, dirty, pace) is dirty and np.array_equal(dirty, whole)
+    checksum = checksum_of(DIGEST, pace.between(pieces_of(whole.data)))
+    assert checksum == checksum_of(DIGEST, [whole.data])
+    fields = new.kind, new.start, new.parent, packed(new.ids), places, checksum
+    header = encode_header(DIGEST, *fields)
+    pwritev, sizes = os.pwritev, []
+
+    def slow(descriptor: int, parts: list[memoryview], at: int) -> int:
+        sizes.append(sum(map(len, parts)))
+        clock.work(1.0)
+        return pwritev(descriptor, [parts[0][:3000]], at)
+
+    found = []
+    for paced in (None, pace):
+        writer = SegmentWriter(tmp_path, DIGEST, ABOUT)
+        if paced is not None:
+            monkeypatch.setattr(os, "pwritev", slow)
+        began, before = clock.now, clock.used
+        writer.append(header, whole.data, paced)
+        rested = clock.now - began - (clock.used - before)
+        writer.close()
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        segment = Segment(writer.path, DIGEST)
+        ((_, place),) = segment.scan()
+        found.append(segment.read(place)[1].tobytes())
+        segment.close()
+    assert found[0] == found[1] == whole.tobytes()
+    assert max(sizes) == 4096 and len(sizes) > 20
+    # Other processes wait for the folder meanwhile, so there are bounded rests here.
+    assert 0 < rested <= 2 * MAX_APPEND_REST

@@ -1,0 +1,58 @@
+"""Spreads the work of the thread that writes records over time, while sequences run.
+
+A step of a model on a CPU computes on all cores, and lasts as long as the core that is late. So the
+thread works in pieces that are short beside a step and rests between them: each step loses a
+little, instead of some of them a lot.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+REST = 39.0  # times the processor time of its work, that the thread rests while sequences run
+MIN_REST = 0.004  # seconds; a shorter rest is added to the next one
+POLL = 0.02  # seconds between two looks at whether the thread may go on
+
+
+class Pace:
+    """The rests of one thread, which alone uses it.
+
+    `hurries`: whether there is no reason to rest; it is asked again in the middle of a rest.
+    """
+
+    def __init__(self, hurries: Callable[[], bool]) -> None:
+        self._hurries = hurries
+        self._owed = 0.0  # seconds of rest
+        self._counted = 0.0  # processor time of the thread up to which `_owed` counts, seconds
+
+    def begin(self) -> None:
+        """Work begins: what the thread did before is not counted."""
+        self._owed, self._counted = 0.0, time.thread_time()
+
+    def rest(self, most: float = math.inf) -> None:
+        """Rests for the work since the last call, at most `most` seconds; the next call does more.
+
+        Processor time counts, not time: a thread that waits for the disk disturbs nobody.
+        """
+        now = time.thread_time()
+        self._owed += REST * (now - self._counted)
+        self._counted = now
+        left = min(self._owed, most)
+        if left < MIN_REST:
+            return
+        self._owed -= left
+        until = time.monotonic() + left
+        while left > 0 and not self._hurries():
+            time.sleep(min(left, POLL))
+            left = until - time.monotonic()
+
+    def between(self, pieces: Iterable[T]) -> Iterator[T]:
+        """Yields pieces of work, with rests between them."""
+        for piece in pieces:
+            yield piece
+            self.rest()
