@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -113,7 +114,8 @@ def as_batch(run_dir: Path, texts: list[str], options: dict[str, Any], open_at: 
         batch = client.submit_batch(path, "bench", **options)
         sent = time.perf_counter() - started
         for row in batch.progress():
-            print(f"  {row['done']} of {row['lines']}", end="\r", flush=True)
+            if sys.stdout.isatty():
+                print(f"  {row['done']} of {row['lines']}", end="\r", flush=True)
         worked = time.perf_counter() - started
         results = []
         for result in batch.results():

@@ -9,6 +9,7 @@ import pytest
 
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.active import UNREAD_DELAY
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.deltas import Delta
@@ -89,7 +90,7 @@ def test_nothing_is_due_while_a_write_is_under_way() -> None:
     story.drain()
     assert story.manager.runs.next_write() == math.inf
     story.settle()
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     assert story.store.output(job.id)[0] == pack_ids(range(3))
 
 
@@ -184,7 +185,7 @@ def test_a_reading_from_the_middle_never_goes_on_in_another_generation() -> None
     story = JobStory()
     worker, job = started(story)
     worker.tokens(job.id, 3, facts={"digest": "old", "context": 2048})
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     story = story.restart()
     middle = story.fetch("a", start=5)
     story.settle()
@@ -288,7 +289,7 @@ def test_jobs_outlive_the_broker_and_go_on_from_their_durable_ids() -> None:
     story = JobStory()
     worker, job = started(story)
     worker.tokens(job.id, 3, facts={"digest": "d", "context": 2048})
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     worker.tokens(job.id, 2)  # never on the disk
     story.drain()
     story = story.restart()
@@ -307,7 +308,7 @@ def test_a_changed_model_begins_a_new_generation() -> None:
     story = JobStory()
     worker, job = started(story)
     worker.tokens(job.id, 3, facts={"digest": "old", "context": 2048})
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     story = story.restart()
     reading = story.fetch("a", start=3, gen=0)
     worker = story.ready_worker(digest="new")
@@ -573,10 +574,10 @@ def test_output_that_the_store_cannot_hold_ends_its_job_and_no_other() -> None:
     story = JobStory()
     worker, job = started(story)
     worker.tokens(job.id, 2)
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     story.store.refusing = "store_error"
     worker.tokens(job.id, 3)
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     story.store.refusing = ""
     story.pass_time(1.5)
     dead = story.assert_state("a", JobState.DEAD)

@@ -14,6 +14,10 @@ from mlxpool.common.protocol.deltas import Delta, size_of
 from mlxpool.common.protocol.packing import pack
 from mlxpool.common.protocol.token_ids import count_of
 
+WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
+UNREAD_DELAY = 1.0  # the same, while nobody reads the job: a crash makes it compute these again
+UNREAD_BYTES = 8 * 1024  # of steps that nobody reads, from which on they wait for WRITE_DELAY only
+
 
 class Step(NamedTuple):
     """Output that is never divided: the text is exactly that of the ids."""
@@ -39,12 +43,14 @@ class ActiveJob:
     taken: int = 0
     durable: int = 0
     steps: deque[Step] = field(default_factory=deque)
+    size: int = 0  # bytes of `steps`
     text_before: str = ""  # came without ids: it belongs in front of the next step's
     facts: bytes | None = None  # of its first worker, until they are on the disk
     writing: Operation | None = None
     outcome: Operation | None = None  # how it leaves, once all its ids are on the disk
     phase: JobPhase = JobPhase.RUNNING  # what it is once its outcome is on the disk
     ran: bool = True  # the core has its run
+    leaving: bool = False  # its run is over and its outcome is not on the disk
     write_at: float = math.inf  # when its steps are written; infinity: it has none, or they are
     answer_bound: int = 0  # bytes that its answer may have, while its run or its end has them
     yield_at: int = 0  # ids at which an idle job gives its place back; 0: nobody waits for it
@@ -80,7 +86,19 @@ class ActiveJob:
         size, text = size_of(row) + 4 * len(self.text_before), self.text_before + row.text
         self.text_before = ""
         self.steps.append(Step(text, row.ids, row.logprobs, size))
+        self.size += size
         self.taken += count_of(row.ids)
+
+    def plan_write(self, now: float, *, read: bool) -> None:
+        """Have its steps written in time. `read`: somebody waits for them.
+
+        What nobody reads is promised to nobody, so it may wait: most short jobs are then written
+        once, with their end. A job that was started before without a durable id gets its first
+        ones soon, so that starts are counted against it only if it computes nothing.
+        """
+        unproven = self.job.starts > 1 and self.durable == self.job.pos
+        soon = read or unproven or self.size >= UNREAD_BYTES
+        self.write_at = min(self.write_at, now + (WRITE_DELAY if soon else UNREAD_DELAY))
 
     def chunk(self) -> Chunk | None:
         """The first steps that are not on the disk, as far as a chunk may hold them."""
@@ -101,9 +119,14 @@ class ActiveJob:
         packed = pack(logprobs) if logprobs else b""
         return Chunk(self.durable, bytes(ids), "".join(texts), tuple(borders), packed)
 
+    def drop_steps(self) -> None:
+        """Forget what is not on the disk: the store cannot hold it."""
+        self.steps.clear()
+        self.size = 0
+
     def written(self, chunk: Chunk) -> None:
         """A chunk is on the disk."""
         for _ in chunk.borders:
-            self.steps.popleft()
+            self.size -= self.steps.popleft().size
         self.durable = chunk.end
         self.facts = None

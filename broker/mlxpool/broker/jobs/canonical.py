@@ -18,6 +18,7 @@ DEFAULTS = {
     one: {each.name: each.default for each in fields(one) if each.default is not MISSING}
     for one in (EncoderCall, DecideCall)
 }
+PLAIN = (str, int, bool, bytes)  # as nearly all values are: they mean what they are
 MAX_EXACT = 2**53  # from here on a float need not be a whole number that somebody wrote
 
 
@@ -59,6 +60,8 @@ def _without_defaults(call: ModelCall) -> dict[str, Any]:
 
 def canonical(value: Any) -> Any:
     """The one form of all values that mean the same: maps sorted and without None, 1 for 1.0."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, Mapping):
         entries = ((str(key), entry) for key, entry in value.items() if entry is not None)
         return [[key, canonical(entry)] for key, entry in sorted(entries, key=lambda pair: pair[0])]

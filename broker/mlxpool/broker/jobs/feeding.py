@@ -23,6 +23,9 @@ from mlxpool.common.protocol.kept.job_messages import IDLE
 WINDOW = 2  # times the places of ready workers
 FEED_BYTES = 64 * 1024 * 1024  # of requests that one operation takes
 MAX_FED = 256  # jobs that one operation takes
+LEAST_SHARE = 8  # places for 1 / LEAST_SHARE of the jobs that fit are free before more are read,
+FEED_INTERVAL = 0.1  # or so many seconds are over: the store reads many at once for less
+MAX_LEAVING = 256  # jobs of a group whose run is over and whose end is not on the disk
 SUSPECTS = 1  # jobs that may have ended the broker run one at a time
 
 Group = tuple[str, int]  # (the model's name as jobs have it, priority)
@@ -38,7 +41,9 @@ class Backlog:
     feeding: bool = False  # a FeedNext is under way
     due_since: float = math.inf  # the earliest of those that came while it is
     pause_until: float = 0.0  # the store refused to read
-    active: int = 0  # jobs of it that run
+    active: int = 0  # jobs of it that the core has
+    leaving: int = 0  # those whose run is over and whose outcome is not on the disk
+    planned_at: float = -math.inf  # the last FeedNext
     calls: tuple[str, int] = ("", 0)  # a model and how many of its calls are read at most
 
 
@@ -76,9 +81,10 @@ class Feeder:
         plans = []
         for group in sorted(self.groups, key=lambda group: self._order(group, view)):
             backlog = self.groups[group]
-            plan = self._plan(group, backlog, view, frozenset(held), now)
+            plan = self._plan(group, backlog, view, held, now)
             if plan is not None:
                 backlog.feeding, backlog.due_since = True, math.inf
+                backlog.planned_at = now
                 model = view.model_of(plan.model)
                 if model is not None and view.may_answer(model):
                     backlog.calls = model, plan.count
@@ -97,7 +103,7 @@ class Feeder:
         return self.answer_room.calls(model, reads)
 
     def _plan(
-        self, group: Group, backlog: Backlog, view: PoolView, held: frozenset[bytes], now: float
+        self, group: Group, backlog: Backlog, view: PoolView, held: Collection[bytes], now: float
     ) -> FeedNext | None:
         name, priority = group
         model = view.model_of(name)
@@ -105,7 +111,10 @@ class Feeder:
             return None
         if model is None or not view.admits:
             return None
-        count = self._room(model, name, priority, view, now) - backlog.active
+        room = self._room(model, name, priority, view, now)
+        count = min(room - backlog.active, MAX_LEAVING - backlog.leaving)
+        if priority != IDLE and now < backlog.planned_at + FEED_INTERVAL:
+            count = 0 if count * LEAST_SHARE < room else count
         if count > 0 and view.may_answer(model):
             count = min(count, self._call_room(model))
         if backlog.due <= now and count > 0:
@@ -114,19 +123,21 @@ class Feeder:
                 priority,
                 min(count, MAX_FED),
                 backlog.last_owner,
-                held,
+                frozenset(held),
                 below_starts=ALONE_STARTS,
                 max_bytes=FEED_BYTES,
             )
         if backlog.suspects and backlog.due > now and self._alone(name, view, now):
-            return FeedNext(name, priority, SUSPECTS, "", held, ALONE_STARTS, max_bytes=FEED_BYTES)
+            return FeedNext(
+                name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
+            )
         return None
 
     def _alone(self, name: str, view: PoolView, now: float) -> bool:
         """Whether a job of this model would run alone: nothing else of it runs or is due."""
         of_model = [one for (other, _), one in self.groups.items() if other == name]
         model = view.model_of(name)
-        busy = any(one.active or one.feeding or one.due <= now for one in of_model)
+        busy = any(one.active or one.leaving or one.feeding or one.due <= now for one in of_model)
         return model is not None and not busy and view.idle(model)
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
@@ -170,13 +181,28 @@ class Feeder:
     def started(self, group: Group) -> None:
         self.groups.setdefault(group, Backlog()).active += 1
 
-    def left(self, group: Group) -> None:
+    def has_due(self, group: Group, now: float) -> bool:
+        """Whether jobs of the group wait in the store and may be run."""
+        backlog = self.groups.get(group)
+        return backlog is not None and backlog.due <= now
+
+    def leaving(self, group: Group) -> None:
+        """The run of a job is over: the core has a place for another one."""
         self.groups[group].active -= 1
+        self.groups[group].leaving += 1
+
+    def left(self, group: Group, *, leaving: bool) -> None:
+        """A job of the group is neither run nor written any more. `leaving`: it was leaving."""
+        if leaving:
+            self.groups[group].leaving -= 1
+        else:
+            self.groups[group].active -= 1
         self._drop_if_empty(group)
 
     def _drop_if_empty(self, group: Group) -> None:
         backlog = self.groups[group]
-        if math.isinf(backlog.due) and not (backlog.active or backlog.suspects or backlog.feeding):
+        in_use = backlog.active or backlog.leaving or backlog.suspects or backlog.feeding
+        if math.isinf(backlog.due) and not in_use:
             del self.groups[group]
 
 

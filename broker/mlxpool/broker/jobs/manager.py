@@ -45,6 +45,7 @@ from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Failed
 
 POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
+PLACE_DELAY = 0.01  # seconds from the end of a run until its worker has said that a place is free
 SWEEP_INTERVAL = 1.0  # seconds between two looks for deadlines and results that are kept no longer
 READER_INTERVAL = 1.0  # seconds between two looks for readers that are slow, or gone
 FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store
@@ -62,7 +63,9 @@ class JobManager:
         self._outbox = outbox = Outbox(boot)
         answer_room = AnswerRoom()
         self._feeder = Feeder(answer_room)
-        self.readers = Readers(outbox, active)
+        self.readers = Readers(
+            outbox, active, on_begun=lambda id, now: self.runs.reader_came(id, now)
+        )
         self.notices = notices = NoticeQueue(outbox, lambda: policy().notify_for)
         self.runs = Runs(outbox, view, self._feeder, answer_room, self.readers, notices, active)
         self.questions = Questions(
@@ -84,7 +87,7 @@ class JobManager:
             ev.Acknowledged: self._on_acknowledged,
             ev.ReaderLeft: self._on_reader_left,
             ev.Output: self.runs.on_output,
-            ev.RunEnded: self.runs.on_ended,
+            ev.RunEnded: self._on_run_ended,
             ev.SetBack: self.runs.on_set_back,
             ev.Posted: self.notices.on_posted,
             ev.StoreOpened: self._on_store_opened,
@@ -177,6 +180,13 @@ class JobManager:
 
     def _on_reader_left(self, event: ev.ReaderLeft, now: float) -> None:
         self.readers.leave(event.link, event.owner, event.id)
+
+    def _on_run_ended(self, event: ev.RunEnded, now: float) -> None:
+        self.runs.on_ended(event, now)
+        if self._open:
+            self._feed(now)
+            if self._feeder.hungry(now):
+                self._poll_at = min(self._poll_at, now + PLACE_DELAY)
 
     def _on_wake(self, event: ev.Wake, now: float) -> None:
         if now >= self._readers_at:

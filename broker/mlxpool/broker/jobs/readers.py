@@ -70,11 +70,17 @@ class Reader:
 class Readers:
     """Owns every Reader."""
 
-    def __init__(self, outbox: Outbox, running: Container[bytes]) -> None:
-        """`running`: the ids of jobs that run."""
+    def __init__(
+        self,
+        outbox: Outbox,
+        running: Container[bytes],
+        on_begun: Callable[[bytes, float], None],
+    ) -> None:
+        """`running`: the ids of jobs that run. `on_begun` is told of each job that is read."""
         self.all: dict[ReaderKey, Reader] = {}
         self._outbox = outbox
         self._running = running
+        self._on_begun = on_begun
         self._of_job: dict[bytes, dict[ReaderKey, Reader]] = {}
 
     # ---- what clients do -----------------------------------------------------------------------
@@ -115,6 +121,10 @@ class Readers:
     def has(self, id: bytes, owner: str) -> bool:
         """Whether this owner has a reading with this id."""
         return any((reader.id, reader.owner) == (id, owner) for reader in self.all.values())
+
+    def reads(self, job: bytes) -> bool:
+        """Whether anybody reads this job."""
+        return job in self._of_job
 
     def drop_silent(self, known: Callable[[int], bool]) -> None:
         """Forget the readings of connections that nothing was heard of for long.
@@ -205,7 +215,7 @@ class Readers:
             return
         job = reader.known = result.job
         reader.gen = job.gen
-        if not reader.told and not self._begin(reader, job):
+        if not reader.told and not self._begin(reader, job, now):
             return
         if job.state in ENDED and reader.sent > job.pos:
             what = f"from is {reader.fetch.start}, the job has ended with {job.pos} ids"
@@ -222,7 +232,7 @@ class Readers:
             return
         self._go_on(reader, now)
 
-    def _begin(self, reader: Reader, job: JobView) -> bool:
+    def _begin(self, reader: Reader, job: JobView, now: float) -> bool:
         """The job was found: tell its reader. False if it has too many readers."""
         of_job = self._of_job.setdefault(job.id, {})
         if len(of_job) >= MAX_READERS:
@@ -236,6 +246,7 @@ class Readers:
             self._outbox.boot, reader.link, job.id, job.scope.key, job.gen, job.seed, phase.value
         )
         self._outbox.send(reader.link, accepted, reader.id, reader.attempt, reader.sent)
+        self._on_begun(job.id, now)
         return True
 
     def _send(self, reader: Reader, chunk: Chunk, now: float) -> None:

@@ -53,7 +53,6 @@ from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
 
-WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
 WINDOW = 4096  # ids of a run that may wait for the disk
 RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
 IDLE_IDS = 64  # that an idle job may still compute when others wait
@@ -168,7 +167,7 @@ class Runs:
                 continue
             active.take(row)
             if active.steps and active.writing is None:  # else when that is written
-                active.write_at = min(active.write_at, now + WRITE_DELAY)
+                active.plan_write(now, read=self._readers.reads(row.id))
             if active.job.priority == IDLE:
                 self._give_way(active, now)
         if unfit:
@@ -206,6 +205,12 @@ class Runs:
         job = active.job = replace(active.job, charge=event.charge)
         noted = SetBack(job.id, job.gen, event.charge, event.cause, event.stacks)
         self._outbox.store(noted, lambda result, now: None)
+
+    def reader_came(self, id: bytes, now: float) -> None:
+        """Somebody reads a job from now on: write what it has."""
+        active = self.active.get(id)
+        if active is not None and active.steps and active.writing is None:
+            active.write_at = now
 
     def write_due(self, now: float) -> None:
         """Write what has been gathered for long enough."""
@@ -260,7 +265,8 @@ class Runs:
     def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
         """Its run is over: write what there is, then the outcome."""
         active.move(_event_of(outcome))
-        active.ran, active.outcome = False, outcome
+        active.ran, active.leaving, active.outcome = False, True, outcome
+        self._feeder.leaving(_group(active.job))
         self._write(active, now)
 
     def _cancel_run(self, active: ActiveJob) -> None:
@@ -285,7 +291,7 @@ class Runs:
     def _remove(self, active: ActiveJob) -> None:
         del self.active[active.id]
         self._answer_room.give_back(active.model, active.answer_bound)
-        self._feeder.left(_group(active.job))
+        self._feeder.left(_group(active.job), leaving=active.leaving)
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -295,13 +301,25 @@ class Runs:
             active.write_at = math.inf  # `_written` goes on
             return
         chunk = active.chunk()
-        operation = _next_operation(active, chunk)
+        operation = _next_operation(active, chunk, patient=self._is_patient(active, now))
         active.write_at = math.inf
         if operation is None:
             return
         active.writing = operation
         self._outbox.store(
             operation, lambda result, now: self._written(active, operation, chunk, result, now)
+        )
+
+    def _is_patient(self, active: ActiveJob, now: float) -> bool:
+        """Whether the end of a job may wait for others: lines of a batch have theirs together.
+
+        A read of the jobs that follow, which is urgent, takes them along.
+        """
+        job = active.job
+        return (
+            job.batch is not None
+            and not self._readers.reads(job.id)
+            and self._feeder.has_due(_group(job), now)
         )
 
     def _written(
@@ -333,18 +351,18 @@ class Runs:
         elif active.outcome is not None:
             self._write(active, now)
         elif active.steps:
-            active.write_at = now + WRITE_DELAY
+            active.plan_write(now, read=self._readers.reads(active.id))
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
         """The store cannot hold this, now or later: end the job with what is on the disk."""
         if isinstance(operation, Finish) and operation.state is JobState.DEAD:
-            active.steps.clear()
+            active.drop_steps()
             return  # this end is short: what it had beside it was at fault
         if active.ran:
             self._cancel_run(active)
         if active.outcome is None:
             active.move("final")
-        active.steps.clear()
+        active.drop_steps()
         active.outcome = self._dead(active, Internal(refused.message))
 
     def _left(self, active: ActiveJob, job: JobView, now: float) -> None:
@@ -361,13 +379,13 @@ class Runs:
             self._notices.came(job.notify, now)
 
 
-def _next_operation(active: ActiveJob, chunk: Chunk | None) -> Operation | None:
+def _next_operation(active: ActiveJob, chunk: Chunk | None, *, patient: bool) -> Operation | None:
     """What has to be written next; the last ids go together with a Finish."""
     outcome, gen = active.outcome, active.job.gen
     if isinstance(outcome, NewGeneration):
         return outcome
     if isinstance(outcome, Finish) and (chunk is None or len(chunk.borders) == len(active.steps)):
-        return replace(outcome, chunk=chunk, facts=active.facts)
+        return replace(outcome, chunk=chunk, facts=active.facts, patient=patient)
     if chunk is not None:
         return Progress(active.id, gen, chunk, active.facts)
     return outcome

@@ -41,9 +41,8 @@ def differs(stored: int | None, computed: int | None) -> bool:
 
 def _crc(*parts: Part) -> int:
     """Of the parts with their lengths, so that no byte can move from one to the next."""
-    crc = 0
+    pieces: list[bytes] = []
     for part in parts:
         data = str(part).encode(errors="surrogatepass") if isinstance(part, str | int) else part
-        crc = zlib.crc32(len(data).to_bytes(8, "big"), crc)
-        crc = zlib.crc32(data, crc)
-    return crc
+        pieces += (len(data).to_bytes(8, "big"), data)
+    return zlib.crc32(b"".join(pieces))

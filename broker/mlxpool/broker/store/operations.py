@@ -3,10 +3,8 @@
 Files and batches are in batch_operations.py. The results are in records.py; each docstring names
 those that its operation can have, and any operation can also be `Refused`. A write is told only
 after the commit that holds it, and changes nothing if its result is `Fate`, `UnknownName`,
-`DuplicateKey`, `KeyGone` or `Refused`.
-
-Ages are seconds; the store adds them to its own clock. `held` are the ids of the jobs that the
-broker runs: on disk they wait.
+`DuplicateKey`, `KeyGone` or `Refused`. Ages are seconds; the store adds them to its own clock.
+`held` are the ids of the jobs that the broker runs: on disk they wait.
 """
 
 from __future__ import annotations
@@ -20,17 +18,20 @@ from mlxpool.broker.store.records import Chunk, Cursor, JobState, Name, Scope
 class Operation:
     """Base of all operations.
 
-    `urgent`: a commit is not delayed to gather more of its kind. `admits`: it brings new work, so
-    that it is refused first when the inbox fills or the bound in bytes comes near. `writes`: it can
-    change what is stored. `frees`: it deletes, concerns no job that runs, and so is performed
-    before others when the disk is full.
+    `urgent`: a commit is not delayed to gather more. `admits`: it brings new work, so that it is
+    refused first when the inbox fills or the bound in bytes comes near. `writes`: it can change
+    what is stored. `frees`: it deletes, concerns no job that runs, and so goes before others when
+    the disk is full.
     """
 
     __slots__ = ()
-    urgent: ClassVar[bool] = True
     admits: ClassVar[bool] = False
     writes: ClassVar[bool] = True
     frees: ClassVar[bool] = False
+
+    @property
+    def urgent(self) -> bool:
+        return True
 
     @property
     def size(self) -> int:
@@ -107,11 +108,14 @@ class Progress(Operation):
     `facts` come with the first ids of a generation. `starts` becomes 0.
     """
 
-    urgent: ClassVar[bool] = False
     id: bytes
     gen: int
     chunk: Chunk
     facts: bytes | None = None
+
+    @property
+    def urgent(self) -> bool:
+        return False
 
     @property
     def size(self) -> int:
@@ -125,7 +129,7 @@ class Finish(Operation):
     `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes, `answer` the
     blobs of one that has an answer, of at most MAX_ANSWER bytes together. A job with `notify` gets
     a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker. `attempts` are
-    those that have failed in a row, with the last; None: as before.
+    those that have failed in a row, with the last; None: as before. `patient`: it is not urgent.
     """
 
     id: bytes
@@ -138,6 +142,11 @@ class Finish(Operation):
     stacks: str = ""
     attempts: int | None = None
     answer: tuple[bytes, ...] = ()
+    patient: bool = False
+
+    @property
+    def urgent(self) -> bool:
+        return not self.patient
 
     @property
     def size(self) -> int:
@@ -217,10 +226,7 @@ class Retry(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Release(Operation):
-    """Delete the result of an ended job before its time. Results: Changed, Fate, UnknownName.
-
-    The key is remembered for `key_life` seconds more, as `gone`.
-    """
+    """Delete the result of an ended job; its key is `gone`. Results: Changed, Fate, UnknownName."""
 
     frees: ClassVar[bool] = True
     name: Name

@@ -37,7 +37,7 @@ from mlxpool.broker.store.records import (
 from mlxpool.broker.store.sql import files, outbox, rows
 from mlxpool.broker.store.sql.batch_reading import LIVE, find, find_row, view
 from mlxpool.broker.store.sql.database import Database
-from mlxpool.broker.store.sql.submitting import check_names, submit
+from mlxpool.broker.store.sql.submitting import check_names, submit_line
 
 # ---- begin and end -------------------------------------------------------------------------------
 
@@ -313,16 +313,19 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
     if batch.state is not BatchState.OPEN or batch.next_line != asked.first_line:
         return batch
     failed = list(asked.failed)
-    new = 0
+    new = uncounted = size = 0
     for job in asked.jobs:
-        result = submit(database, job, now, room)
-        if isinstance(result, Refused):
+        result = submit_line(database, job, now, room)
+        if isinstance(result, int):
+            new, uncounted, size = new + 1, uncounted + 1, size + result
+        elif isinstance(result, Refused):
             raise Full(result)
-        if not isinstance(result, Submitted) or result.job.id != job.id:
+        elif not isinstance(result, Submitted) or result.job.id != job.id:
             failed.append((job.line, job.label, f"the key {job.scope.key!r} is taken"))
         else:
             new += 1
         room -= job.size + rows.ROW_BYTES
+    rows.count_usage(database, batch.scope.owner, uncounted, size)
     for line, label, cause in (*failed, *asked.expired):
         database.change(
             "INSERT INTO failed_line (batch, line, label, cause) VALUES (?, ?, ?, ?)",

@@ -7,10 +7,11 @@ from dataclasses import replace
 from mlxpool.broker.store.batch_operations import ReadOutcomes
 from mlxpool.broker.store.batch_records import MAX_OUTPUT, LineOutcome, LineOutcomes
 from mlxpool.broker.store.errors import Damaged
-from mlxpool.broker.store.records import ENDED, Result, UnknownName
+from mlxpool.broker.store.records import ENDED, JobView, Result, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.batch_reading import find
 from mlxpool.broker.store.sql.database import Database
+from mlxpool.common.protocol.kept.job_work import CALLS
 
 
 def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
@@ -56,12 +57,11 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
     job = outcome.job
     if job is None or job.state not in ENDED:
         return outcome
-    left_out = replace(outcome, job=replace(job, end=None), whole=False)
     try:
         chunks = list(rows.chunks_of(database, job))
-        answer = rows.read_answer(database, job)
+        answer = rows.read_answer(database, job) if job.kind in CALLS else ()
     except Damaged:  # who fetches the job is told which ids
-        return left_out
+        return _left_out(outcome, job)
     whole = replace(
         outcome,
         text="".join(chunk.text for chunk in chunks),
@@ -69,4 +69,8 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
         logprobs=tuple(chunk.logprobs for chunk in chunks if chunk.logprobs),
         answer=answer,
     )
-    return whole if _output_size(whole) <= MAX_OUTPUT else left_out
+    return whole if _output_size(whole) <= MAX_OUTPUT else _left_out(outcome, job)
+
+
+def _left_out(outcome: LineOutcome, job: JobView) -> LineOutcome:
+    return replace(outcome, job=replace(job, end=None), whole=False)

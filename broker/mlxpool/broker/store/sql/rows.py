@@ -10,6 +10,7 @@ from mlxpool.broker.store import checksums
 from mlxpool.broker.store.chunks import (
     pack_borders,
     pack_text,
+    stored_size,
     unpack_borders,
     unpack_text,
 )
@@ -204,29 +205,52 @@ def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes
 
 
 def end_job(
-    database: Database, job: JobView, state: JobState, ending: bytes, cause: str, now: float
+    database: Database,
+    job: JobView,
+    state: JobState,
+    ending: bytes,
+    cause: str,
+    now: float,
+    last: Chunk | None = None,
+    facts: bytes | None = None,
+    attempts: int | None = None,
 ) -> JobView:
-    """Let a waiting job end: the next number of an end is its own, and a notice if it asks so."""
+    """Let a waiting job end: the next number of an end is its own, and a notice if it asks so.
+
+    `last` is appended to its output, with the facts if they are the first. `attempts` replaces
+    what is stored, unless None.
+    """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")
+    size, pos = len(ending), job.pos
+    if last is not None:
+        add_chunk(database, job.seq, job.gen, last)
+        size, pos = size + stored_size(last), last.end
     end_seq = outbox.next_end(database)
-    forget = None if job.keep is None else now + job.keep
-    database.change(
+    row = database.one(
         "UPDATE job SET state = ?, ending = ?, ending_crc = ?, cause = ?, end_seq = ?, ended = ?,"
-        " forget = ?, starts = 0, size = size + ? WHERE seq = ?",
+        " forget = ?, starts = 0, size = size + ?, attempts = COALESCE(?, attempts), pos = ?,"
+        " facts = COALESCE(facts, ?),"
+        " facts_crc = CASE WHEN facts IS NULL THEN ? ELSE facts_crc END"
+        f" WHERE seq = ? RETURNING {VIEW}",
         state.value,
         ending,
         checksums.of_end(job.id, state.value, ending),
         storable(cause),
         end_seq,
         now,
-        forget,
-        len(ending),
+        None if job.keep is None else now + job.keep,
+        size,
+        attempts,
+        pos,
+        facts,
+        checksums.of_facts(job.id, facts),
         job.seq,
     )
-    count_usage(database, job.scope.owner, 0, len(ending))
+    assert row is not None
+    count_usage(database, job.scope.owner, 0, size)
     count_line(database, job, state, 1)
-    ended = by_seq(database, job.seq)
+    ended = view(row)
     if not job.notify:
         return ended
     outbox.add(database, end_seq, outbox.JOB, job.id, job.notify, job_notice(ended), now)
@@ -409,8 +433,12 @@ def read_request(database: Database, job: JobView) -> bytes:
     """The packed request of a job. Raises Damaged."""
     row = database.one("SELECT request, request_crc FROM job WHERE seq = ?", job.seq)
     assert row is not None
-    request: bytes = row[0]
-    if checksums.differs(row[1], request_crc(job, request)):
+    return checked_request(job, *row)
+
+
+def checked_request(job: JobView, request: bytes, crc: int | None) -> bytes:
+    """A request as it was submitted. Raises Damaged if the disk has changed it."""
+    if checksums.differs(crc, request_crc(job, request)):
         raise damage(job, "its request")
     return request
 

@@ -22,6 +22,7 @@ from mlxpool.broker.store.records import (
     Changed,
     Done,
     Durable,
+    Fate,
     Fed,
     FedJob,
     JobState,
@@ -134,26 +135,38 @@ def _next_due(database: Database, asked: FeedNext, owners: list[str], now: float
 
 def _feed(database: Database, seq: int, now: float) -> FedJob:
     """A job with its durable ids; one whose output the disk has changed begins anew."""
-    database.change("UPDATE job SET starts = starts + 1 WHERE seq = ?", seq)
-    job = rows.by_seq(database, seq)
+    row = database.one(
+        f"UPDATE job SET starts = starts + 1 WHERE seq = ? RETURNING {rows.VIEW}, request,"
+        " request_crc, EXISTS (SELECT 1 FROM job_blob WHERE job_blob.job = job.seq)",
+        seq,
+    )
+    assert row is not None
+    job = rows.view(row[:-3])
+    stored, crc, has_blobs = row[-3:]
     left = None if job.deadline is None else job.deadline - now
     try:
-        request, blobs = rows.read_request(database, job), rows.read_blobs(database, job)
+        request = rows.checked_request(job, stored, crc)
+        blobs = rows.read_blobs(database, job) if has_blobs else ()
     except Damaged as error:
         return FedJob(job, b"", (), b"", left, damaged=str(error))
-    try:
-        ids = (
-            b""
-            if job.damaged
-            else without_gap((chunk.pos, chunk.ids) for chunk in rows.chunks_of(database, job))
-        )
-        broken = bool(job.damaged) or count_of(ids) != job.pos
-    except Damaged:
-        broken = True
-    if broken:
+    ids = _durable_ids(database, job)
+    if ids is None:
         # Readers may have had ids from behind the damage: what is computed again is another text.
         job, ids = _begin_anew(database, job), b""
     return FedJob(job, request, blobs, ids, left)
+
+
+def _durable_ids(database: Database, job: JobView) -> bytes | None:
+    """The packed ids of a job; None if the disk has changed them, or its facts."""
+    if job.damaged:
+        return None
+    if not job.pos:
+        return b""
+    try:
+        ids = without_gap((chunk.pos, chunk.ids) for chunk in rows.chunks_of(database, job))
+    except Damaged:
+        return None
+    return ids if count_of(ids) == job.pos else None
 
 
 def _begin_anew(database: Database, job: JobView) -> JobView:
@@ -200,15 +213,18 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
     job = rows.find(database, asked.id)
     if job is None or job.gen != asked.gen or job.state.value != rows.WAITING:
         return rows.fate(database, asked.id)
-    if asked.chunk is not None:
-        appended = progress(database, Progress(asked.id, asked.gen, asked.chunk, asked.facts), now)
-        if not isinstance(appended, Durable):
-            return appended
+    last, facts = asked.chunk, None
+    if last is not None:
+        check(last)
+        if last.pos != job.pos:
+            return Fate(job)
+        facts = asked.facts
     rows.add_failure(database, job, asked.cause, asked.stacks, now)
-    if asked.attempts is not None:
-        database.change("UPDATE job SET attempts = ? WHERE seq = ?", asked.attempts, job.seq)
     rows.add_answer(database, job, asked.answer)
-    return Changed(rows.end_job(database, job, asked.state, asked.end, asked.cause, now))
+    ended = rows.end_job(
+        database, job, asked.state, asked.end, asked.cause, now, last, facts, asked.attempts
+    )
+    return Changed(ended)
 
 
 def defer(database: Database, asked: Defer, now: float) -> Result:

@@ -1,0 +1,342 @@
+"""When the output and the ends of jobs are written: soon for readers, together for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.active import UNREAD_BYTES, UNREAD_DELAY, WRITE_DELAY
+from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.feeding import FEED_INTERVAL, MAX_LEAVING, Feeder
+from mlxpool.broker.jobs.manager import PLACE_DELAY, POLL_INTERVAL
+from mlxpool.broker.store.operations import FeedNext, Finish, Operation, Progress
+from mlxpool.broker.store.records import Fed, FedJob, JobState, JobView
+from mlxpool.common.protocol.token_ids import pack_ids
+from support.batch_harness import BatchStory, prompts
+from support.core_harness import OWNER, FakeWorker
+from support.job_harness import JobStory
+from support.stored_jobs import StoredJobs
+
+
+def waiting(story: JobStory, kind: type[Operation]) -> list[Operation]:
+    """The operations of a kind that the store has not performed."""
+    return [operation for operation in story.store.inbox if isinstance(operation, kind)]
+
+
+def started(story: JobStory, key: str = "a") -> tuple[FakeWorker, JobView]:
+    """A worker that runs a job; returns both."""
+    worker = story.ready_worker(sequences=4)
+    story.submit(key)
+    story.settle()
+    assert story.job(key).id in worker.runs
+    return worker, story.job(key)
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def test_output_that_nobody_reads_is_written_once_with_the_end() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    for _ in range(4):
+        worker.tokens(job.id, 2)
+        story.pass_time(UNREAD_DELAY / 5)
+    assert story.job("a").pos == 0
+    worker.end(job.id, count=1)
+    story.drain()
+    (finish,) = waiting(story, Finish)
+    assert isinstance(finish, Finish) and finish.chunk is not None and finish.chunk.count == 9
+    story.settle()
+    assert story.store.output(job.id)[0] == pack_ids(range(9))
+
+
+def test_output_that_nobody_reads_is_written_when_it_has_waited_for_long() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 2)
+    story.pass_time(UNREAD_DELAY + 0.2)
+    assert story.job("a").pos == 2 and story.job("a").starts == 0
+    worker.tokens(job.id, 1)
+    story.pass_time(UNREAD_DELAY / 2)
+    assert story.job("a").pos == 2
+    story.pass_time(UNREAD_DELAY)
+    assert story.job("a").pos == 3
+
+
+def test_much_output_is_not_kept_in_memory() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 1, text="x" * UNREAD_BYTES)
+    story.pass_time(WRITE_DELAY + 0.1)
+    assert story.job("a").pos == 1
+    (active,) = story.manager.runs.active.values()
+    assert active.size == 0 and not active.steps
+
+
+def test_a_reader_gets_at_once_what_was_kept_back_and_then_what_follows() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 3)
+    story.drain()
+    reading = story.fetch("a")
+    story.settle()
+    assert reading.ids == []  # the store has none yet
+    story.tell_manager(ev.Wake())
+    assert waiting(story, Progress)
+    story.settle()
+    assert reading.ids == [0, 1, 2]
+    worker.tokens(job.id, 1)
+    story.pass_time(WRITE_DELAY + 0.1)
+    assert reading.ids == [0, 1, 2, 3]
+
+
+def test_output_waits_again_when_the_last_reader_has_left() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    story.fetch("a")
+    story.settle()
+    (reader,) = story.manager.readers.all.values()
+    assert story.manager.readers.reads(job.id)
+    story.tell_manager(ev.ReaderLeft(reader.link, OWNER, reader.id))
+    assert not story.manager.readers.reads(job.id)
+    worker.tokens(job.id, 1)
+    story.pass_time(UNREAD_DELAY / 2)
+    assert story.job("a").pos == 0
+
+
+def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None:
+    """Else a broker that ends often would count starts of a job that does compute."""
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 2)
+    story.drain()
+    story = story.restart()
+    worker = story.ready_worker(sequences=4)
+    story.pass_time(0.3)
+    assert story.job("a").starts == 2
+    worker.tokens(job.id, 2)
+    story.pass_time(WRITE_DELAY + 0.1)
+    assert (story.job("a").pos, story.job("a").starts) == (2, 0)
+    worker.tokens(job.id, 2)
+    story.pass_time(UNREAD_DELAY / 2)
+    assert story.job("a").pos == 2  # it has shown that it computes
+
+
+def test_what_nobody_has_read_is_computed_again_by_the_next_broker() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    worker.tokens(job.id, 2)
+    story.pass_time(UNREAD_DELAY + 0.2)
+    worker.tokens(job.id, 3)
+    story.drain()
+    story = story.restart()
+    worker = story.ready_worker(sequences=4)
+    story.pass_time(0.3)
+    assert story.job("a").pos == 2 and job.id in worker.runs
+    worker.tokens(job.id, 1)
+    worker.end(job.id, count=1)
+    story.settle()
+    story.assert_state("a", JobState.DONE)
+    assert story.store.output(job.id)[0] == pack_ids(range(4))
+
+
+# ---- ends of lines -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoredJobs]:
+    store = StoredJobs(tmp_path)
+    yield store
+    store.close()
+
+
+def _finish_of(story: JobStory) -> Finish:
+    (finish,) = waiting(story, Finish)
+    assert isinstance(finish, Finish)
+    return finish
+
+
+def test_the_end_of_a_line_waits_for_others_while_further_lines_wait(store: StoredJobs) -> None:
+    story = BatchStory(store)
+    story.submit_batch("b", prompts(10))
+    worker = story.ready_worker(sequences=4)
+    story.pass_time(0.5)
+    worker.end(next(iter(worker.runs)), count=1)
+    worker.credit()
+    story.drain()
+    assert not _finish_of(story).urgent
+    (feed,) = waiting(story, FeedNext)  # which is urgent, and takes the end along
+    assert feed.urgent
+    story.work_off(worker)
+    assert story.batch("b")["done"] == 10
+
+
+def test_the_last_ends_of_a_batch_do_not_wait(store: StoredJobs) -> None:
+    story = BatchStory(store)
+    story.submit_batch("b", prompts(3))
+    worker = story.ready_worker(sequences=4)
+    story.pass_time(0.5)
+    worker.end(next(iter(worker.runs)), count=1)
+    story.drain()
+    assert _finish_of(story).urgent
+
+
+def test_the_end_of_a_line_that_somebody_reads_does_not_wait(store: StoredJobs) -> None:
+    story = BatchStory(store)
+    story.submit_batch("b", prompts(10))
+    worker = story.ready_worker(sequences=4)
+    story.pass_time(0.5)
+    id = next(iter(worker.runs))
+    key = story.manager.runs.active[id].job.scope.key
+    reading = story.fetch(key)
+    story.settle()
+    assert reading.accepted is not None
+    worker.end(id, count=1)
+    story.drain()
+    assert _finish_of(story).urgent
+
+
+def test_the_end_of_a_job_of_its_own_does_not_wait() -> None:
+    story = JobStory()
+    worker = story.ready_worker(sequences=1)
+    for number in range(5):
+        story.submit(f"a{number}", prompt=f"a{number}")
+    story.settle()
+    worker.end(next(iter(worker.runs)), count=1)
+    story.drain()
+    assert _finish_of(story).urgent
+
+
+# ---- which jobs are read next --------------------------------------------------------------------
+
+
+def many(story: JobStory, count: int) -> None:
+    for number in range(count):
+        story.submit(f"a{number}", prompt=f"a{number}")
+    story.settle()
+
+
+def end_some(story: JobStory, worker: FakeWorker, count: int) -> None:
+    for id in list(worker.runs)[:count]:
+        worker.end(id, count=1)
+    worker.credit()
+    story.drain()
+
+
+def test_jobs_are_read_many_at_once() -> None:
+    story = JobStory()
+    worker = story.ready_worker(sequences=16)
+    many(story, 60)
+    story.pass_time(0.3)
+    assert len(story.manager.runs.active) == 32
+    end_some(story, worker, 1)
+    story.settle()
+    assert len(story.manager.runs.active) == 32  # the last read was long ago
+    end_some(story, worker, 3)
+    assert not waiting(story, FeedNext)  # 3 of 32 are few
+    end_some(story, worker, 1)
+    (feed,) = waiting(story, FeedNext)
+    assert isinstance(feed, FeedNext) and feed.count == 4
+
+
+def test_a_few_places_are_filled_when_some_time_is_over() -> None:
+    story = JobStory()
+    worker = story.ready_worker(sequences=16)
+    many(story, 60)
+    story.pass_time(0.3)
+    end_some(story, worker, 1)
+    story.settle()
+    end_some(story, worker, 2)
+    story.settle()
+    assert len(story.manager.runs.active) == 30
+    story.pass_time(FEED_INTERVAL + 0.2)
+    assert len(story.manager.runs.active) == 32
+
+
+def test_a_place_that_is_reported_after_the_end_is_filled_soon() -> None:
+    """A worker says how many places it has free after the end of a run."""
+    story = JobStory()
+    worker = story.ready_worker(sequences=1)
+    many(story, 20)
+    story.pass_time(0.3)
+    worker.end(next(iter(worker.runs)), count=1)
+    story.drain()
+    assert not waiting(story, FeedNext)
+    worker.credit()
+    story.now = story.manager.next_wake()
+    story.tell_manager(ev.Wake())
+    assert waiting(story, FeedNext) and PLACE_DELAY < POLL_INTERVAL
+    story.settle()
+    assert len(story.manager.runs.active) == 2
+
+
+def test_a_place_is_free_before_the_end_of_its_job_is_on_the_disk() -> None:
+    story = JobStory()
+    worker = story.ready_worker(sequences=2)
+    many(story, 20)
+    story.pass_time(0.3)
+    assert len(story.manager.runs.active) == 4
+    worker.end(next(iter(worker.runs)), count=1)
+    worker.credit()
+    story.drain()
+    assert waiting(story, Finish) and waiting(story, FeedNext)
+    story.settle()
+    assert len(story.manager.runs.active) == 4
+
+
+class Places:
+    """A PoolView of one model that has so many places."""
+
+    admits = True
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+
+    def model_of(self, name: str) -> str:
+        return name
+
+    def available(self, model: str, now: float) -> bool:
+        return True
+
+    def places(self, model: str) -> int:
+        return self._places
+
+    def may_answer(self, model: str) -> bool:
+        return False
+
+
+def planned(feeder: Feeder, view: Any, now: float) -> int:
+    """How many jobs the next read takes, 0: there is none; it finds as many."""
+    for plan in feeder.plan(view, (), now):
+        found = tuple(
+            cast(FedJob, SimpleNamespace(request=b"", blobs=())) for _ in range(plan.count)
+        )
+        for _ in found:
+            feeder.started((plan.model, plan.priority))
+        feeder.fed(plan, Fed(found, "", None, now), now)
+        return plan.count
+    return 0
+
+
+def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
+    """Else a disk that is slower than the pool would fill the memory with ends."""
+    feeder, view, group = Feeder(AnswerRoom()), Places(100), ("m", 0)
+    feeder.came(group, 0.0)
+    assert planned(feeder, view, 0.0) == 200
+    read, now = 200, 0.0
+    for _ in range(10):
+        now += 1.0
+        for _ in range(feeder.groups[group].active):
+            feeder.leaving(group)
+        read += planned(feeder, view, now)
+    backlog = feeder.groups[group]
+    assert read <= MAX_LEAVING + 200 and backlog.leaving >= MAX_LEAVING
+    assert planned(feeder, view, now + 1) == 0
+    for _ in range(backlog.leaving):
+        feeder.left(group, leaving=True)
+    assert planned(feeder, view, now + 2) == 200
