@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from mlxpool.broker.transport.backlogs import Backlogs
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Message
@@ -15,7 +16,7 @@ class FakePeers(Peers):
     def __init__(self) -> None:
         self.sent: list[tuple[int, Message]] = []
         self.dead: set[int] = set()
-        self.full = set()
+        self.full = Backlogs()
         self.forgotten: list[int] = []
         self.by_number = {}
         self.incoming: deque[tuple[Peer, list[bytes]]] = deque()

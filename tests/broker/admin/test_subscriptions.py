@@ -89,7 +89,7 @@ def test_a_subscriber_with_a_backlog_gets_no_update(
     subscriptions.renew(1, ID, 10.0)
     subscriptions.renew(2, ID, 10.0)
     told(peers)
-    peers.full.add(1)
+    peers.full.add(1, 100)
     subscriptions.send_due(11.0)
     assert told(peers) == [(2, 11.0)]
 

@@ -11,14 +11,14 @@ from mlxpool.broker.core.state import Timers
 
 
 def test_without_a_time_the_next_is_infinity() -> None:
-    timers = Timers()
+    timers: Timers[str] = Timers()
     assert timers.next() == math.inf
     assert timers.due(1e9) == []
     assert len(timers) == 0
 
 
 def test_the_earliest_key_is_due_first() -> None:
-    timers = Timers()
+    timers: Timers[str] = Timers()
     for key, at in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
         timers.set(key, at)
     assert timers.next() == 1.0
@@ -28,7 +28,7 @@ def test_the_earliest_key_is_due_first() -> None:
 
 
 def test_only_the_newest_time_of_a_key_counts() -> None:
-    timers = Timers()
+    timers: Timers[str] = Timers()
     timers.set("a", 1.0)
     timers.set("a", 5.0)
     assert timers.next() == 5.0
@@ -39,7 +39,7 @@ def test_only_the_newest_time_of_a_key_counts() -> None:
 
 
 def test_a_key_can_be_set_back_to_an_earlier_time() -> None:
-    timers = Timers()
+    timers: Timers[str] = Timers()
     for at in (1.0, 2.0, 1.0):
         timers.set("a", at)
     assert timers.due(3.0) == ["a"]
@@ -47,7 +47,7 @@ def test_a_key_can_be_set_back_to_an_earlier_time() -> None:
 
 
 def test_a_cleared_key_is_not_due() -> None:
-    timers = Timers()
+    timers: Timers[str] = Timers()
     timers.set("a", 1.0)
     timers.set("b", 2.0)
     timers.clear("a")
@@ -58,7 +58,7 @@ def test_a_cleared_key_is_not_due() -> None:
 
 
 def test_keys_of_any_kind_at_one_time_keep_their_order() -> None:
-    timers = Timers()
+    timers: Timers[object] = Timers()
     keys = [b"x", ("link", 1), "tombstones", ("model", "m")]
     for key in keys:
         timers.set(key, 1.0)
@@ -70,7 +70,8 @@ steps = st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 9)), ma
 
 @given(steps, st.integers(0, 9))
 def test_timers_agree_with_a_plain_map(changes: list[tuple[int, int | None]], now: int) -> None:
-    timers, plain = Timers(), dict[int, int]()
+    timers: Timers[int] = Timers()
+    plain: dict[int, int] = {}
     for key, at in changes:
         if at is None:
             timers.clear(key)

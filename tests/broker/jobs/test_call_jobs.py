@@ -11,7 +11,7 @@ import pytest
 from mlxpool.broker.core import events as core
 from mlxpool.broker.edge.job_ports import CALL_PLACES
 from mlxpool.broker.jobs import answer_room, retries
-from mlxpool.broker.jobs.terminals import terminal_of
+from mlxpool.broker.jobs.stored_end import terminal_of
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.protocol import from_worker
 from mlxpool.common.protocol.frames import Header

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import Action
+from mlxpool.broker.core.admin_events import AdminEvents
 from mlxpool.broker.core.admission import Admission
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
@@ -19,7 +20,6 @@ from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.operations import Operations
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.scaling import ReplicaScaling
 from mlxpool.broker.core.state import State
@@ -69,11 +69,11 @@ class Core:
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
         self._endings = endings = Endings(state, outbox, ended, delivery, calls)
-        operations = Operations(state, pool, delivery, calls, failover, drainer)
+        admin_events = AdminEvents(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
             ev.ClientGenerate: admission.on_generate,
             ev.StartJob: admission.on_start_job,
-            ev.WantModel: operations.on_want,
+            ev.WantModel: admin_events.on_want,
             ev.Quarantine: ended.on_quarantine,
             ev.CancelRequest: endings.on_cancel,
             ev.ClientAck: delivery.on_ack,
@@ -97,16 +97,16 @@ class Core:
             ev.WorkerBye: workers.on_bye,
             ev.WorkerExited: workers.on_exited,
             ev.Looked: workers.on_looked,
-            ev.ModelFound: operations.on_model_found,
-            ev.ModelDescribed: operations.on_model_described,
-            ev.ModelGone: operations.on_model_gone,
-            ev.ModelChanged: operations.on_model_changed,
-            ev.Reload: operations.on_reload,
-            ev.LoadModel: operations.on_load,
-            ev.UnloadModel: operations.on_unload,
+            ev.ModelFound: admin_events.on_model_found,
+            ev.ModelDescribed: admin_events.on_model_described,
+            ev.ModelGone: admin_events.on_model_gone,
+            ev.ModelChanged: admin_events.on_model_changed,
+            ev.Reload: admin_events.on_reload,
+            ev.LoadModel: admin_events.on_load,
+            ev.UnloadModel: admin_events.on_unload,
             ev.StartDrain: drainer.on_drain,
-            ev.RestartWorker: operations.on_restart,
-            ev.Shutdown: operations.on_shutdown,
+            ev.RestartWorker: admin_events.on_restart,
+            ev.Shutdown: admin_events.on_shutdown,
             ev.Wake: self._on_wake,
             ev.Late: endings.on_late,
         }

@@ -24,8 +24,8 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.manager import JobManager
 from mlxpool.broker.jobs.policy import JobPolicy
-from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
 from mlxpool.broker.notices.posting import Outcome
+from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules
 from mlxpool.broker.notices.signing import read_secrets
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Operation
@@ -83,7 +83,7 @@ class JobService(Closing):
             boot,
             self.waker.wake,
         )
-        self._courier = Courier(lambda: _posting_rules(settings()), self.waker.wake)
+        self._sender = NoticeSender(lambda: _posting_rules(settings()), self.waker.wake)
         self._manager = JobManager(boot, CoreView(core), lambda: _policy(settings()))
         self._counters = core.state.counters
         self._peers = peers
@@ -143,7 +143,7 @@ class JobService(Closing):
         self.waker.drain()
         self._check_health(now)
         self._take_results()
-        for end_seq, outcome in self._courier.take():
+        for end_seq, outcome in self._sender.take():
             self._inbox.append(_posted(end_seq, outcome))
         while self._inbox or self._results:
             while self._inbox:
@@ -209,7 +209,7 @@ class JobService(Closing):
             elif isinstance(action, act.Forget):
                 self._peers.forget(action.link)
             elif isinstance(action, act.Post):
-                self._courier.post(Posting(action.end_seq, action.id, action.url, action.body))
+                self._sender.post(Posting(action.end_seq, action.id, action.url, action.body))
             else:
                 self._perform(action.event, now)
 
@@ -239,7 +239,7 @@ class JobService(Closing):
         while self._manager.busy and self._health in OPEN and time.monotonic() < end:
             self.serve(time.monotonic())
             time.sleep(CLOSE_POLL)
-        self._courier.close()
+        self._sender.close()
         if not self._writer.close(CLOSE_TIMEOUT):
             log.warning("the store of jobs was not closed in time")
         self.waker.close()

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.retries import ALONE_STARTS
-from mlxpool.broker.jobs.view import PoolView
 from mlxpool.broker.store.operations import FeedNext
 from mlxpool.broker.store.records import Fed
 from mlxpool.common.protocol.kept.job_messages import IDLE

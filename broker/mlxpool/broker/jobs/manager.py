@@ -22,11 +22,11 @@ from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.questions import Questions
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
-from mlxpool.broker.jobs.terminals import packed_end
-from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store import operations as store
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import (

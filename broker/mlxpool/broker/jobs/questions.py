@@ -15,10 +15,10 @@ from mlxpool.broker.jobs.job_states import JobPhase, phase_of
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.operator_questions import OperatorQuestions, with_owner
 from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
-from mlxpool.broker.jobs.terminals import packed_end
-from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store import operations as store
 from mlxpool.broker.store.batch_operations import ReadBatch
 from mlxpool.broker.store.batch_records import BatchView

@@ -14,7 +14,7 @@ from functools import partial
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.answers import name_of, restarted, store_error, unknown
 from mlxpool.broker.jobs.job_states import phase_of
-from mlxpool.broker.jobs.terminals import terminal_of
+from mlxpool.broker.jobs.stored_end import terminal_of
 from mlxpool.broker.store.operations import FetchPage
 from mlxpool.broker.store.records import (
     ENDED,

@@ -19,10 +19,10 @@ from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.answer_room import AnswerRoom
 from mlxpool.broker.jobs.feeding import Feeder, Group
 from mlxpool.broker.jobs.notices import NoticeQueue
+from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.retries import Verdict
-from mlxpool.broker.jobs.terminals import packed_end
-from mlxpool.broker.jobs.view import PoolView
+from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store.operations import (
     Defer,
     FeedNext,

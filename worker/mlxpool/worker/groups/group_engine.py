@@ -13,9 +13,9 @@ from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.groups.collectives import Collectives
-from mlxpool.worker.groups.leader_layout import LeaderLayout
 from mlxpool.worker.groups.messages import Ended, Head, Settle
 from mlxpool.worker.groups.pipes import Orders
+from mlxpool.worker.groups.rank0_layout import Rank0Layout
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.weights.load import LoadedModel
@@ -46,7 +46,7 @@ class GroupEngine(ModelEngine):
         super().__init__(loaded, text, layout="pool", **settings)
 
     def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
-        return LeaderLayout(
+        return Rank0Layout(
             shape,
             self._model,
             blocks,

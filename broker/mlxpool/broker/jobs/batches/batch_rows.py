@@ -10,7 +10,7 @@ from typing import Any
 from mlxpool.broker.jobs.answers import notice_state
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
 from mlxpool.broker.jobs.job_states import phase_of
-from mlxpool.broker.jobs.terminals import terminal_of
+from mlxpool.broker.jobs.stored_end import terminal_of
 from mlxpool.broker.store.batch_records import (
     BatchState,
     BatchView,

@@ -30,7 +30,7 @@ class NumberedRow(PagedRow):
         self.number = number
 
 
-class LeaderStore(PagedStore):
+class Rank0Store(PagedStore):
     """A PagedStore whose copies of blocks happen on all ranks."""
 
     def __init__(self, pool: KVPool, orders: Orders) -> None:
@@ -60,7 +60,7 @@ class LeaderStore(PagedStore):
         self._pool_copy(source, target)
 
 
-class LeaderLayout(PagedLayout):
+class Rank0Layout(PagedLayout):
     """A PagedLayout each of whose passes is sent to the other ranks before it is built."""
 
     def __init__(
@@ -90,7 +90,7 @@ class LeaderLayout(PagedLayout):
         orders.send(MakePool(blocks, rows, shape.capacity, shape.chunk, self.name, shape.kv))
 
     def _make_store(self) -> PagedStore:
-        return LeaderStore(self.pool, self._orders)
+        return Rank0Store(self.pool, self._orders)
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
@@ -106,7 +106,7 @@ class LeaderLayout(PagedLayout):
     ) -> PassOutput:
         """See Layout. Raises OutOfMemory before anything is sent."""
         rows = [cast(NumberedRow, span.row) for span in spans]
-        store = cast(LeaderStore, self.store)
+        store = cast(Rank0Store, self.store)
         ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
         for number in store.short(rows, ends):
             rows[number].reserve(ends[number])
@@ -124,7 +124,7 @@ class LeaderLayout(PagedLayout):
         drawn: int,
         wanted: Sequence[int],
     ) -> None:
-        store = cast(LeaderStore, self.store)
+        store = cast(Rank0Store, self.store)
         tables = [
             (row.number, row.changed, row.table[row.changed :])
             for row in rows

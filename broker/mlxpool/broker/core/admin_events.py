@@ -16,7 +16,7 @@ from mlxpool.common.errors import Draining, WorkerLost
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end with the broker
 
 
-class Operations:
+class AdminEvents:
     def __init__(
         self,
         state: State,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
 from mlxpool.broker.notices.names import Names
 from mlxpool.broker.notices.posting import Outcome, Poster
+from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules
 from mlxpool.broker.notices.signing import headers
 from mlxpool.common.web_targets import Allowed, IpAddress
 from support.pool import PATIENCE, until
@@ -48,14 +48,14 @@ class Office:
 class Parts:
     office: Office
     rules: PostingRules
-    courier: Courier
+    sender: NoticeSender
     woken: threading.Semaphore
 
     def outcomes(self, count: int) -> list[tuple[int, Outcome]]:
         found: list[tuple[int, Outcome]] = []
 
         def came() -> bool:
-            found.extend(self.courier.take())
+            found.extend(self.sender.take())
             return len(found) >= count
 
         until(came, f"{count} outcomes")
@@ -67,11 +67,11 @@ def parts() -> Iterator[Parts]:
     office, woken = Office(), threading.Semaphore(0)
     made: Any = office
     box: list[Parts] = []
-    courier = Courier(lambda: box[0].rules, woken.release, lambda: made)
-    box.append(Parts(office, PostingRules(Allowed(), None), courier, woken))
+    sender = NoticeSender(lambda: box[0].rules, woken.release, lambda: made)
+    box.append(Parts(office, PostingRules(Allowed(), None), sender, woken))
     yield box[0]
     office.held.set()
-    courier.close()
+    sender.close()
 
 
 def posting(number: int) -> Posting:
@@ -80,9 +80,9 @@ def posting(number: int) -> Posting:
 
 def test_notices_are_posted_beside_each_other_and_wake_the_loop(parts: Parts) -> None:
     for number in range(64):
-        parts.courier.post(posting(number))
+        parts.sender.post(posting(number))
     until(lambda: len(parts.office.posts) == 64, "all are under way")
-    assert parts.courier.take() == []
+    assert parts.sender.take() == []
     parts.office.held.set()
     outcomes = parts.outcomes(64)
     assert sorted(end_seq for end_seq, _ in outcomes) == list(range(64))
@@ -91,12 +91,12 @@ def test_notices_are_posted_beside_each_other_and_wake_the_loop(parts: Parts) ->
 
 def test_the_end_waits_for_no_try(parts: Parts) -> None:
     """Neither for one that is under way nor for one that was not begun; neither has an outcome."""
-    parts.courier.post(posting(1))
+    parts.sender.post(posting(1))
     until(lambda: len(parts.office.posts) == 1, "one is under way")
-    parts.courier.close()
-    assert parts.office.cancelled == 1 and parts.courier.take() == []
+    parts.sender.close()
+    assert parts.office.cancelled == 1 and parts.sender.take() == []
     assert not [thread for thread in threading.enumerate() if thread.name == "notices"]
-    parts.courier.close()
+    parts.sender.close()
 
 
 def test_the_end_waits_for_no_resolver() -> None:
@@ -109,8 +109,8 @@ def test_the_end_waits_for_no_resolver() -> None:
         return []
 
     rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
-    with Courier(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as courier:
-        courier.post(Posting(1, "id", "http://hooks.example/", b""))
+    with NoticeSender(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as sender:
+        sender.post(Posting(1, "id", "http://hooks.example/", b""))
         assert asked.wait(PATIENCE)
     assert not [thread for thread in threading.enumerate() if thread.name == "notices"]
     (hanging,) = [each for each in threading.enumerate() if each.name.startswith("notices-name")]
@@ -121,7 +121,7 @@ def test_the_end_waits_for_no_resolver() -> None:
 
 HANGS = """
 import threading
-from mlxpool.broker.notices.courier import Courier, Posting, PostingRules
+from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules
 from mlxpool.broker.notices.names import Names
 from mlxpool.broker.notices.posting import Poster
 from mlxpool.common.web_targets import Allowed
@@ -132,8 +132,8 @@ def resolve(host, port):
     threading.Event().wait()
 
 rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
-with Courier(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as courier:
-    courier.post(Posting(1, "id", "http://hooks.example/", b""))
+with NoticeSender(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as sender:
+    sender.post(Posting(1, "id", "http://hooks.example/", b""))
     asked.wait()
 """
 
@@ -150,10 +150,10 @@ def test_a_secret_signs_and_can_be_changed(parts: Parts, tmp_path: Path) -> None
     file.touch(0o600)
     file.write_text("whsec_" + "A" * 32)
     parts.office.held.set()
-    parts.courier.post(posting(1))
+    parts.sender.post(posting(1))
     parts.outcomes(1)
     parts.rules = replace(parts.rules, secret=file)
-    parts.courier.post(posting(2))
+    parts.sender.post(posting(2))
     parts.outcomes(1)
     plain, signed = (sent for _, _, sent in parts.office.posts)
     assert plain == {"webhook-id": "id-1"}
@@ -163,7 +163,7 @@ def test_a_secret_signs_and_can_be_changed(parts: Parts, tmp_path: Path) -> None
 
 def test_a_secret_that_cannot_be_read_is_a_failed_try(parts: Parts, tmp_path: Path) -> None:
     parts.rules = replace(parts.rules, secret=tmp_path / "none")
-    parts.courier.post(posting(1))
+    parts.sender.post(posting(1))
     ((_, outcome),) = parts.outcomes(1)
     assert not outcome.delivered and "cannot read" in outcome.why and not parts.office.posts
 
@@ -172,7 +172,7 @@ def test_a_bug_is_a_failed_try_and_ends_no_thread(parts: Parts) -> None:
     parts.office.held.set()
     parts.office.fails = True
     for number in range(4):
-        parts.courier.post(posting(number))
+        parts.sender.post(posting(number))
     assert all("a bug" in outcome.why for _, outcome in parts.outcomes(4))
 
 
@@ -185,7 +185,7 @@ def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Pat
     keys = [bytes([number]) * 24 for number in range(2)]
     for key in keys:
         file.write_text("whsec_" + base64.b64encode(key).decode())
-        parts.courier.post(posting(1))
+        parts.sender.post(posting(1))
         parts.outcomes(1)
     for key, (_, body, sent) in zip(keys, parts.office.posts, strict=True):
         assert sent == headers([key], "id-1", int(sent["webhook-timestamp"]), body)
@@ -193,5 +193,5 @@ def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Pat
 
 def test_nothing_is_started_without_a_notice() -> None:
     before = threading.active_count()
-    with Courier(lambda: PostingRules(Allowed(), None), lambda: None):
+    with NoticeSender(lambda: PostingRules(Allowed(), None), lambda: None):
         assert threading.active_count() == before

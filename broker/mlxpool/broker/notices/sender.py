@@ -44,7 +44,7 @@ class PostingRules:
     secret: Path | None
 
 
-class Courier(Closing):
+class NoticeSender(Closing):
     """Posts what it is given. `wake` is called, on its thread, when there is an outcome.
 
     `rules` reads the settings in force, for each try anew. How many are under way at once is up to
