@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlxpool.broker.jobs.active import UNREAD_DELAY
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
 from mlxpool.common.protocol.to_client import StreamDelta
@@ -113,7 +114,7 @@ def test_readers_that_do_not_ask_for_steps_are_told_nothing_of_it(story: JobStor
     fail(story, worker)
     retry(story, worker)
     worker.tokens(story.job("a").id, 3)
-    story.pass_time(0.2)
+    story.pass_time(UNREAD_DELAY + 0.2)
     reading = read(story, steps=False)
     bodies = [tell.message.body() or {} for tell in story.told if tell.header.id == reading]
     assert [body.get("steps") for body in bodies] == [None, None]
