@@ -325,11 +325,16 @@ class StoreModel:
         return owner in (None, job.scope.owner) and tenant in (None, job.scope.tenant)
 
     def _backlog(self, o: op.ReadBacklog) -> Result:
-        groups: dict[tuple[str, int], list[float]] = {}
+        groups: dict[tuple[str, int], list[tuple[float, int]]] = {}
         for row in self.rows.values():
             if row.job.state is JobState.WAITING:
-                groups.setdefault((row.job.model, row.job.priority), []).append(row.job.due)
-        waiting = tuple((m, p, len(dues), min(dues)) for (m, p), dues in groups.items())
+                groups.setdefault((row.job.model, row.job.priority), []).append(
+                    (row.job.due, row.job.starts)
+                )
+        waiting = tuple(
+            (model, priority, len(jobs), min(due for due, _ in jobs), max(n for _, n in jobs))
+            for (model, priority), jobs in groups.items()
+        )
         return rec.Backlog(waiting, self.now)
 
     def _figures(self, o: op.ReadFigures) -> Result:

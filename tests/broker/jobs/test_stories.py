@@ -10,6 +10,7 @@ import pytest
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.active import UNREAD_DELAY
+from mlxpool.broker.jobs.feeding import SUSPECT_WAIT
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.deltas import Delta
@@ -511,6 +512,35 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
     assert "5 times" in dead.cause
     story.assert_state("good", JobState.DONE)
     story.assert_state("later", JobState.DONE)
+
+
+def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run_alone() -> None:
+    story = JobStory()
+    story.submit("bad")
+    story.settle()
+    for _ in range(3):
+        story.ready_worker()
+        story.pass_time(0.3)
+        story = story.restart()
+    for number in range(90):
+        story.submit(f"good {number}", prompt=f"other {number}")
+    story.settle()
+    worker, bad = story.ready_worker(), story.job("bad").id
+    begin, waited = story.now, 0.0
+    while bad not in worker.runs:
+        assert waited < SUSPECT_WAIT + 20, "it was held up"
+        story.pass_time(1.0)
+        for running in [one for one in worker.runs if one != bad][:1]:
+            worker.end(running, count=1)
+        worker.credit()
+        waited = story.now - begin
+    assert waited >= SUSPECT_WAIT
+    assert sum(story.job(f"good {number}").state is JobState.WAITING for number in range(90))
+    worker.end(bad, count=1)
+    worker.credit()
+    story.pass_time(1.0)
+    story.assert_state("bad", JobState.DONE)
+    assert worker.runs, "the others go on"
 
 
 def test_a_deadline_counts_while_the_job_waits_and_while_the_broker_is_down() -> None:

@@ -13,6 +13,7 @@ from mlxpool.broker.store.chunks import check, cut_from, cut_to, pack_text, unpa
 from mlxpool.broker.store.operations import (
     Cancel,
     ExportJobs,
+    FeedNext,
     FetchPage,
     ListEnded,
     ListJobs,
@@ -197,10 +198,11 @@ def test_the_backlog_has_each_model_and_priority(store: OpenedStore) -> None:
     store.submitted(4, model="other")
     store.submitted(5)
     store.one(finish(5))
+    store.one(FeedNext("m", 2, 1))
     assert store.one(ReadBacklog()).waiting == (
-        ("m", 0, 2, BEGIN),
-        ("m", 2, 1, BEGIN),
-        ("other", 0, 1, BEGIN),
+        ("m", 0, 2, BEGIN, 0),
+        ("m", 2, 1, BEGIN, 1),
+        ("other", 0, 1, BEGIN, 0),
     )
 
 

@@ -27,6 +27,9 @@ LEAST_SHARE = 8  # places for 1 / LEAST_SHARE of the jobs that fit are free befo
 FEED_INTERVAL = 0.1  # or so many seconds are over: the store reads many at once for less
 MAX_LEAVING = 256  # jobs of a group whose run is over and whose end is not on the disk
 SUSPECTS = 1  # jobs that may have ended the broker run one at a time
+SUSPECT_WAIT = (
+    30.0  # seconds for which they wait behind all others of their model, then one goes first
+)
 
 Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
@@ -37,6 +40,7 @@ class Backlog:
 
     due: float = math.inf  # when the earliest may be run; the past: now
     suspects: bool = False  # there may be some that have to run alone
+    suspects_since: float = math.inf  # they came, or the last one of them was read
     last_owner: str = ""
     feeding: bool = False  # a FeedNext is under way
     due_since: float = math.inf  # the earliest of those that came while it is
@@ -55,14 +59,16 @@ class Feeder:
     groups: dict[Group, Backlog] = field(default_factory=dict)
 
     def came(self, group: Group, due: float, *, suspect: bool = False) -> None:
-        """A job waits in the group and may be run from this time on.
+        """A job waits in the group and may be run from the time `due` on.
 
-        `suspect`: it may be one that has to run alone.
+        `suspect`: it has to run alone.
         """
         backlog = self.groups.setdefault(group, Backlog())
         backlog.due = min(backlog.due, due)
         backlog.due_since = min(backlog.due_since, due)
         backlog.suspects |= suspect
+        if suspect:
+            backlog.suspects_since = min(backlog.suspects_since, due)
 
     def next_due(self, now: float) -> float:
         """When a job becomes due that is not; infinity: none is known of."""
@@ -85,6 +91,8 @@ class Feeder:
             if plan is not None:
                 backlog.feeding, backlog.due_since = True, math.inf
                 backlog.planned_at = now
+                if plan.min_starts:
+                    backlog.suspects_since = now
                 model = view.model_of(plan.model)
                 if model is not None and view.may_answer(model):
                     backlog.calls = model, plan.count
@@ -117,7 +125,8 @@ class Feeder:
             count = 0 if count * LEAST_SHARE < room else count
         if count > 0 and view.may_answer(model):
             count = min(count, self._call_room(model))
-        if backlog.due <= now and count > 0:
+        waited = self._suspects_waited(name, now)
+        if backlog.due <= now and count > 0 and not waited:
             return FeedNext(
                 name,
                 priority,
@@ -127,17 +136,36 @@ class Feeder:
                 below_starts=ALONE_STARTS,
                 max_bytes=FEED_BYTES,
             )
-        if backlog.suspects and backlog.due > now and self._alone(name, view, now):
+        due = backlog.due <= now and not waited
+        if backlog.suspects and not due and self._alone(name, view, now, waited=waited):
             return FeedNext(
                 name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
             )
         return None
 
-    def _alone(self, name: str, view: PoolView, now: float) -> bool:
-        """Whether a job of this model would run alone: nothing else of it runs or is due."""
+    def _suspects_waited(self, name: str, now: float) -> bool:
+        """Whether jobs of this model that have to run alone have waited for long enough.
+
+        Nothing else of it is read then until one of them was, so that a model which always has
+        other jobs does not hold them up for ever.
+        """
+        return any(
+            one.suspects and one.suspects_since + SUSPECT_WAIT <= now
+            for (other, _), one in self.groups.items()
+            if other == name
+        )
+
+    def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
+        """Whether a job of this model would run alone: nothing else of it runs or is read.
+
+        Nor is anything else due, unless it has `waited` for long enough.
+        """
         of_model = [one for (other, _), one in self.groups.items() if other == name]
         model = view.model_of(name)
-        busy = any(one.active or one.leaving or one.feeding or one.due <= now for one in of_model)
+        busy = any(
+            one.active or one.leaving or one.feeding or (one.due <= now and not waited)
+            for one in of_model
+        )
         return model is not None and not busy and view.idle(model)
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
@@ -163,6 +191,8 @@ class Feeder:
         backlog.feeding, backlog.calls = False, ("", 0)
         if plan.min_starts:
             backlog.suspects = bool(found.jobs)
+            if not found.jobs:
+                backlog.suspects_since = math.inf
         else:
             backlog.last_owner = found.last_owner
             size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in found.jobs)

@@ -25,6 +25,7 @@ from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.questions import Questions
 from mlxpool.broker.jobs.readers import Readers
+from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store import operations as store
@@ -237,9 +238,10 @@ class JobManager:
 
     def _backlog_read(self, result: Result, now: float) -> None:
         if isinstance(result, Backlog):
-            for model, priority, _, due in result.waiting:
+            for model, priority, _, due, starts in result.waiting:
                 wait = max(0.0, due - result.now)
-                self._feeder.came((model, priority), now + wait, suspect=True)
+                suspect = starts >= ALONE_STARTS
+                self._feeder.came((model, priority), now + wait, suspect=suspect)
         elif self._open:
             self._backlog_at = now + BACKLOG_RETRY
 

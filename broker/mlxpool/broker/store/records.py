@@ -324,9 +324,9 @@ class Swept(Result):
 
 @dataclass(frozen=True, slots=True)
 class Backlog(Result):
-    """For each (model, priority) how many jobs wait or run, and the earliest due time."""
+    """For each (model, priority) how many jobs wait or run, the earliest due time, most starts."""
 
-    waiting: tuple[tuple[str, int, int, float], ...]
+    waiting: tuple[tuple[str, int, int, float, int], ...]
     now: float
 
 

@@ -141,7 +141,7 @@ def _jobs(
 
 def read_backlog(database: Database, asked: ReadBacklog, now: float) -> Backlog:
     found = database.execute(
-        "SELECT model, priority, COUNT(*), MIN(due) FROM job WHERE state = 'waiting'"
+        "SELECT model, priority, COUNT(*), MIN(due), MAX(starts) FROM job WHERE state = 'waiting'"
         " GROUP BY model, priority ORDER BY model, priority"
     )
-    return Backlog(tuple((row[0], row[1], row[2], row[3]) for row in found), now)
+    return Backlog(tuple((row[0], row[1], row[2], row[3], row[4]) for row in found), now)
