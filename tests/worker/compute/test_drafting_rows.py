@@ -1,4 +1,4 @@
-"""Around steps with drafts: what rows must have before one, and which times are not those of steps."""
+"""Around steps with drafts: what rows must have before one, and which times are not of steps."""
 
 from __future__ import annotations
 
