@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
 
@@ -17,19 +18,20 @@ from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.prompt_logprobs import logit_bytes
+from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.prefix.cache import PrefixCache
-from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput
+from mlxpool.worker.sampling import sampler
+from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, SamplingBatch, TokenMasks
 from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.transfers.shared_array import SETS
-from mlxpool.worker.transfers.uploads import Uploads
+from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table
 
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
@@ -49,6 +51,8 @@ class WarmedEngine(RowEngine[CacheRow]):
     _draws: TokenDraws
     _target: StepTarget
     _step_seconds: float
+    _dtype: mx.Dtype  # of logits
+    _most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
 
     @abstractmethod
     def _make_layout(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[CacheRow]]:
@@ -72,8 +76,12 @@ class WarmedEngine(RowEngine[CacheRow]):
     def draw(self, masks: Mapping[Sequence, Mask]) -> None:
         """See Engine.draw."""
 
+    def expect_drafts(self, most: int) -> None:
+        """See Engine.expect_drafts."""
+        self._most_drafts = most
+
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
+        """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws."""
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
@@ -88,6 +96,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         # In place of a pass that has ended.
         one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
+        if self._most_drafts:
+            one_pass = max(one_pass, self._draw_bytes(self._max_sequences + self._most_drafts))
         self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.read_bytes
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
@@ -123,6 +133,25 @@ class WarmedEngine(RowEngine[CacheRow]):
         peak = mx.get_peak_memory() - before
         self._drop_rows([seq])
         return size, peak
+
+    def _draw_bytes(self, lines: int) -> int:
+        """Returns the memory of so many lines of logits and of their draws, with every option."""
+        part = min(lines, lines_at_a_time(self.vocab_size))
+        # Some rows with a top-k and some without, for which top-p looks at all tokens.
+        options = [ALL_OPTIONS, replace(ALL_OPTIONS, top_k=0)] * part
+        batch = SamplingBatch(options[:part], [0] * part, self.vocab_size)
+        table = [self._whole_mask(part)]
+        numbers = upload_table(upload_copy, np.arange(part, dtype=np.int32), table)
+        logits = mx.zeros((part, self.vocab_size), dtype=self._dtype)
+        mx.eval(logits, numbers)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        masks, histories = TokenMasks(numbers, part), [(0,)] * part
+        found = sampler.sample_batch(logits, batch, range(part), histories, masks=masks)
+        mx.eval(found.arrays())
+        taken = mx.get_peak_memory() - before
+        return taken + lines * self.vocab_size * self._dtype.size
 
     def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
         """Computes a pass of each kind that is compiled, and one with every sampling option.
@@ -165,9 +194,9 @@ class WarmedEngine(RowEngine[CacheRow]):
                 self._rows[seq].trim(0)
         self._drop_rows(rows)
 
-    def _whole_mask(self) -> Mask:
-        """Returns a mask that allows every token."""
-        return np.full((1, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
+    def _whole_mask(self, draws: int = 1) -> Mask:
+        """Returns a mask that allows every token in so many draws."""
+        return np.full((draws, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
     def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
         """Compiles our kernels of all compiled passes together; computes none of the passes."""
