@@ -230,7 +230,7 @@ class Engine(Protocol):
     def expect_drafts(self, most: int) -> None:
         """Says before the warm-up that the rows of a pass check `most` drafts together at most.
 
-        The memory of their draws is then measured and counted.
+        The memory of their draws is then measured and counted, and the passes are warmed up.
         """
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
