@@ -48,7 +48,7 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Speculator
+from mlxpool.worker.speculation.speculator import Speculator, drafts_in_memory
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
 from mlxpool.worker.weights.locate import DEMO_FOLDER
@@ -214,7 +214,10 @@ def measure(
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
     ahead = engine.limits.ahead > 0
-    speculator = Speculator(NgramDrafter(), engine.cost.seconds, clock, ahead=ahead)
+    most = drafts_in_memory(engine.vocab_size)
+    speculator = Speculator(
+        NgramDrafter(), engine.cost.seconds, clock, ahead=ahead, most_drafts=most
+    )
     searched, nothing = Searched(speculator), Searched(None)
     plain: list[Timed] = []
     drafted: list[Timed] = []
@@ -278,6 +281,7 @@ def main() -> None:
     folder = inspect(arguments.model)
     text = ChatTokenizer.from_folder(folder)
     engine = ModelEngine(load(folder), text, prefix="off", max_sequences=max(arguments.streams))
+    engine.expect_drafts(drafts_in_memory(engine.vocab_size))
     engine.warm_up()
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     found = []

@@ -10,7 +10,7 @@ from time import monotonic
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import Drafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Candidate, Speculator
+from mlxpool.worker.speculation.speculator import Candidate, Drafts, Speculator
 
 MAX_DEPTH = 6
 
@@ -54,6 +54,7 @@ class EagerSpeculator(Speculator):
         super().__init__(drafter or NgramDrafter(), lambda load: 0.0, monotonic)
         self._draw = draw
         self.most = 0  # drafts of a row in a step
+        self.waits = False  # whether no row checks drafts now
 
     @property
     def rests(self) -> bool:
@@ -63,7 +64,7 @@ class EagerSpeculator(Speculator):
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
     ) -> dict[Sequence, int]:
         found = {}
-        for one in candidates:
+        for one in () if self.waits else candidates:
             self._forget_ended(rows)
             if not self._follow(one.sequence):
                 continue
@@ -73,3 +74,16 @@ class EagerSpeculator(Speculator):
                 found[one.sequence] = depth
                 self.most = max(self.most, depth)
         return found
+
+
+class ClockedSpeculator(Speculator):
+    """Notes how long steps are said to have taken, by a clock that the test moves."""
+
+    def __init__(self) -> None:
+        super().__init__(NgramDrafter(), lambda load: 0.0, lambda: self.now)
+        self.now = 100.0
+        self.seconds: list[float] = []  # of each step
+
+    def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
+        self.seconds.append(seconds)
+        super().step_ended(rows, drafts, seconds, measured=measured)

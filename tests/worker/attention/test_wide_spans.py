@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, write_checkpoint
@@ -27,6 +27,7 @@ from mlxpool.worker.attention.layouts import (  # noqa: E402
 )
 from mlxpool.worker.attention.row_batch import RowSpan, logit_spans  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.engine.warm_up import PassKind, compiled_kinds  # noqa: E402
 from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -196,3 +197,43 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(ragged: Any) -> None:
     compare(layout, OneByOne(exact, 5), MIXED, 5e-2, begin=layout._upload.begin)
     kinds = {(shape.wanted > 8, shape.drawn) for shape in layout.ragged._passes}
     assert {(False, None), (True, None), (False, 8), (True, 8), (True, 0)} <= kinds
+
+
+def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:
+    """The spans of a pass that is computed at load, and those of them that are wanted."""
+    new = layout.store.new_row
+    spans = [RowSpan(new(), count) for count in kind.counts]
+    spans += [RowSpan(new(), 1 + kind.drafts, 1 + kind.drafts)] if kind.drafts else []
+    wanted = [*range(len(spans))]
+    return spans + ([RowSpan(new(), kind.unread)] if kind.unread else []), wanted
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    depths=st.lists(st.integers(0, 16), min_size=1, max_size=8).filter(any),
+    unread=st.sampled_from([0, 1, 7, 100, 200]),
+)
+def test_passes_that_check_drafts_were_compiled_at_load(
+    ragged: Any, depths: list[int], unread: int
+) -> None:
+    """Of any rows, beside prompts and without, up to the drafts that are expected."""
+    layout, _ = ragged
+    drafts, runner = 48, layout.ragged
+    layout.expect_drafts(drafts)
+    while sum(depths) > drafts:
+        depths = [depth // 2 for depth in depths]
+    known = {
+        runner._shape(*spans_of(layout, kind))
+        for kind in [PassKind((1,)), *compiled_kinds(runner.sizes, 8, runner.sizes[-1], drafts)]
+    }
+    new = layout.store.new_row
+    spans = [RowSpan(new(), 1 + depth, 1 + depth) for depth in sorted(depths)]
+    wanted = [*range(len(spans))]
+    spans += [RowSpan(new(), unread)] if unread else []
+    if sum(span.count for span in spans) <= runner.sizes[-1]:
+        shape = runner._shape(spans, wanted)
+        assert shape in known
+        # Beside a long prompt few lines get logits.
+        assert shape.wanted <= next(size for size in runner.sizes if size >= 8 + drafts)

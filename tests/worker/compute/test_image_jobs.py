@@ -33,6 +33,8 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.speculation.speculator import Speculator
+from support.drafting import ClockedSpeculator
 
 SLOTS = 12  # inputs of an image
 FEATURES = 100  # bytes
@@ -99,10 +101,10 @@ class SeeingEngine(CountingEngine):
 class Run:
     """Sequences on the steps of an engine."""
 
-    def __init__(self, engine: SeeingEngine) -> None:
+    def __init__(self, engine: SeeingEngine, speculator: Speculator | None = None) -> None:
         self.engine = engine
         self.generations = Generations(engine)
-        self.steps = Steps(engine, self.generations, Progress(lambda: None))
+        self.steps = Steps(engine, self.generations, Progress(lambda: None), speculator)
         self.ids: dict[bytes, list[int]] = {}
         self.ends: dict[bytes, str] = {}
 
@@ -295,3 +297,31 @@ def test_a_sequence_that_lost_its_row_encodes_what_it_attends_to_again() -> None
     run.finish()
     assert run.engine.images == [A, A]
     assert run.ids[b"x"] == right(seq)
+
+
+class SlowEngine(SeeingEngine):
+    """A step takes a hundredth of a second and an image five, on a speculator's clock."""
+
+    speculator: ClockedSpeculator
+
+    def submit(self, spans: Many[Span]) -> bool:
+        self.speculator.now += 0.01
+        return super().submit(spans)
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        self.speculator.now += 5.0
+        super().encode(image, pinned)
+
+
+def test_the_time_of_an_image_is_not_that_of_a_step() -> None:
+    """So no step without drafts seems to take as long as one beside which an image is encoded."""
+    engine = SlowEngine()
+    engine.speculator = ClockedSpeculator()
+    run = Run(engine, engine.speculator)
+    run.add(3, name=b"decodes", ids=40)
+    for _ in range(5):
+        run.step()
+    run.add(2, A, 2, B, 2, name=b"x")
+    run.finish()
+    assert engine.images == [A, B] and len(engine.speculator.seconds) >= 30
+    assert max(engine.speculator.seconds) == pytest.approx(0.01)

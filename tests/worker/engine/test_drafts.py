@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,16 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.config.schema import Counting  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine import prompt_logprobs  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.sampling.batch import NO_TOKEN, SampledNumbers, accepted_tokens  # noqa: E402
+from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.sampling.batch import (  # noqa: E402
+    ALL_OPTIONS,
+    NO_TOKEN,
+    SampledNumbers,
+    accepted_tokens,
+)
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -108,6 +116,65 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
         engine.release(seq)
     engine.release(late)
     assert engine.memory().kv == 0
+
+
+def test_draws_of_many_lines_are_divided(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They give the tokens and log-probabilities of single draws, in the memory of few lines."""
+    most, taken = 7, []
+    sample = sampler.sample_batch
+
+    def noted(logits: Any, *others: Any) -> Any:
+        taken.append(logits.shape[0])
+        return sample(logits, *others)
+
+    monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 4 * loaded.folder.plan.vocab_size * most)
+    monkeypatch.setattr(sampler, "sample_batch", noted)
+    expected = answers(loaded, "slabs")
+    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    rows = [sequence(number) for number in range(len(OPTIONS))]
+    for seq in rows:
+        enter(engine, seq)
+    taken.clear()
+    right = [tuple(one.token for one in answer[:5]) for answer in expected]
+    engine.submit([Span.check(seq, drafts) for seq, drafts in zip(rows, right, strict=True)])
+    found = engine.collect()
+    assert len(taken) >= 4 and max(taken) <= most and sum(taken) == 6 * len(rows)
+    for seq, answer in zip(rows, expected, strict=True):
+        got = [one for one in found.drawn if one.sequence is seq]
+        assert [one.token for one in got] == [one.token for one in answer[:6]]
+        for one, want in zip(got, answer, strict=False):
+            assert (one.logprob is None) == (want.logprob is None)
+            if one.logprob is not None:
+                assert one.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-3)
+                assert [token for token, _ in one.logprob.top] == [t for t, _ in want.logprob.top]
+
+
+def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
+    """A pass in which all rows check drafts, with every option, stays within what was measured."""
+    size, most, depth = 30_000, 60, 15
+    large = load(inspect(write_checkpoint(tmp_path, vocab_size=size)))
+    settings: dict[str, Any] = {"layout": "slabs", "prefix": "off", "max_sequences": 4, "batch": 16}
+    plain, engine = (ModelEngine(large, **settings) for _ in range(2))
+    plain.warm_up()
+    engine.expect_drafts(most)
+    engine.warm_up()
+    more = engine._activation_bytes - plain._activation_bytes
+    assert plain.blocks.capacity - engine.blocks.capacity >= more // engine._block_bytes - 1
+    rows = []
+    for number in range(4):
+        options = replace(ALL_OPTIONS, temperature=1.0, ignore_eos=True)
+        seq = Sequence(bytes([number] * 16), 1, (1, 2, 3, 4), options, number, 60)
+        enter(engine, seq)
+        rows.append(seq)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    engine.submit([Span.check(seq, (5,) * depth) for seq in rows])
+    engine.collect()
+    taken = mx.get_peak_memory() - before
+    assert plain._activation_bytes < taken <= engine._activation_bytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,6 +18,7 @@ from mlxpool.worker.attention import layouts  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
 from mlxpool.worker.kernels import kernel_cache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
@@ -173,14 +174,23 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
     with nullcontext() if ON_GPU else simt.simulated():
         monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
+        engine.expect_drafts(3)
         free = engine.blocks.available
         engine._compile_kernels(lambda: None)
         assert engine.blocks.available == free and not engine._rows
-        for counts in engine._kinds_of_passes():
-            rows = [seq for count in counts for seq in engine._dummy_rows(1, count)]
-            spans = [RowSpan(engine._rows[seq], seq.length) for seq in rows]
-            assert engine._layout.is_new(spans, range(len(spans)))
-            engine._drop_rows(rows)
+        kinds = list(engine._kinds_of_passes())
+        for kind in kinds:
+            spans = engine._dummy_spans(kind)
+            wants = PassSpans.of(spans, rewinds=True)
+            rows = [RowSpan(engine._rows[span.sequence], span.count) for span in spans]
+            wants.widen(rows)
+            assert engine._layout.is_new(rows, wants.wanted)
+            engine._drop_rows([span.sequence for span in spans])
+        # Passes with drafts are computed as well, beside a prompt and without.
+        checks = {bool(kind.unread): kind for kind in kinds if kind.drafts}
+        for kind in (checks[False], checks[True]):
+            engine._warm_up(kind, lambda: None)
+            assert engine.blocks.available == free and not engine._rows
     names = {name.removeprefix("mlxpool_") for name in listed}
     assert {"ragged_attention", "rotate_and_write", "sampling", "host_write", "rms_norm"} <= names
 

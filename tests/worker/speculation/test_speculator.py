@@ -21,6 +21,7 @@ from mlxpool.worker.speculation.speculator import (
     Candidate,
     Speculator,
     candidates_of,
+    drafts_in_memory,
 )
 
 LIMITS = StepLimits(lines=512, pairs=2**20, context=1000)
@@ -113,6 +114,15 @@ def test_right_drafts_that_cost_little_are_checked_in_nearly_every_step() -> Non
     assert found.count(0) <= 2 + 200 // PLAIN_INTERVAL
     assert max(found[:2]) <= TRIAL_DRAFTS
     assert max(found) == 2 * MAX_DRAFTS
+
+
+def test_the_logits_of_all_drafts_have_a_bound() -> None:
+    assert drafts_in_memory(4096) == 256
+    assert drafts_in_memory(152_000) * 152_000 * 4 <= 128 * 2**20 < 221 * 152_000 * 4
+    assert drafts_in_memory(10**9) == 1
+    scene = Scene(4, 0.95)
+    scene.speculator = Speculator(scene.drafter, scene._predict, scene.clock, most_drafts=7)
+    assert max(scene.run(200)) == 7
 
 
 def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:

@@ -110,6 +110,9 @@ class Layout:
         """The numbers of lines for which passes are compiled; none: passes of any number."""
         return ()
 
+    def expect_drafts(self, most: int) -> None:
+        """Says that the rows of a pass check `most` drafts together at most; 0: none."""
+
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether a pass over these spans that wants some of them is the first."""
         lines = sum(span.count for span in spans)
@@ -316,6 +319,11 @@ class PagedLayout(Layout):
     def sizes(self) -> tuple[int, ...]:
         """See Layout."""
         return () if self.ragged is None else self.ragged.sizes
+
+    def expect_drafts(self, most: int) -> None:
+        """See Layout."""
+        if self.ragged is not None:
+            self.ragged.drafts = most
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""

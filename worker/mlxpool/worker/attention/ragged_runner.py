@@ -18,6 +18,7 @@ from mlxpool.worker.attention.row_batch import (
     Ids,
     PassOutput,
     RowSpan,
+    checks_drafts,
     logit_spans,
     wanted_lines,
 )
@@ -179,6 +180,7 @@ class RaggedRunner:
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
         self._computed: set[PlanShape] = set()
         self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
+        self.drafts = 0  # that the rows of a pass check together, at most; 0: not known
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
         """Returns whether the newest pass was of these very spans, all of them single lines."""
@@ -300,8 +302,11 @@ class RaggedRunner:
         hidden = bool(wanted) and spans[wanted[-1]].hidden
         if len(wanted) == lines and not hidden:  # only single lines of rows, each with logits
             return PlanShape(padded, 0, self._tiles)
-        most = min(padded, self._rows)
-        named = most if wanted_lines(spans, wanted) <= most else padded
+        most, count = min(padded, self._rows), wanted_lines(spans, wanted)
+        if checks_drafts(spans, wanted) and not hidden:
+            # Few passes are compiled: these serve those without single lines as well.
+            return PlanShape(padded, self._named(padded, count), self._tiles)
+        named = most if count <= most else padded
         decodes = any(span.count == 1 for span in spans)
         tiles = self._tiles if decodes else self._chunk_tiles
         if not hidden:
@@ -310,6 +315,19 @@ class RaggedRunner:
         if drawn:  # few passes are compiled
             drawn = most if drawn <= most else named
         return PlanShape(padded, named, tiles, decodes, drawn)
+
+    def _named(self, padded: int, count: int) -> int:
+        """Returns how many lines a pass of `padded` lines names of which `count` are wanted.
+
+        With drafts, beside a long chunk, they are far fewer than its lines, and each takes the
+        memory of logits.
+        """
+        if count <= self._rows:
+            return min(padded, self._rows)
+        most = self._rows + self.drafts
+        if count > most:
+            return padded
+        return min(padded, next((size for size in self.sizes if size >= most), padded))
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
         """Returns the tokens in flight as an array [rows]; those of checked drafts are behind."""

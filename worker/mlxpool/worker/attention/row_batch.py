@@ -354,6 +354,12 @@ def logit_spans(spans: Sequence[RowSpan], wanted: Sequence[int]) -> Sequence[int
     return [number for number in wanted if not spans[number].hidden]
 
 
+def checks_drafts(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+    """Returns whether some of the spans `wanted` gets logits of several tokens."""
+    drawing = logit_spans(spans, wanted)
+    return bool(drawing) and spans[drawing[-1]].lines > 1
+
+
 def all_plain(spans: Sequence[RowSpan]) -> bool:
     """Returns whether all spans are `plain`; steps ask it of many spans."""
     return not any(span.images or span.views or span.positions is not None for span in spans)

@@ -16,13 +16,20 @@ from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Drafts, Speculator, candidates_of
+from mlxpool.worker.speculation.speculator import (
+    Drafts,
+    Speculator,
+    candidates_of,
+    drafts_in_memory,
+)
 
 OFF, AUTO = "off", "auto"  # values of the setting `speculation`
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
     """Returns what chooses drafts as the setting `speculation` says; None: there are none.
+
+    The engine, which was not warmed up yet, is told how many there are at most.
 
     Raises ModelLoadFailed where drafts are asked for and the engine checks none.
     """
@@ -34,7 +41,9 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
             f" [models.{model}], or set it to {AUTO!r}"
         )
     ahead = engine.limits.ahead > 0
-    return Speculator(NgramDrafter(), engine.cost.seconds, monotonic, ahead=ahead)
+    most = drafts_in_memory(engine.vocab_size)
+    engine.expect_drafts(most)
+    return Speculator(NgramDrafter(), engine.cost.seconds, monotonic, ahead=ahead, most_drafts=most)
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:

@@ -195,6 +195,9 @@ class CountingEngine:
     def make_room(self, size: int) -> None:
         """Does nothing: it keeps nothing."""
 
+    def expect_drafts(self, most: int) -> None:
+        """Does nothing: it checks none."""
+
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Does nothing: its first step is as fast as later ones."""
 

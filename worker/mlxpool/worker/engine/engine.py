@@ -227,6 +227,12 @@ class Engine(Protocol):
         After some GPU errors every later call of the process fails.
         """
 
+    def expect_drafts(self, most: int) -> None:
+        """Says before the warm-up that the rows of a pass check `most` drafts together at most.
+
+        The memory of their draws is then measured and counted, and the passes are warmed up.
+        """
+
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Computes each kind of step once, so that no request waits for compilation.
 

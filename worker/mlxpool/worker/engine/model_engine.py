@@ -111,7 +111,7 @@ class ModelEngine(WarmedEngine):
         if loaded.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())
         self._loaded = loaded
-        self._model = loaded.model
+        self._model, self._dtype = loaded.model, loaded.dtype
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk, kv=kv)
         name, shape = choose_layout(
             layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()

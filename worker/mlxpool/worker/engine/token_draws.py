@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.engine.engine import Mask
+from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time
 from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
@@ -73,17 +74,40 @@ class TokenDraws:
         before: Flight | None,
         masks: Mapping[Sequence, Mask],
     ) -> SamplerOutput:
-        """As `draw`, where some spans draw several tokens: each after the drafts before it."""
+        """As `draw`, where some spans draw several tokens: each after the drafts before it.
+
+        Draws take several times the memory of their logits, so those of many lines are divided.
+        """
+        batch = self._batch([span.sequence for span in spans for _ in range(span.draws)])
+        most = lines_at_a_time(self._vocab_size)
+        if logits.shape[0] <= most:
+            return self._draw_part(spans, logits, batch, before, masks)
+        parts: list[SamplerOutput] = []
+        for some, first, end in _parts(spans, most):
+            lines = logits[first:end]
+            if parts:  # the next part begins when the memory of this one is free
+                (lines,) = mx.depends([lines], parts[-1].arrays())
+            parts.append(self._draw_part(some, lines, batch.part(first, end), before, masks))
+        return SamplerOutput.joined(parts)
+
+    def _draw_part(
+        self,
+        spans: Many[Span],
+        logits: mx.array,
+        batch: SamplingBatch,
+        before: Flight | None,
+        masks: Mapping[Sequence, Mask],
+    ) -> SamplerOutput:
+        """Draws the tokens of some spans, whose options are in `batch`, of their logits."""
         lines = [(span, line) for span in spans for line in range(span.draws)]
-        rows = [span.sequence for span, _ in lines]
-        batch = self._batch(rows)
         positions = [_position(span) - span.draws + 1 + line for span, line in lines]
         awaited = [s.end - s.sequence.length if not s.drafts else 0 for s, _ in lines]
         histories = [
             [*penalty_history(span.sequence, between + line), *span.drafts[:line]]
             for (span, line), between in zip(lines, awaited, strict=True)
         ]
-        pending, found = self._pending(rows, before), self._masks(spans, masks)
+        pending = self._pending([span.sequence for span, _ in lines], before)
+        found = self._masks(spans, masks)
         return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, found)
 
     def _batch(self, rows: list[Sequence]) -> SamplingBatch:
@@ -121,6 +145,19 @@ class TokenDraws:
             return None
         numbers = upload_table(self._upload, np.array(lines, dtype=np.int32), table)
         return TokenMasks(numbers, len(lines))
+
+
+def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]]:
+    """Yields spans that draw at most `most` tokens together, or one span, with their lines."""
+    part: list[Span] = []
+    first = end = 0
+    for span in spans:
+        if part and end + span.draws - first > most:
+            yield part, first, end
+            part, first = [], end
+        part.append(span)
+        end += span.draws
+    yield part, first, end
 
 
 def _position(span: Span) -> int:

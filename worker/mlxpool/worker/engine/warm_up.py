@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic
 
@@ -17,25 +18,58 @@ from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.prompt_logprobs import logit_bytes
+from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.prefix.cache import PrefixCache
-from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput
+from mlxpool.worker.sampling import sampler
+from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, SamplingBatch, TokenMasks
 from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.transfers.shared_array import SETS
-from mlxpool.worker.transfers.uploads import Uploads
+from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table
 
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """The spans of a pass that is computed at load.
+
+    `counts`: the inputs of new rows, each of which draws a token. `drafts`: those that one more row
+    checks. `unread`: inputs of a prompt that goes on behind them. 0: there is no such row.
+    """
+
+    counts: tuple[int, ...] = ()
+    drafts: int = 0
+    unread: int = 0
+
+
+def compiled_kinds(sizes: Many[int], rows: int, longest: int, drafts: int) -> Iterator[PassKind]:
+    """Yields the spans of each pass that is compiled, besides those of decode steps alone.
+
+    Passes are compiled for `sizes` of lines, of which those up to `longest` are computed. They have
+    `rows` rows at most, which check `drafts` drafts together at most.
+    """
+    for size in sizes:
+        if size > longest:
+            return
+        if size > 2:
+            yield PassKind((1, size - 1))
+            if size > rows:
+                yield PassKind((size,))
+        # Passes that name no more lines than there are rows are the same as without drafts.
+        if drafts and size > 1 and (size > rows or size == 2):
+            checked = min(size, rows + drafts) - 1
+            yield PassKind(drafts=checked, unread=size - 1 - checked)
 
 
 class WarmedEngine(RowEngine[CacheRow]):
@@ -49,6 +83,8 @@ class WarmedEngine(RowEngine[CacheRow]):
     _draws: TokenDraws
     _target: StepTarget
     _step_seconds: float
+    _dtype: mx.Dtype  # of logits
+    _most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
 
     @abstractmethod
     def _make_layout(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[CacheRow]]:
@@ -72,8 +108,13 @@ class WarmedEngine(RowEngine[CacheRow]):
     def draw(self, masks: Mapping[Sequence, Mask]) -> None:
         """See Engine.draw."""
 
+    def expect_drafts(self, most: int) -> None:
+        """See Engine.expect_drafts."""
+        self._most_drafts = most
+        self._layout.expect_drafts(most)
+
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
+        """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws."""
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
@@ -88,6 +129,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         # In place of a pass that has ended.
         one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
+        if self._most_drafts:
+            one_pass = max(one_pass, self._draw_bytes(self._most_logits()))
         self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.read_bytes
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
@@ -110,6 +153,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         self._layout.close()
         mx.clear_cache()
         self._layout, self._prefix = self._make_layout(blocks)
+        self._layout.expect_drafts(self._most_drafts)
         self.blocks.capacity = self._capacity()
 
     def _measure_chunk(self, size: int) -> tuple[int, int]:
@@ -124,28 +168,49 @@ class WarmedEngine(RowEngine[CacheRow]):
         self._drop_rows([seq])
         return size, peak
 
+    def _most_logits(self) -> int:
+        """Returns how many lines of logits a pass with drafts has, with those of padding."""
+        most = self._max_sequences + self._most_drafts
+        return next((size for size in self._layout.sizes if size >= most), most)
+
+    def _draw_bytes(self, lines: int) -> int:
+        """Returns the memory of so many lines of logits and of their draws, with every option."""
+        part = min(lines, lines_at_a_time(self.vocab_size))
+        # Some rows with a top-k and some without, for which top-p looks at all tokens.
+        options = [ALL_OPTIONS, replace(ALL_OPTIONS, top_k=0)] * part
+        batch = SamplingBatch(options[:part], [0] * part, self.vocab_size)
+        table = [self._whole_mask(part)]
+        numbers = upload_table(upload_copy, np.arange(part, dtype=np.int32), table)
+        logits = mx.zeros((part, self.vocab_size), dtype=self._dtype)
+        mx.eval(logits, numbers)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        masks, histories = TokenMasks(numbers, part), [(0,)] * part
+        found = sampler.sample_batch(logits, batch, range(part), histories, masks=masks)
+        mx.eval(found.arrays())
+        taken = mx.get_peak_memory() - before
+        return taken + lines * self.vocab_size * self._dtype.size
+
     def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
         """Computes a pass of each kind that is compiled, and one with every sampling option.
 
         The second pass of a kind shows the cost model its time.
         """
-        self._warm_up([1], on_progress, ALL_OPTIONS)
+        self._warm_up(PassKind((1,)), on_progress, ALL_OPTIONS)
         if self._uploads is not None:
             self._warm_up_masks(1, ALL_OPTIONS)
             self._warm_up_masks(self._most_rows())
-        for counts in self._kinds_of_passes():
-            self._warm_up(counts, on_progress)
+        for kind in self._kinds_of_passes():
+            self._warm_up(kind, on_progress)
 
-    def _kinds_of_passes(self) -> Iterator[list[int]]:
-        """Yields the inputs of the spans of each pass that is compiled."""
+    def _kinds_of_passes(self) -> Iterator[PassKind]:
+        """Yields the spans of each pass that is computed at load."""
         rows = self._most_rows()
         for count in self._decode_sizes(rows):
-            yield [1] * count
-        for size in self._layout.sizes:
-            if 2 < size < min(self.context, self.chunk + 1):
-                yield [1, size - 1]
-                if size > rows:
-                    yield [size]
+            yield PassKind((1,) * count)
+        longest = min(self.context - 1, self.chunk)
+        yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
 
     def _most_rows(self) -> int:
         """Returns how many rows a pass has at most."""
@@ -165,27 +230,28 @@ class WarmedEngine(RowEngine[CacheRow]):
                 self._rows[seq].trim(0)
         self._drop_rows(rows)
 
-    def _whole_mask(self) -> Mask:
-        """Returns a mask that allows every token."""
-        return np.full((1, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
+    def _whole_mask(self, draws: int = 1) -> Mask:
+        """Returns a mask that allows every token in so many draws."""
+        return np.full((draws, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
     def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
         """Compiles our kernels of all compiled passes together; computes none of the passes."""
         with kernel_cache.collecting() as jobs:
-            for counts in self._kinds_of_passes() if self._layout.sizes else ():
-                rows = [seq for count in counts for seq in self._dummy_rows(1, count)]
-                spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
+            for kind in self._kinds_of_passes() if self._layout.sizes else ():
+                spans = self._dummy_spans(kind)
                 if self._uploads is not None:
                     self._uploads.begin()
-                given = [RowSpan(self._rows[seq], seq.length) for seq in rows]
+                given = [RowSpan(self._rows[span.sequence], span.count) for span in spans]
                 wants = PassSpans.of(spans, rewinds=True)
+                wants.widen(given)
                 found = self._layout.step(given, *self._inputs(wants), wants.wanted)
-                sampled = self._draws.draw(spans, found.logits, None, {})
+                sampled = self._draws.draw(wants.asking, found.logits, None, {})
                 self._results(found.logits, sampled, None)
-                masks = {spans[0].sequence: self._whole_mask()}
-                self._draws.draw(spans, found.logits, None, masks)
+                first = wants.asking[0]
+                masks = {first.sequence: self._whole_mask(first.draws)}
+                self._draws.draw(wants.asking, found.logits, None, masks)
                 self._draws.forget()  # its arrays are not computed
-                self._drop_rows(rows)
+                self._drop_rows([span.sequence for span in spans])
         kernel_cache.compile_together(jobs, on_progress)
 
     def _decode_seconds(self) -> float:
@@ -207,17 +273,30 @@ class WarmedEngine(RowEngine[CacheRow]):
         return [size for size in self._layout.sizes if size <= rows] or list(range(1, rows + 1))
 
     def _warm_up(
-        self, counts: Many[int], on_progress: Callable[[], None], options: Options | None = None
+        self, kind: PassKind, on_progress: Callable[[], None], options: Options | None = None
     ) -> None:
-        """Computes two passes over so many first inputs of new rows, then frees the rows."""
-        rows = [seq for count in counts for seq in self._dummy_rows(1, count, options)]
+        """Computes two passes over the first inputs of new rows, then frees the rows."""
+        spans = self._dummy_spans(kind, options)
+        rows = [span.sequence for span in spans]
         for _ in range(WARM_UP_PASSES):
-            self.step([Span(seq, 0, seq.length, draws=1) for seq in rows])
+            self.step(spans)
             for seq in rows:
                 seq.submitted = 0
                 self._rows[seq].trim(0)
             on_progress()
         self._drop_rows(rows)
+
+    def _dummy_spans(self, kind: PassKind, options: Options | None = None) -> list[Span]:
+        """Returns the spans of a pass over new rows."""
+        rows = [seq for count in kind.counts for seq in self._dummy_rows(1, count, options)]
+        spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
+        if kind.drafts:
+            (seq,) = self._dummy_rows(1, 1, options)
+            spans.append(Span.check(seq, (0,) * kind.drafts))
+        if kind.unread:
+            (seq,) = self._dummy_rows(1, kind.unread + 1, options)
+            spans.append(Span(seq, 0, kind.unread, draws=0))
+        return spans
 
     def _dummy_rows(
         self, count: int, tokens: int, options: Options | None = None

@@ -222,6 +222,9 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
                     self._rows[span.sequence].release()
             raise
 
+    def expect_drafts(self, most: int) -> None:
+        """Does nothing: it checks none."""
+
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures the size of mlx-lm's caches, which grow by blocks."""
         small, large = (

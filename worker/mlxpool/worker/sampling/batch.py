@@ -107,6 +107,7 @@ class SamplingBatch:
         scored: Many[tuple[int, ...]] = (),
     ) -> None:
         self.upload = upload
+        self._size = size
         self.scored = scored if any(scored) else ()
         self.options = options
         self.seeds = seeds
@@ -128,6 +129,18 @@ class SamplingBatch:
             for token, bias in one.logit_bias.items()
             if token < size
         ]
+
+    def part(self, first: int, end: int) -> SamplingBatch:
+        """Returns the batch of the rows [first, end).
+
+        It has log-probabilities of as many tokens as this one, so outputs of parts can be joined.
+        """
+        width = max(map(len, self.scored), default=0)
+        scored = [(*ids, *[0] * (width - len(ids))) for ids in self.scored[first:end]]
+        options, seeds = self.options[first:end], self.seeds[first:end]
+        found = SamplingBatch(options, seeds, self._size, self.upload, scored)
+        found.logprobs, found.top_logprobs = self.logprobs, self.top_logprobs
+        return found
 
     @cached_property
     def greedy(self) -> mx.array:
@@ -249,6 +262,12 @@ class SamplerOutput:
         """Returns all arrays, to evaluate them together."""
         every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs, self.scored)
         return [array for array in every if array is not None]
+
+    @classmethod
+    def joined(cls, parts: Many[SamplerOutput]) -> SamplerOutput:
+        """Returns the rows of all parts, which have the same arrays."""
+        every = zip(*(one.arrays() for one in parts), strict=True)
+        return cls(*(mx.concatenate(list(each)) for each in every))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 16  # of a row in one step
 MAX_STEP_DRAFTS = 256  # of all rows
+MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 HOST_SHARE = 0.01  # of the time of steps: so much may be spent on rows whose drafts do not pay
 HOST_SHARE_BESIDE = 0.03  # the same where other rows have drafts: one more costs such a step little
 MAX_SAVED = 0.005  # seconds of that share that are kept for later steps
@@ -53,11 +54,13 @@ class Speculator:
         clock: Callable[[], float],
         *,
         ahead: bool = False,
+        most_drafts: int = MAX_STEP_DRAFTS,
     ) -> None:
         """`predict`: seconds of a pass. `clock`: seconds, of steps as well. `ahead`: passes without
-        drafts are submitted ahead.
+        drafts are submitted ahead. `most_drafts`: of all rows in a step, see `drafts_in_memory`.
         """
         self.drafter = drafter
+        self._most_drafts = most_drafts
         self.checks = 0  # decode steps of rows with drafts
         self.drafted = 0  # tokens that they checked
         self.accepted = 0  # of these, tokens that were right
@@ -97,7 +100,7 @@ class Speculator:
         others = [one for one in candidates if one.sequence not in self._paying]
         share = max(self._saved, HOST_SHARE_BESIDE * self._seconds) if first else self._saved
         ready += self._look(others, self.clock() + share)
-        most = min(MAX_STEP_DRAFTS, (lines - rows) // 2)
+        most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
         if not first:  # with drafts it is in the time of their steps
             self._saved -= self.clock() - began
@@ -204,6 +207,11 @@ class Speculator:
         if self._without >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
             self._with_drafts = 0
         self._was_plain = plain
+
+
+def drafts_in_memory(vocabulary: int) -> int:
+    """Returns how many drafts the rows of a step check together, so that logits have a bound."""
+    return min(MAX_STEP_DRAFTS, max(1, MAX_LOGIT_BYTES // (4 * vocabulary)))
 
 
 def candidates_of(

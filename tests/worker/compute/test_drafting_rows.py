@@ -1,0 +1,110 @@
+"""Around steps with drafts: what rows must have before one, and which times are not of steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import pytest
+
+from support.constrained_answers import Answers, demo
+from support.drafting import ClockedSpeculator, EagerSpeculator, OracleDrafter
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.schema import Counting  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.common.protocol.resume import Facts  # noqa: E402
+from mlxpool.worker.compute.generations import Generation, Generations  # noqa: E402
+from mlxpool.worker.compute.messages import Admit  # noqa: E402
+from mlxpool.worker.compute.progress import Progress  # noqa: E402
+from mlxpool.worker.compute.steps import Steps  # noqa: E402
+from mlxpool.worker.engine.counting_engine import CountingEngine, piece  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for  # noqa: E402
+from mlxpool.worker.scheduling.scheduler import StepLimits  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+
+REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
+FORCED = "yes, of course, and why not "  # how an answer begins
+STEP, COPY = 0.01, 5.0  # seconds
+
+
+class BoundedEngine(ModelEngine):
+    """Refuses passes that write behind the blocks that a sequence was given."""
+
+    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+        for span in spans:
+            given = self.blocks.given(span.sequence)
+            assert blocks_for(span.end) <= given, f"{span.end} tokens in {given} blocks"
+        return super()._start(spans, at_once=at_once)
+
+
+def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
+    """Passes in flight are collected before a check; the tokens that they force begin a block."""
+    engine = BoundedEngine(
+        load(demo()[0]), demo()[1], layout="slabs", lookahead=True, blocks=32, prefix="off"
+    )
+    answers = {bytes([name] * 16): [1] * 60 for name in (1, 2)}
+    drafter = OracleDrafter(answers, random.Random(1), engine.vocab_size)
+    speculator = EagerSpeculator(drafter)
+    speculator.waits = True
+    batch = Answers(engine, speculator)
+    drafting = batch.admit(1, prompt=REPEATING, temperature=0.0, ignore_eos=True)
+    batch.step()
+    format = {"type": "regex", "pattern": FORCED + "[a-z]{3,9}"}
+    forced = batch.admit(2, prompt="x" * 9, temperature=0.0, format=format, max_tokens=40)
+    # Its prompt and its first token just fit into the block that it has now.
+    forced.prompt = (*forced.prompt, *[5] * (KV_BLOCK_TOKENS - 3 - len(forced.prompt)))
+    engine.blocks.give(forced, 1)
+    while forced.awaited == 0:
+        batch.step()
+    assert not forced.ids and batch.steps.in_flight == 1
+    speculator.waits = False
+    batch.step()
+    assert len(forced.ids) > 4 and engine.blocks.lacks_blocks(forced)
+    assert batch.steps.in_flight == 0 and speculator.checks == 0
+    batch.run()
+    assert batch.answers[2].text.startswith(FORCED)
+    assert speculator.checks > 0 and len(drafting.ids) == 60
+
+
+class CopyingEngine(CountingEngine):
+    """Finds all but the last token of each prompt in a cache, and copies them for COPY seconds."""
+
+    def __init__(self, ahead: int, speculator: ClockedSpeculator) -> None:
+        super().__init__(Counting(step_us=0, prefill_us=0, joint=8), 1000)
+        self._ahead, self._speculator = ahead, speculator
+
+    @property
+    def limits(self) -> StepLimits:
+        return replace(super().limits, ahead=self._ahead)
+
+    def admit(self, seq: Sequence) -> None:
+        super().admit(seq)
+        seq.submitted = seq.length - 1
+        self._speculator.now += COPY
+
+    def submit(self, spans: Many[Span]) -> bool:
+        self._speculator.now += STEP
+        return super().submit(spans)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_copy_of_a_prefix_is_not_in_the_time_of_a_step(ahead: int) -> None:
+    speculator = ClockedSpeculator()
+    engine = CopyingEngine(ahead, speculator)
+    generations = Generations(engine)
+    steps = Steps(engine, generations, Progress(lambda: None), speculator)
+    for name in range(3):
+        seq = Sequence(bytes([name] * 16), 1, tuple(b"prompt"), Options(), name, 50)
+        generations.add(Generation.begin(Admit(seq, Facts(), Detokenizer(piece, ()), 0.0), piece))
+        assert not steps.admit(seq)
+        for _ in range(5):
+            steps.run()
+    assert len(speculator.seconds) >= 10
+    assert max(speculator.seconds) == pytest.approx(STEP)
