@@ -62,7 +62,7 @@ class KeptBatches:
 
     async def release(self, id: str, kind: str) -> None:
         """Delete the results of which one file of an ended batch is made."""
-        about = AboutBatch(messages.RELEASE, KeyName(id), bodies.RELEASED[kind])
+        about = AboutBatch(messages.RELEASE_RESULTS, KeyName(id), bodies.RELEASED[kind])
         await ask(self._client, about, row_of)
 
     def _known(self, row: dict[str, Any]) -> Found:
