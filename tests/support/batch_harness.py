@@ -58,7 +58,8 @@ class BatchStory(JobStory):
         return self.answer(ident)
 
     def about_batch(self, kind: str, key: str, *, owner: str = OWNER) -> dict[str, Any]:
-        ident = self.ask(AboutBatch(kind, KeyName(key)), owner=owner)
+        only = messages.DONE if kind == messages.RELEASE_RESULTS else ""
+        ident = self.ask(AboutBatch(kind, KeyName(key), only), owner=owner)
         self.settle()
         return self.answer(ident)
 

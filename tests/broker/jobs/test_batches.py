@@ -249,7 +249,7 @@ def test_results_of_the_lines_that_are_done_are_deleted_alone(
     monkeypatch.setattr(batch_questions, "RELEASE_COUNT", 2)
     good = prompts(5)
     story.submit_batch("b", [*good, {"id": "bad", "model": "nosuch", "prompt": "x"}])
-    release = AboutBatch(messages.RELEASE, KeyName("b"), messages.DONE)
+    release = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.DONE)
 
     def answer(message: AboutBatch) -> dict[str, Any]:
         ident = story.ask(message)
@@ -262,14 +262,23 @@ def test_results_of_the_lines_that_are_done_are_deleted_alone(
     assert (row["state"], row["deleted"], row["done"], row["failed"]) == ("done", ["done"], 5, 1)
     assert {each["state"] for each in story.outcomes("b")} == {"gone", "failed"}
     assert answer(release)["deleted"] == ["done"]  # a question may come twice
-    others = AboutBatch(messages.RELEASE, KeyName("b"), messages.OTHERS)
+    others = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.OTHERS)
     assert answer(others)["deleted"] == ["done", "others"]
     assert {each["state"] for each in story.outcomes("b")} == {"gone"}
     story.about_batch(messages.RELEASE, "b")
     story.pass_time(1.5)
     assert answer(release)["code"] == "gone"
-    with pytest.raises(BadRequest, match="only must be done or others"):
-        messages.parse_question(messages.RELEASE, {"key": "b", "only": "dead"})
+    for body in ({"key": "b", "only": "dead"}, {"key": "b"}):
+        with pytest.raises(BadRequest, match="only must be done or others"):
+            messages.parse_question(messages.RELEASE_RESULTS, body)
+
+
+def test_a_broker_that_does_not_know_deletions_of_some_results_does_not_delete_all() -> None:
+    """Readers ignore keys that they do not know: what narrows a deletion is no key of `release`."""
+    kinds = {messages.READ, messages.CANCEL, messages.RETRY, messages.RELEASE}
+    release = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.DONE)
+    assert release.kind not in kinds
+    assert messages.parse_question(release.kind, release.body()) == release
 
 
 def test_results_are_kept_from_the_end_of_the_batch_on(store: StoredJobs) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.store.records import JobState
+from mlxpool.broker.store.records import JobState, Refused
 from mlxpool.common.protocol.token_ids import unpack_ids
 from support.core_harness import FakeWorker
 from support.job_harness import JobStory, Reading
@@ -21,6 +21,10 @@ JOBS = 12
 LENGTHS = range(1, 40)  # ids of a job
 FAULTS = 40
 REST = 600.0  # seconds without faults, in which everything has to end
+FAULT_NAMES = (
+    *("crash", "kill_worker", "step", "fail", "cancel", "reconnect"),
+    *("lose_store", "lose_results", "refuse"),
+)
 
 
 class World:
@@ -92,7 +96,8 @@ class World:
         """Something goes wrong, or somebody comes."""
         draw = self.random
         choices = [self.submit, self.submit, self.read, self.kill_worker, self.crash, self.step]
-        draw.choice([*choices, self.fail, self.cancel, self.reconnect, self.lose_store])()
+        choices += [self.fail, self.cancel, self.reconnect, self.lose_store, self.lose_results]
+        draw.choice([*choices, self.refuse])()
 
     def submit(self) -> None:
         if len(self.lengths) < JOBS:
@@ -159,6 +164,21 @@ class World:
         story.settle()
         story.store.refusing = ""
         story.tell_manager(ev.StoreOpened())
+
+    def lose_results(self) -> None:
+        """A commit is made, and told to have failed."""
+        store = self.story.store
+        self.story.drain()
+        told = [(one, Refused("store_closed", "a lost connection")) for one in store.inbox]
+        store.commit()
+        store.results = told
+        self.story.drain()
+
+    def refuse(self) -> None:
+        """For a moment the store refuses everything."""
+        self.story.store.refusing = self.random.choice(("store_busy", "store_full"))
+        self.story.settle()
+        self.story.store.refusing = ""
 
     # ---- what has to hold ------------------------------------------------------------------------
 
@@ -230,7 +250,7 @@ def test_the_histories_have_every_fault_that_they_are_about() -> None:
     seen: Counter[str] = Counter()
     for seed in range(10):
         world = World(seed)
-        for name in ("crash", "kill_worker", "step", "fail", "cancel", "reconnect", "lose_store"):
+        for name in FAULT_NAMES:
             original = getattr(world, name)
 
             def counted(name: str = name, original: object = original) -> None:
@@ -241,4 +261,4 @@ def test_the_histories_have_every_fault_that_they_are_about() -> None:
         for _ in range(FAULTS):
             world.fault()
             world.turn()
-    assert min(seen.values()) > 5 and len(seen) == 7
+    assert min(seen.values()) > 5 and len(seen) == len(FAULT_NAMES)

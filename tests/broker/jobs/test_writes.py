@@ -15,7 +15,8 @@ from mlxpool.broker.jobs.answer_room import AnswerRoom
 from mlxpool.broker.jobs.feeding import FEED_INTERVAL, MAX_LEAVING, Feeder
 from mlxpool.broker.jobs.manager import PLACE_DELAY, POLL_INTERVAL
 from mlxpool.broker.store.operations import FeedNext, Finish, Operation, Progress
-from mlxpool.broker.store.records import Fed, FedJob, JobState, JobView
+from mlxpool.broker.store.records import Fed, FedJob, JobState, JobView, Refused
+from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.batch_harness import BatchStory, prompts
 from support.core_harness import OWNER, FakeWorker
@@ -340,3 +341,72 @@ def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
     for _ in range(backlog.leaving):
         feeder.left(group, leaving=True)
     assert planned(feeder, view, now + 2) == 200
+
+
+# ---- commits that are told to have failed --------------------------------------------------------
+
+
+def perform_and_refuse(story: JobStory | BatchStory) -> None:
+    """The commit of what waits is made, and its result is lost with a connection."""
+    group = list(story.store.inbox)
+    story.store.commit()
+    story.store.results = [
+        (operation, Refused("store_closed", "the connection is lost")) for operation in group
+    ]
+    story.drain()
+
+
+def test_a_job_goes_on_behind_ids_whose_commit_was_told_to_have_failed() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    story.settle()
+    worker.tokens(job.id, 3)
+    story.drain()
+    story.later(0.1)
+    story.tell_manager(ev.Wake())
+    assert waiting(story, Progress)
+    perform_and_refuse(story)
+    assert story.job("a").pos == 3 and reading.ids == []
+    for _ in range(15):
+        story.pass_time(0.1)
+        for id, number in worker.cancelled:
+            if id in worker.runs and worker.runs[id].attempt == number:
+                worker.confirm(id)
+        worker.cancelled.clear()
+    assert job.id in worker.runs and worker.runs[job.id].pos == 3 and reading.ids == [0, 1, 2]
+    worker.end(job.id, count=1)
+    story.settle()
+    assert story.store.output(job.id)[0] == pack_ids(range(4))
+    assert reading.ids == [0, 1, 2, 3] and reading.end is not None
+    assert reading.end["reason"] == "stop"
+
+
+def test_an_end_whose_commit_was_told_to_have_failed_reaches_readers() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    story.settle()
+    worker.end(job.id, count=2)
+    story.drain()
+    assert waiting(story, Finish)
+    perform_and_refuse(story)
+    assert story.job("a").state is JobState.DONE and reading.end is None
+    story.pass_time(1.5)
+    assert reading.ids == [0, 1] and reading.end is not None and not story.manager.busy
+
+
+def test_a_batch_ends_when_the_commit_of_its_last_end_was_told_to_have_failed(
+    store: StoredJobs,
+) -> None:
+    story = BatchStory(store)
+    story.submit_batch("b", prompts(1))
+    worker = story.ready_worker(sequences=1)
+    story.pass_time(0.5)
+    (id,) = worker.runs
+    worker.end(id, count=1)
+    story.drain()
+    assert waiting(story, Finish)
+    perform_and_refuse(story)
+    story.pass_time(3.0)
+    assert story.about_batch(messages.READ, "b")["state"] == "done"

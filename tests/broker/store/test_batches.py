@@ -383,7 +383,7 @@ def test_results_of_a_batch_are_deleted_apart(store: OpenedStore) -> None:
     assert early.jobs == () and early.batch.deleted is Outcomes.NONE  # it has not ended
     store.do(*map(finish, (100, 101, 102)), finish(103, state=JobState.DEAD), EndBatch(BATCH))
     some = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
-    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.NONE
+    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.DONE  # readers are told why
     rest = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
     assert len(rest.jobs) == 1 and rest.batch.deleted is Outcomes.DONE
     assert results_of(store) == [(3, "dead"), (4, "failed")]

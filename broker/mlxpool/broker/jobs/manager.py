@@ -33,6 +33,7 @@ from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import (
     Backlog,
     Changed,
+    Fate,
     JobView,
     Poisons,
     Result,
@@ -121,7 +122,7 @@ class JobManager:
     def stored(self, operation: Operation, result: Result, now: float) -> list[Action]:
         """What follows from the result of an operation."""
         self._outbox.resolve(operation, result, now)
-        if isinstance(result, Changed) and result.job.batch is not None:
+        if isinstance(result, Changed | Fate) and result.job.batch is not None:
             self.batches.touched(result.job.batch, now)
         if self._open:
             self._feed(now)

@@ -37,6 +37,7 @@ from mlxpool.broker.store.records import (
     Changed,
     Chunk,
     Durable,
+    Fate,
     Fed,
     FedJob,
     JobState,
@@ -338,8 +339,8 @@ class Runs:
                 self._unwritable(active, operation, result)
             active.write_at = now + RETRY_INTERVAL  # all of it is still there
             return
-        if not isinstance(result, Durable | Changed):  # somebody else has ended it
-            self.drop(active.id)
+        if not isinstance(result, Durable | Changed):
+            self._lost(active, result, now)
             return
         if chunk is not None and isinstance(operation, Progress | Finish):
             active.written(chunk)
@@ -352,6 +353,16 @@ class Runs:
             self._write(active, now)
         elif active.steps:
             active.plan_write(now, read=self._readers.reads(active.id))
+
+    def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
+        """On the disk the job is not as it was: it was ended, or a commit that failed was made."""
+        self.drop(active.id)
+        if isinstance(result, Fate):
+            self._readers.job_changed(result.job, now)
+            if result.job.state is JobState.WAITING:
+                self._feeder.came(_group(result.job), now)
+            else:
+                self._notices.came(result.job.notify, now)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
         """The store cannot hold this, now or later: end the job with what is on the disk."""

@@ -228,9 +228,9 @@ class ReleaseOutcomes(Operation):
     """Delete some results of an ended batch before their time. Results: BatchChanged, UnknownName.
 
     At most `count` jobs lose theirs, which are those of the result: repeat it while there are as
-    many. The batch stays, and so do its counts; `deleted` of the view says which results it has no
-    more. With the last results go the lines that a gateway has written. One that has not ended, or
-    is gone, stays as it is.
+    many. The batch stays, and so do its counts; `deleted` of the view says from the first commit on
+    which results it has no more. With the last results go the lines that a gateway has written.
+    One that has not ended, or is gone, stays as it is.
     """
 
     frees: ClassVar[bool] = True

@@ -11,6 +11,7 @@ import pytest
 
 from mlxpool.client import AsyncClient, Result
 from mlxpool.client.batches.outcome import Page
+from mlxpool.common.errors import Gone
 from mlxpool.gateway.openai.batches import bodies, kept_batches
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.fields import CALLS, ENDPOINTS
@@ -30,7 +31,10 @@ def test_answers_that_are_numbers_are_made_in_another_thread(
         return True, b"{}\n"
 
     async def page(*_: Any) -> Page:
-        return Page(({"line": 0}, {"line": 1}), -1)
+        return Page(({"line": 0, "state": "done"}, {"line": 1, "state": "done"}), -1)
+
+    async def find(*_: Any) -> tuple[dict[str, Any], None]:
+        return {"key": "batch", "file": "lines"}, None
 
     async def line(self: StoredLines, number: int) -> dict[str, Any]:
         return {}
@@ -42,6 +46,7 @@ def test_answers_that_are_numbers_are_made_in_another_thread(
     monkeypatch.setattr(kept_batches, "ask", page)
     monkeypatch.setattr(StoredLines, "line", line)
     monkeypatch.setattr(kept_batches.KeptBatches, "_whole", whole)
+    monkeypatch.setattr(kept_batches.KeptBatches, "find", find)
 
     async def read() -> bytes:
         kept = kept_batches.KeptBatches(AsyncClient.__new__(AsyncClient))
@@ -63,3 +68,58 @@ def test_an_answer_whose_line_is_missing_says_so(endpoint: str) -> None:
     assert in_output and found["custom_id"] == "label" and found["response"] is None
     assert found["error"]["code"] == "line_missing"
     assert "the file of the batch's lines is not stored" in found["error"]["message"]
+
+
+ROWS = ({"line": 0, "id": "a", "job": bytes(16)}, {"line": 1, "id": "b", "job": bytes(16)})
+
+
+def read_while_deleted(
+    monkeypatch: pytest.MonkeyPatch, kind: str, deleted: list[str], after: int
+) -> list[bytes]:
+    """The parts of a file of two pages, whose batch's `deleted` is that before the page `after`."""
+    pages = 0
+
+    async def page(*_: Any) -> Page:
+        nonlocal pages
+        pages += 1
+        state = "gone" if pages > after else "dead"
+        return Page(({**ROWS[pages - 1], "state": state},), 0 if pages == 1 else -1)
+
+    async def find(*_: Any) -> tuple[dict[str, Any], None]:
+        return {"key": "batch", "deleted": deleted if pages > after else []}, None
+
+    async def line(self: StoredLines, number: int) -> dict[str, Any]:
+        return {}
+
+    monkeypatch.setattr(kept_batches, "ask", page)
+    monkeypatch.setattr(StoredLines, "line", line)
+    monkeypatch.setattr(kept_batches.KeptBatches, "find", find)
+    monkeypatch.setattr(kept_batches, "result_line", lambda *_: (kind == bodies.OUTPUT, b"{}\n"))
+    found: list[bytes] = []
+
+    async def read() -> None:
+        kept = kept_batches.KeptBatches(AsyncClient.__new__(AsyncClient))
+        request = BatchRequest("/v1/completions", "file-in", "24h", 2, {})
+        async for part in kept.results({"key": "batch", "file": "lines"}, request, kind):
+            found.append(part)
+
+    try:
+        asyncio.run(read())
+    except Gone:
+        found.append(b"gone")
+    return found
+
+
+@pytest.mark.parametrize("kind", [bodies.OUTPUT, bodies.ERROR])
+def test_a_file_that_is_deleted_while_it_is_read_does_not_end_as_if_it_were_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted = [bodies.RELEASED[kind]]
+    assert read_while_deleted(monkeypatch, kind, deleted, after=1) == [b"{}\n", b"gone"]
+
+
+def test_an_error_file_has_no_line_of_an_output_file_that_is_deleted_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = read_while_deleted(monkeypatch, bodies.ERROR, [bodies.RELEASED[bodies.OUTPUT]], after=1)
+    assert found == [b"{}\n", b""]

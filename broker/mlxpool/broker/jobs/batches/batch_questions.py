@@ -257,10 +257,6 @@ class BatchQuestions:
         self._outbox.store(operation, then)
 
     def _release(self, event: ev.Asked, message: AboutBatch) -> None:
-        if message.only:
-            self._release_some(event, message)
-            return
-
         def then(result: Result, now: float) -> None:
             if not isinstance(result, BatchView):
                 self._fail(event, _error(message.name, result))
@@ -271,7 +267,7 @@ class BatchQuestions:
 
         self._outbox.store(store.ReleaseBatch(_scope(event, message.name)), then)
 
-    def _release_some(self, event: ev.Asked, message: AboutBatch) -> None:
+    def _release_results(self, event: ev.Asked, message: AboutBatch) -> None:
         """Delete the results of the lines that are done, or of all others, then answer."""
         scope, outcomes = _scope(event, message.name), RELEASED[message.only]
 
@@ -283,7 +279,7 @@ class BatchQuestions:
             elif result.batch.state is BatchState.GONE:
                 self._fail(event, _closed(message.name, result.batch.state))
             elif len(result.jobs) == RELEASE_COUNT:
-                self._release_some(event, message)
+                self._release_results(event, message)
             else:
                 self._show(event, result.batch)
 
@@ -295,6 +291,7 @@ ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
     messages.CANCEL: BatchQuestions._cancel,
     messages.RETRY: BatchQuestions._retry,
     messages.RELEASE: BatchQuestions._release,
+    messages.RELEASE_RESULTS: BatchQuestions._release_results,
 }
 PAGE_BYTES = 256 * 1024  # of outcomes in one answer; a single one may have more
 

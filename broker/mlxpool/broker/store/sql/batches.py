@@ -146,14 +146,14 @@ def release_outcomes(
     jobs = _jobs(database, batch, states, asked.count)
     for job in jobs:
         rows.empty_job(database, job, now + key_life)
-    if len(jobs) < asked.count:
-        if Outcomes.OTHERS & asked.outcomes:
-            database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
-        deleted = batch.deleted | asked.outcomes
-        if not _has_results(database, batch.id):
-            deleted = Outcomes.DONE | Outcomes.OTHERS  # nobody reads its lines any more
-            files.let_go(database, batch.id, now)
-        database.change("UPDATE batch SET deleted = ? WHERE id = ?", int(deleted), batch.id)
+    if Outcomes.OTHERS & asked.outcomes:
+        database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
+    # With the first results: who reads the others meanwhile is told why these are missing.
+    deleted = batch.deleted | asked.outcomes
+    if not _has_results(database, batch.id):
+        deleted = Outcomes.DONE | Outcomes.OTHERS  # nobody reads its lines any more
+        files.let_go(database, batch.id, now)
+    database.change("UPDATE batch SET deleted = ? WHERE id = ?", int(deleted), batch.id)
     return BatchChanged(_again(database, batch.id), tuple(jobs))
 
 

@@ -36,6 +36,8 @@ MAX_DIGEST = 64  # bytes
 
 DONE, OTHERS = "done", "others"  # results of lines that are done, and of all others
 READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_release"
+# A kind of its own: a broker that does not know it deletes nothing, and not all results.
+RELEASE_RESULTS = "batch_release_results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ class ListBatches(Content):
 class AboutBatch(Content):
     """Ask for one batch, or change it: the kinds of CALLS.
 
-    `only` is for RELEASE: results of lines that are DONE, or of the OTHERS; "": the whole batch.
+    `only` is for RELEASE_RESULTS: results of lines that are DONE, or of the OTHERS.
     """
 
     kind: str  # type: ignore[misc]  # one dataclass for several kinds
@@ -212,13 +214,13 @@ class AboutBatch(Content):
     @classmethod
     def parse(cls, kind: str, body: Mapping[str, Any]) -> AboutBatch:
         """Raises BadRequest naming the key, its value and its bound."""
-        only = text(body, "only") if kind == RELEASE else ""
-        if only not in ("", DONE, OTHERS):
+        only = text(body, "only") if kind == RELEASE_RESULTS else ""
+        if kind == RELEASE_RESULTS and only not in (DONE, OTHERS):
             raise BadRequest(f"only must be {DONE} or {OTHERS}, got {shown(only)}")
         return cls(kind, KeyName.parse(body), only)
 
 
-CALLS = frozenset({READ, CANCEL, RETRY, RELEASE})
+CALLS = frozenset({READ, CANCEL, RETRY, RELEASE, RELEASE_RESULTS})
 KINDS = frozenset(
     {SubmitBatch.kind, WaitForProgress.kind, ReadOutcomes.kind, ListBatches.kind, *CALLS}
 )

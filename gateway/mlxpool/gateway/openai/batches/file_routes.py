@@ -16,7 +16,7 @@ from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.openai.batches import bodies
 from mlxpool.gateway.openai.batches.fields import MAX_FILES
-from mlxpool.gateway.openai.batches.kept_batches import KeptBatches
+from mlxpool.gateway.openai.batches.kept_batches import Found, KeptBatches
 from mlxpool.gateway.openai.batches.kept_files import KeptFiles
 from mlxpool.gateway.openai.batches.upload import Upload
 
@@ -91,8 +91,11 @@ class FileRoutes:
             await self._row(id)
             await KeptFiles(self._pool.job_client).delete(id)
         else:
-            await self._results(id, *results)
+            row, _ = await self._found(id, *results)
+            # Also of a file that is deleted: perhaps a broker ended before all results were.
             await KeptBatches(self._pool.job_client).release(*results)
+            if bodies.is_deleted(row, results[1]):
+                raise _no_file(id)
         await response.json({"id": id, "object": "file", "deleted": True})
 
     async def _row(self, id: str) -> dict[str, Any]:
@@ -109,14 +112,20 @@ class FileRoutes:
         self, id: str, batch: str, kind: str
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
         """The row of a batch, and the lines of one of its files. Raises HttpError without it."""
+        found = await self._found(id, batch, kind)
+        if bodies.is_deleted(found[0], kind):
+            raise _no_file(id)
+        return found[0], KeptBatches(self._pool.job_client).results(*found, kind)
+
+    async def _found(self, id: str, batch: str, kind: str) -> Found:
+        """A batch that has such a file, or had it. Raises HttpError if there is none."""
         try:
             found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
         except (UnknownJob, Gone):
             raise _no_file(id) from None
-        is_there = bodies.batch_body(*found)[f"{kind}_file_id"] == id
-        if not is_there or bodies.is_deleted(found[0], kind):
+        if bodies.batch_body(*found)[f"{kind}_file_id"] != id:
             raise _no_file(id)
-        return found[0], KeptBatches(self._pool.job_client).results(*found, kind)
+        return found
 
 
 def _no_file(id: str, param: str = "id") -> HttpError:

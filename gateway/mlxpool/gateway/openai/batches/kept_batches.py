@@ -62,7 +62,7 @@ class KeptBatches:
 
     async def release(self, id: str, kind: str) -> None:
         """Delete the results of which one file of an ended batch is made."""
-        about = AboutBatch(messages.RELEASE, KeyName(id), bodies.RELEASED[kind])
+        about = AboutBatch(messages.RELEASE_RESULTS, KeyName(id), bodies.RELEASED[kind])
         await ask(self._client, about, row_of)
 
     def _known(self, row: dict[str, Any]) -> Found:
@@ -89,11 +89,16 @@ class KeptBatches:
     async def results(
         self, row: dict[str, Any], request: BatchRequest, kind: str
     ) -> AsyncIterator[bytes]:
-        """The lines of the output or the error file, in the order of the input file."""
+        """The lines of the output or the error file, in the order of the input file.
+
+        Raises Gone, also behind some lines, if its results are deleted meanwhile.
+        """
         key, after = str(row["key"]), -1
         lines = StoredLines(KeptFiles(self._client), str(row["file"]))
         while after >= -1:
             page = await ask(self._client, ReadOutcomes(KeyName(key), after, PAGE_LINES), Page.of)
+            if page.next < 0 or any(outcome["state"] == "gone" for outcome in page.rows):
+                row = await self._with_results(key, kind)
             made = []
             for number, outcome in enumerate(page.rows):
                 if number % SLICE_LINES == 0:
@@ -112,6 +117,13 @@ class KeptBatches:
             if page.next < 0:
                 return
             after = page.next
+
+    async def _with_results(self, key: str, kind: str) -> dict[str, Any]:
+        """The row of a batch as it is now. Raises Gone if results of this kind were deleted."""
+        row, _ = await self.find(key)
+        if bodies.is_deleted(row, kind):
+            raise Gone(f"the results of the batch {key!r:.80} were deleted while they were read")
+        return row
 
     async def _whole(
         self, outcome: dict[str, Any]
