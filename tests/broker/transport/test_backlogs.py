@@ -57,11 +57,11 @@ def test_a_peer_that_sends_often_keeps_its_turn() -> None:
     for _ in range(200):  # turns, of one try each, while all peers send
         now += FIRST_RETRY
         backlogs.heard(100, now)
-        number = backlogs.due(now)
-        assert number is not None
-        tried.append(number)
-        backlogs.put_back(number, now, progress=False, more=False)
-        backlogs.heard(number, now)
+        found = backlogs.due(now)
+        assert found is not None
+        tried.append(found)
+        backlogs.put_back(found, now, progress=False, more=False)
+        backlogs.heard(found, now)
     assert tried.count(100) == 2
 
 
