@@ -47,16 +47,49 @@ def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
     assert backlogs.next_wake() == 5.0 + FIRST_RETRY, "and the waits are short again"
 
 
+def test_a_peer_that_sends_often_keeps_its_turn() -> None:
+    """Before, each of its frames put its try behind those of all others that were overdue."""
+    backlogs = Backlogs()
+    for number in range(1, 101):
+        backlogs.add(number, 10)
+    backlogs.due(0.0)
+    tried, now = [], FIRST_RETRY
+    for _ in range(200):  # turns, of one try each, while all peers send
+        now += FIRST_RETRY
+        backlogs.heard(100, now)
+        found = backlogs.due(now)
+        assert found is not None
+        tried.append(found)
+        backlogs.put_back(found, now, progress=False, more=False)
+        backlogs.heard(found, now)
+    assert tried.count(100) == 2
+
+
+def test_a_peer_with_a_small_backlog_is_spared() -> None:
+    sizes = {1: 49, 2: 150, 3: 101}  # a mean of 100
+    backlogs = Backlogs()
+    for number, size in sizes.items():
+        backlogs.add(number, size)
+    assert backlogs.stuck_longest(sizes.__getitem__) == 2, "1 holds less than half the mean"
+    sizes[1] += 1
+    backlogs.add(1, 1)
+    sizes[3] -= 1
+    backlogs.sent(1)
+    assert backlogs.stuck_longest(sizes.__getitem__) == 1
+
+
 def test_a_peer_that_has_progressed_is_no_longer_the_one_that_is_stuck_longest() -> None:
     backlogs = Backlogs(max_bytes=25)
     for number in (1, 2):
         backlogs.add(number, 10)
-    assert backlogs.stuck_longest() == 1 and not backlogs.exceeded
+    sizes = {1: 10, 2: 10}
+    assert backlogs.stuck_longest(sizes.__getitem__) == 1 and not backlogs.exceeded
     backlogs.due(0.0)
     assert backlogs.due(FIRST_RETRY) == 1
     backlogs.sent(5)
     backlogs.put_back(1, FIRST_RETRY, progress=True, more=True)
-    assert backlogs.stuck_longest() == 2
+    sizes[1] = 5
+    assert backlogs.stuck_longest(sizes.__getitem__) == 2
     assert backlogs.due(FIRST_RETRY) == 2, "others are tried before it is again"
     backlogs.put_back(2, FIRST_RETRY, progress=False, more=False)
     assert backlogs.due(FIRST_RETRY) == 1

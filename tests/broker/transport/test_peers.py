@@ -280,7 +280,6 @@ def test_a_peer_that_reads_again_is_served_among_thousands_that_do_not() -> None
 
 def test_a_peer_that_takes_something_is_not_the_one_that_is_stuck_longest() -> None:
     crowd = Crowd(3, messages=2 * MAX_SENDS)
-    assert crowd.full.stuck_longest() == 1
     crowd.retry(0.0)
     crowd.reading.add(1)
     crowd.retry(FIRST_RETRY)
@@ -288,6 +287,15 @@ def test_a_peer_that_takes_something_is_not_the_one_that_is_stuck_longest() -> N
     crowd.full.max_bytes = crowd.full.bytes
     crowd.send(3, [b"x"])
     assert crowd.retry(FIRST_RETRY) == [2] and list(crowd.full) == [3, 1]
+
+
+def test_backlogs_of_others_end_no_peer_for_which_little_waits() -> None:
+    crowd = Crowd(3)
+    for number in (2, 3, 2):
+        crowd.send(number, [bytes(1000)])
+    crowd.full.max_bytes = crowd.full.bytes
+    assert crowd.send(3, [bytes(1000)])
+    assert crowd.retry(0.0) == [2] and list(crowd.full) == [1, 3]
 
 
 def test_a_long_backlog_is_sent_in_portions() -> None:

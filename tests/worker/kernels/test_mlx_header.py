@@ -26,14 +26,60 @@ def test_the_flags_are_those_of_mlx() -> None:
     assert any(flag.startswith("-std=") for flag in flags) and "-fPIC" in flags
 
 
-def test_the_compiler_takes_the_precompiled_header(tmp_path: Path) -> None:
-    header = tmp_path / "include" / mlx_header.HEADER
+def write_package(folder: Path, header_text: str) -> Path:
+    """Writes an MLX as it is installed, without the list of its files; returns its folder."""
+    package = folder / "mlx"
+    header = package / "include" / mlx_header.HEADER
     header.parent.mkdir(parents=True)
-    header.write_text("inline int one() { return 1; }\n")
-    library = tmp_path / "lib" / "libmlx.so"
+    header.write_text(header_text)
+    library = package / "lib" / "libmlx.so"
     library.parent.mkdir()
     library.write_bytes(b"\0\1 g++ -std=c++17 -O3 -Wall -fPIC -shared {} \0")
-    mlx_header.precompile(tmp_path)
+    return package
+
+
+def write_record(folder: Path) -> Path:
+    """Writes the list of the files of that MLX, as pip does; returns its path."""
+    record = folder / "mlx_cpu-1.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text(f"mlx/lib/libmlx.so,,\nmlx/include/{mlx_header.HEADER},sha256=x,3\n")
+    return record
+
+
+def test_the_precompiled_header_is_a_file_of_the_package(tmp_path: Path) -> None:
+    """g++ would take it for another header, too: pip has to delete it when it replaces that one."""
+    package = write_package(tmp_path, "inline int one() { return 1; }\n")
+    record = write_record(tmp_path)
+    before = record.read_text()
+    for _ in range(2):
+        mlx_header.precompile(package)
+        assert record.read_text() == f"{before}mlx/include/{mlx_header.HEADER}.gch,,\n"
+
+
+def test_a_header_that_is_not_compiled_leaves_everything_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = write_package(tmp_path, "this is no C++\n")
+    record = write_record(tmp_path)
+    before = record.read_text()
+    mlx_header.precompile(package)
+    assert record.read_text() == before and "is not precompiled" in capsys.readouterr().err
+    header = package / "include" / mlx_header.HEADER
+    assert [*header.parent.iterdir()] == [header]
+
+
+def test_a_header_of_no_package_is_left_alone(tmp_path: Path) -> None:
+    package = write_package(tmp_path, "inline int one() { return 1; }\n")
+    mlx_header.precompile(package)
+    header = package / "include" / mlx_header.HEADER
+    assert [*header.parent.iterdir()] == [header]
+
+
+def test_the_compiler_takes_the_precompiled_header(tmp_path: Path) -> None:
+    package = write_package(tmp_path, "inline int one() { return 1; }\n")
+    write_record(tmp_path)
+    header, library = package / "include" / mlx_header.HEADER, package / "lib" / "libmlx.so"
+    mlx_header.precompile(package)
     assert [path.name for path in header.parent.iterdir() if path != header] == [
         f"{header.name}.gch"
     ]

@@ -27,7 +27,7 @@ from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, SegmentFile, 
 from mlxpool.worker.prefix_disk.keys import root_key
 from mlxpool.worker.prefix_disk.readings import Reading, Room, choose, require_chosen
 from mlxpool.worker.prefix_disk.records import BadRecord, Kind
-from mlxpool.worker.prefix_disk.segments import Segment
+from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Segment
 from mlxpool.worker.prefix_disk.survey import remove, survey
 from support.disk_records import (
     DIGEST,
@@ -386,6 +386,30 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
         until(lambda: reading.finished, "it ends")
         assert reading.take() is None
         assert one.counters.read_bytes < 40 * 256 * 12
+
+
+def test_a_worker_waits_for_the_lock_behind_many_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others append large records between rests, one after the other, in time that is made up."""
+    now, others, held = [0.0], 30, ModelFolder(tmp_path, "m", 1).locked()
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+            if now[0] > others * MAX_APPEND_REST:
+                held.__exit__(None, None, None)
+
+    ModelFolder(tmp_path, "m", 1).prepare(bytes(32))
+    held.__enter__()
+    monkeypatch.setattr(folder, "time", Clock)
+    with ModelFolder(tmp_path, "m", 1).locked():
+        assert now[0] > others * MAX_APPEND_REST
 
 
 def test_a_lock_that_a_stopped_process_holds_costs_a_record(

@@ -39,6 +39,10 @@ class Timers(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._at
 
+    def at(self, key: K) -> float:
+        """The time set for a key; infinity if there is none."""
+        return self._at.get(key, math.inf)
+
     def set(self, key: K, at: float) -> None:
         """Wake for `key` at this time and at no other; infinity clears it."""
         if math.isinf(at):

@@ -7,7 +7,7 @@ nothing. A frame of a peer makes its next try due at once: it lives, and may be 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mlxpool.broker.core.state import Timers
 
@@ -49,9 +49,15 @@ class Backlogs:
     def exceeded(self) -> bool:
         return self.bytes > self.max_bytes
 
-    def stuck_longest(self) -> int:
-        """The number of the peer that has taken nothing for the longest time."""
-        return next(iter(self._waits))
+    def stuck_longest(self, bytes_of: Callable[[int], int]) -> int:
+        """Of the peers with half the mean backlog or more, the one that has taken nothing for the
+        longest time. `bytes_of` gives the bytes that wait for a peer.
+
+        A peer with a small backlog is spared: its end would free nothing. Those with less than half
+        the mean have together less than half of all bytes, so there is always another one.
+        """
+        enough = self.bytes / len(self._waits) / 2
+        return next(number for number in self._waits if bytes_of(number) >= enough)
 
     def add(self, number: int, size: int) -> None:
         """A message of so many bytes waits for this peer."""
@@ -71,9 +77,14 @@ class Backlogs:
             self._retries.clear(number)
 
     def heard(self, number: int, now: float) -> None:
-        """A frame of a peer with a backlog came."""
+        """A frame of a peer with a backlog came.
+
+        A try that is overdue keeps its turn: a peer that sends often would else wait behind all
+        others again and again.
+        """
         self._waits[number] = FIRST_RETRY
-        self._retries.set(number, now)
+        if self._retries.at(number) > now:
+            self._retries.set(number, now)
 
     # ---- tries -------------------------------------------------------------------------------
 

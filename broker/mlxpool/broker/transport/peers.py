@@ -181,12 +181,15 @@ class Peers:
             self._give_up(peer)
             return False
         while self.full.exceeded:
-            stuck = self.by_number[self.full.stuck_longest()]
+            stuck = self.by_number[self.full.stuck_longest(self._backlog_of)]
             self._give_up(stuck)
             if stuck is peer:
                 return False
             self._given_up.append(stuck.number)
         return True
+
+    def _backlog_of(self, number: int) -> int:
+        return self.by_number[number].backlog_bytes
 
     def _give_up(self, peer: Peer) -> None:
         """End the connection of a peer that reads too little: libzmq frees what it holds for it.

@@ -21,7 +21,9 @@ from urllib.parse import quote, unquote
 from mlxpool.worker.prefix_disk.segments import FILE_MODE, SUFFIX
 
 FOLDER_MODE = 0o700
-LOCK_WAIT = 1.0  # seconds; a process that was stopped may hold the lock for ever
+# Seconds; a process that was stopped may hold the lock for ever. A worker that has streams holds it
+# for some MAX_APPEND_REST at a record, and those who wait get it in no order.
+LOCK_WAIT = 10.0
 LOCK_INTERVAL = 0.01  # seconds
 DIGEST_CHARACTERS = 32  # of a digest, in the name of its folder
 

@@ -34,22 +34,25 @@ class Pace:
         """Work begins: what the thread did before is not counted."""
         self._owed, self._counted = 0.0, time.thread_time()
 
-    def rest(self, most: float = math.inf) -> None:
+    def rest(self, most: float = math.inf) -> float:
         """Rests for the work since the last call, at most `most` seconds; the next call does more.
 
-        Processor time counts, not time: a thread that waits for the disk disturbs nobody.
+        Processor time counts, not time: a thread that waits for the disk disturbs nobody. Returns
+        the seconds for which it need not rest again, 0 for a rest that was too short to be taken.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)
         self._counted = now
         left = min(self._owed, most)
         if left < MIN_REST:
-            return
+            return 0.0
         self._owed -= left
-        until = time.monotonic() + left
-        while left > 0 and not self._hurries():
-            time.sleep(min(left, POLL))
-            left = until - time.monotonic()
+        now = time.monotonic()
+        until = now + left
+        while now < until and not self._hurries():
+            time.sleep(min(until - now, POLL))
+            now = time.monotonic()
+        return left
 
     def between(self, pieces: Iterable[T]) -> Iterator[T]:
         """Yields pieces of work, with rests between them."""

@@ -172,10 +172,10 @@ class SegmentWriter:
 
     def _append(self, parts: Sequence[bytes | memoryview], pace: Pace | None = None) -> None:
         whole = sum(map(len, parts))
-        most = MAX_APPEND_REST * PIECE / max(whole, PIECE)  # seconds behind a piece
         padding = aligned(whole) - whole
         views = [memoryview(part) for part in (*parts, bytes(padding)) if len(part)]
         at = self.size
+        most = 0.0  # seconds of rests that the bytes so far allow
         try:
             while views:
                 some = views[:MAX_PARTS] if pace is None else _first(views, PIECE)
@@ -183,7 +183,8 @@ class SegmentWriter:
                 at += count
                 views = _without(views, count)
                 if pace is not None:
-                    pace.rest(most)
+                    most += MAX_APPEND_REST * count / max(aligned(whole), PIECE)
+                    most -= pace.rest(most)
         except OSError:
             os.ftruncate(self._descriptor, self.size)
             raise
