@@ -1,10 +1,12 @@
 """Measures what speculation gains and costs: tokens/s with drafts and without, in pairs.
 
-    python bench/speculation.py [--model FOLDER] [--streams 1 8 32 128] [--tokens 128] [--rounds 5]
-        [--loads edits completions ...] [--processor] [--json FILE]
+    python bench/speculation.py [--model FOLDER] [--draft MODEL] [--draft-alone]
+        [--streams 1 8 32 128]
+        [--tokens 128] [--rounds 5] [--loads edits completions ...] [--processor] [--json FILE]
 
 Batches of requests run on one engine in this process, with the steps and generations of a worker's
-compute thread, without its other threads: with `speculation = "ngram"` and without, in turn. All
+compute thread, without its other threads: with `speculation = "auto"` and without, in turn. With
+the draft model MODEL there are drafts of it and of n-grams, or with `--draft-alone` of it only. All
 prompts are read before the time is taken, and every request has as many tokens. A pair is two
 batches that follow each other; its ratio is the time without drafts divided by that with them, so
 above 1 drafts are faster. The first pair is not counted. On a CPU that others use as well,
@@ -39,15 +41,16 @@ from typing import Any
 from mlxpool.broker.processes.blas import preload
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.resume import Facts
+from mlxpool.worker.compute.drafting_rows import make_drafter
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import Steps
+from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.ngram import NgramDrafter
 from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -62,11 +65,11 @@ COLUMNS = (
     "load",
     "streams",
     "tokens/s off",
-    "ngram",
+    "on",
     "ratio",
     "right",
     "tokens a step",
-    "search, us a step",
+    "drafting, us a step",
     "same ids",
 )
 LOADS = ("edits", "prose", "completions", "sampled")
@@ -214,7 +217,8 @@ def measure(
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
     ahead = engine.limits.ahead > 0
-    speculator = Speculator(NgramDrafter(), engine.cost.seconds, clock, ahead=ahead)
+    drafter = make_drafter("draft" if arguments.draft_alone else "auto", engine, clock)
+    speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead)
     searched, nothing = Searched(speculator), Searched(None)
     plain: list[Timed] = []
     drafted: list[Timed] = []
@@ -266,6 +270,10 @@ def shown(one: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER)
+    parser.add_argument("--draft", default="", help="the draft model, as the setting of this name")
+    parser.add_argument(
+        "--draft-alone", action="store_true", help='its drafts only, as speculation = "draft"'
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument("--rounds", type=int, default=5)
@@ -277,7 +285,11 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     folder = inspect(arguments.model)
     text = ChatTokenizer.from_folder(folder)
-    engine = ModelEngine(load(folder), text, prefix="off", max_sequences=max(arguments.streams))
+    most, draft = max(arguments.streams), None
+    if arguments.draft:
+        found_draft = inspect_draft(arguments.draft, folder)
+        draft = load_draft(found_draft, lambda tensors, size: None, rows=most, limit=0)
+    engine = ModelEngine(load(folder), text, prefix="off", max_sequences=most, draft=draft)
     engine.warm_up()
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     found = []

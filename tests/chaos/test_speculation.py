@@ -16,7 +16,7 @@ pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=Impo
 CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
     "fresh_limit = 1.5", "fresh_limit = 60"
 )
-DRAFTS = '\n[models.demo]\npath = "builtin:demo"\nspeculation = "ngram"\n'
+DRAFTS = '\n[models.demo]\npath = "builtin:demo"\nspeculation = "{}"\ndraft = "{}"\n'
 PROMPT = "rows = [\n    (1, 'one'),\n    (2, 'two'),\n    (1, 'one'),\n    (2, 'two'),\n    (1, '"
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -33,7 +33,7 @@ def arm(engine):
     from mlxpool.worker.speculation import speculator
 
     speculator.HOST_SHARE = speculator.MAX_SAVED = 1e9
-    speculator.choose_depths = lambda chances, *others: [len(some) for some in chances]
+    speculator.choose_depths = lambda chances, *others, **more: [len(some) for some in chances]
     collect = engine.collect
 
     def collect_or_end(self):
@@ -53,7 +53,10 @@ def arm(engine):
 """
 
 
-def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "draft"), [("ngram", ""), ("draft", "builtin:demo-draft")])
+def test_a_kill_in_a_step_with_drafts_changes_nothing(
+    tmp_path: Path, setting: str, draft: str
+) -> None:
     asked = list(zip((60, 61, 90), OPTIONS, strict=True))
     with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
         wanted = [
@@ -63,7 +66,7 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path) -> None:
         assert row["speculation"] == {}
     environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
     with (
-        Pool(tmp_path, CONFIG + DRAFTS, environment=environment) as pool,
+        Pool(tmp_path, CONFIG + DRAFTS.format(setting, draft), environment=environment) as pool,
         pool.client(connect_timeout=60) as client,
     ):
         for (count, options), plain in zip(asked, wanted, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -22,14 +23,22 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.config.schema import Counting  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.protocol.deltas import Delta  # noqa: E402
-from mlxpool.worker.compute.drafting_rows import make_speculator, one_each  # noqa: E402
+from mlxpool.worker.compute.drafting_rows import (  # noqa: E402
+    MAX_FAILURES,
+    make_speculator,
+    one_each,
+)
+from mlxpool.worker.draft_model.engine import DraftModelEngine  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
 from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
+from mlxpool.worker.speculation.model_drafter import ModelDrafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_DRAFT, FOLDERS  # noqa: E402
 
 REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
 CONTEXT = 40  # tokens of a request that shifts
@@ -107,6 +116,31 @@ def engine(loaded: LoadedModel, layout: str, *, lookahead: bool = False) -> Mode
     )
 
 
+@pytest.fixture(scope="module")
+def draft() -> LoadedModel:
+    return load(inspect(FOLDERS[DEMO_DRAFT]))
+
+
+def with_draft(
+    loaded: LoadedModel, draft: LoadedModel, layout: str, *, lookahead: bool = False
+) -> ModelEngine:
+    """The demo model with its draft model, which has fewer rows than there are requests."""
+    return ModelEngine(
+        loaded,
+        demo()[1],
+        layout=layout,
+        lookahead=lookahead,
+        blocks=32,
+        prefix_bytes=2**20,
+        draft=DraftModelEngine(draft, demo()[2], rows=5, limit=0),
+    )
+
+
+def drafter_of(engine: ModelEngine) -> ModelDrafter:
+    assert engine.draft is not None
+    return ModelDrafter(engine.draft, engine.vocab_size, monotonic)
+
+
 def engine_of_demo() -> ModelEngine:
     return engine(load(demo()[0]), "slabs")
 
@@ -138,16 +172,22 @@ def require_same(found: Answer, wanted: Answer, had: int = 0) -> None:
     lookahead=st.booleans(),
     seed=st.integers(0, 2**32),
     disturbs=st.integers(0, 12),
+    asks=st.booleans(),
 )
 def test_answers_are_the_same_with_drafts(
     loaded: LoadedModel,
+    draft: LoadedModel,
     requests: list[dict[str, Any]],
     layout: str,
     lookahead: bool,
     seed: int,
     disturbs: int,
+    asks: bool,
 ) -> None:
-    """Resumed at any id, preempted in the middle, beside a row that is cancelled."""
+    """Resumed at any id, preempted in the middle, beside a row that is cancelled.
+
+    `asks`: the drafts come from the draft model, which loses its rows in the middle.
+    """
     plain = Answers(engine(loaded, layout))
     for number, request in enumerate(requests):
         admit(plain, number, request)
@@ -155,8 +195,13 @@ def test_answers_are_the_same_with_drafts(
     draw = random.Random(seed)
     known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
     known[bytes([9] * 16)] = [1] * 20
-    speculator = EagerSpeculator(OracleDrafter(known, draw, plain.engine.vocab_size), draw)
-    batch = Answers(engine(loaded, layout, lookahead=lookahead), speculator)
+    drafter: Drafter = OracleDrafter(known, draw, plain.engine.vocab_size)
+    made = engine(loaded, layout, lookahead=lookahead)
+    if asks:
+        made = with_draft(loaded, draft, layout, lookahead=lookahead)
+        drafter = drafter_of(made)
+    speculator = EagerSpeculator(drafter, draw)
+    batch = Answers(made, speculator)
     had = [
         min(request["had"], max(0, len(wanted[number].ids) - 1))
         if "code" not in wanted[number].end
@@ -172,6 +217,8 @@ def test_answers_are_the_same_with_drafts(
         batch.step()
     if beside in batch.generations.sequences():
         batch.generations.finish(batch.generations.of(beside), "cancelled")
+    if made.draft is not None:
+        made.draft.make_room(1)
     live = [row for row in rows if row in batch.generations.sequences()]
     if live and not batch.steps.in_flight:
         batch.generations.release(live[0])
@@ -241,6 +288,81 @@ def test_the_speculator_of_the_setting_gives_the_same_answers(loaded: LoadedMode
         require_same(found[number], answer)
 
 
+@pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
+def test_the_draft_model_of_the_demo_gives_the_same_answers(
+    loaded: LoadedModel, draft: LoadedModel, layout: str, lookahead: bool
+) -> None:
+    """Many of its drafts are right."""
+    wanted, _ = run(loaded, layout, None)
+    made = with_draft(loaded, draft, layout, lookahead=lookahead)
+    speculator = EagerSpeculator(drafter_of(made))
+    batch = Answers(made, speculator)
+    for number in range(len(REQUESTED)):
+        admit(batch, number, requested(number))
+    found = batch.run()
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+    assert speculator.accepted > 20 and speculator.accepted > speculator.drafted / 10
+    memory = made.memory()
+    assert memory.draft >= draft.weight_bytes
+    made.close()
+
+
+def test_the_speculator_of_a_draft_model_gives_the_same_answers(
+    loaded: LoadedModel, draft: LoadedModel
+) -> None:
+    """Its choices depend on the clock, so nothing is said of how many drafts it checks."""
+    wanted, _ = run(loaded, "slabs", None)
+    made = with_draft(loaded, draft, "slabs")
+    made.warm_up()
+    for setting in ("draft", "auto"):
+        speculator = make_speculator(setting, made, "demo")
+        assert speculator is not None and speculator.drafter.name == setting
+        batch = Answers(made, speculator)
+        for number in range(len(REQUESTED)):
+            admit(batch, number, requested(number))
+        found = batch.run()
+        for number, answer in wanted.items():
+            require_same(found[number], answer)
+    assert make_speculator("off", made, "demo") is None
+
+
+def test_a_draft_model_that_fails_disturbs_no_answer(
+    loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few failures in a row it is not asked any more."""
+    wanted, _ = run(loaded, "slabs", None)
+    made = with_draft(loaded, draft, "slabs")
+    asked = []
+
+    def fails(*_: Any) -> None:
+        asked.append(1)
+        raise RuntimeError("the draft model fails")
+
+    assert made.draft is not None
+    monkeypatch.setattr(made.draft, "submit", fails)
+    batch = Answers(made, EagerSpeculator(drafter_of(made)))
+    for number in range(len(REQUESTED)):
+        admit(batch, number, requested(number))
+    found = batch.run()
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+    assert len(asked) == MAX_FAILURES
+
+
+def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
+    """Its weights and all of its rows are within the limit; what it has is shown."""
+    limit = 2**30
+    drafts = DraftModelEngine(draft, demo()[2], rows=4, limit=limit)
+    plain = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
+    beside = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20, draft=drafts)
+    assert drafts.held_bytes > draft.weight_bytes + 4 * drafts.context * drafts._block_bytes // 256
+    less = plain._free_blocks() - beside._free_blocks()
+    blocks = drafts.held_bytes / beside._block_bytes
+    assert blocks - 2 <= less <= blocks + 2 + 2**26 / beside._block_bytes
+    assert plain.memory().draft == 0 < draft.weight_bytes <= beside.memory().draft
+
+
 @pytest.mark.parametrize("setting", ["off", "ngram", "auto"])
 def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
     """With "auto" it serves without."""
@@ -259,6 +381,18 @@ def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) 
         else:
             assert make_speculator(setting, made, "some") is None
     assert (make_speculator(setting, engine_of_demo(), "demo") is None) == (setting == "off")
+
+
+def test_a_draft_model_of_what_checks_no_drafts_is_refused(
+    draft: LoadedModel, tmp_path: Path
+) -> None:
+    """With "auto" as well: it would be loaded for nothing."""
+    recurrent = load(inspect(write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})))
+    drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
+    made = ModelEngine(recurrent, blocks=4, draft=drafts)
+    for setting in ("draft", "auto"):
+        with pytest.raises(ModelLoadFailed, match="leave speculation and draft out"):
+            make_speculator(setting, made, "some")
 
 
 def test_wrong_drafts_are_in_no_cached_prefix(loaded: LoadedModel) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from time import monotonic
 
@@ -12,29 +13,47 @@ from mlxpool.worker.compute.constrained_rows import ConstrainedRows
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.messages import RunKey
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
+from mlxpool.worker.speculation.drafter import Drafter, Drafts
+from mlxpool.worker.speculation.either_drafter import EitherDrafter
+from mlxpool.worker.speculation.model_drafter import ModelDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Drafts, Speculator, candidates_of
+from mlxpool.worker.speculation.speculator import Speculator, candidates_of
+
+log = logging.getLogger("mlxpool.worker")
 
 OFF, AUTO = "off", "auto"  # values of the setting `speculation`
+MAX_FAILURES = 3  # of the draft model in a row; then there are no more drafts
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
     """Returns what chooses drafts as the setting `speculation` says; None: there are none.
 
-    Raises ModelLoadFailed where drafts are asked for and the engine checks none.
+    They come from the draft model of the engine, if it has one. Raises ModelLoadFailed where drafts
+    are asked for and the engine checks none.
     """
-    if setting == OFF or (setting == AUTO and engine.no_drafts):
+    draft = engine.draft
+    if setting == OFF or (setting == AUTO and engine.no_drafts and draft is None):
         return None
     if engine.no_drafts:
+        named = "" if draft is None else " and draft"
         raise ModelLoadFailed(
-            f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation out of"
-            f" [models.{model}], or set it to {AUTO!r}"
+            f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation{named} out of"
+            f" [models.{model}]{f', or set it to {AUTO!r}' if draft is None else ''}"
         )
     ahead = engine.limits.ahead > 0
-    return Speculator(NgramDrafter(), engine.cost.seconds, monotonic, ahead=ahead)
+    drafter = make_drafter(setting, engine, monotonic)
+    return Speculator(drafter, engine.cost.seconds, monotonic, ahead=ahead)
+
+
+def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Drafter:
+    """Returns what proposes drafts: with "auto" n-grams, and the draft model if there is one."""
+    if engine.draft is None:
+        return NgramDrafter()
+    model = ModelDrafter(engine.draft, engine.vocab_size, clock)
+    return EitherDrafter(NgramDrafter(), model) if setting == AUTO else model
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
@@ -86,6 +105,7 @@ class DraftingRows:
         self._speculator = speculator
         self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
         self._waited = False  # whether passes in flight were waited for before the next step
+        self._failures = 0  # of `drafts`, in a row
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
         """Returns how many drafts sequences should check, by the tokens that are known."""
@@ -104,7 +124,18 @@ class DraftingRows:
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of the next step, with no pass in flight."""
         assert self._speculator is not None
-        return self._speculator.drafts(depths)
+        try:
+            found = self._speculator.drafts(depths)
+        except Exception as error:  # no request depends on drafts
+            self._failures += 1
+            log.warning("drafts could not be made", extra={"times": self._failures}, exc_info=error)
+            self._speculator.drafter.reset()
+            if self._failures == MAX_FAILURES:
+                log.error("the draft model is not used any more")
+                self._speculator = None
+            return NO_DRAFTS
+        self._failures = 0
+        return found
 
     def _may_check(self, sequence: Sequence) -> bool:
         """Whether the masks behind drafts of a sequence are made in the time of a step."""

@@ -22,10 +22,12 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
     NO_BACK_END,
+    draft_of,
     require_batch,
     require_context,
     require_group_settings,
     require_no_disk,
+    require_no_draft,
 )
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -74,6 +76,7 @@ def check(
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         problems.attempt(require_no_kv, config.kv, "the counting model")
         problems.attempt(require_no_disk, config, "the counting model")
+        problems.attempt(require_no_draft, config, "the counting model")
         report["problems"] = list(problems.found)
         return report
     location = problems.attempt(locate, config)
@@ -98,6 +101,7 @@ def check(
         problems.attempt(require_kv, config.kv, folder)
         if note := resume_note(config.kv, deterministic=config.deterministic):
             report["notes"].append(note)
+        problems.attempt(draft_of, folder, config)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:
@@ -129,6 +133,7 @@ def _check_encoder(
     files = open_files(location)
     problems.attempt(require_no_kv, config.kv, "a model of texts")
     problems.attempt(require_no_disk, config, "a model of texts")
+    problems.attempt(require_no_draft, config, "a model of texts")
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))

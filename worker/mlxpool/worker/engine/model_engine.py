@@ -49,6 +49,7 @@ from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import PromptLogprobs, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
+from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import Download, Downloads
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
@@ -82,6 +83,7 @@ class ModelEngine(WarmedEngine):
         batch: int = 0,
         kv: str = AUTO,
         by_owner: bool = False,
+        draft: DraftEngine | None = None,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
@@ -91,7 +93,8 @@ class ModelEngine(WarmedEngine):
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
         `batch` bounds the tokens of a pass, see device.prefill_chunk. `kv`: what rows store, see
         caches/stored.py. `by_owner`: sequences find only the prefixes that sequences of their owner
-        left.
+        left. `draft`: the draft model, for whose memory room is left; it is warmed up and closed
+        with this engine.
         """
         folder = loaded.folder
         super().__init__(
@@ -107,6 +110,7 @@ class ModelEngine(WarmedEngine):
             kv=kv,
             by_owner=by_owner,
         )
+        self.draft = draft
         require_kv(kv, folder)
         if loaded.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())

@@ -74,6 +74,8 @@ class WarmedEngine(RowEngine[CacheRow]):
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the activation memory of a prefill chunk."""
+        if self.draft is not None:
+            self.draft.warm_up(on_progress)
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
