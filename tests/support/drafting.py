@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 from time import monotonic
 
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.ngram import NgramDrafter
 from mlxpool.worker.speculation.speculator import Candidate, Speculator
 
@@ -35,7 +35,10 @@ class OracleDrafter:
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         return (0.5,) * most
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        return {seq: self._drafts(seq, count) for seq, count in depths.items()}
+
+    def _drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
         known = [*self._answers[seq.id][len(seq.ids) :][:count]]
         known += [self._draw.randrange(self._size) for _ in range(count - len(known))]
         if self._draw.random() < 0.5:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from support.constrained_answers import PROMPT, Answer, Answers, demo
 from support.drafting import EagerSpeculator, OracleDrafter
+from support.predicting_models import FAMILIES, write_predicting
 from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -28,6 +29,7 @@ from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.speculation.mtp import MtpDrafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
@@ -83,6 +85,19 @@ REQUESTS = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return load(demo()[0])
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    """Models with heads, whose tokens are those of the demo model."""
+    root, size = tmp_path_factory.mktemp("predicting"), demo()[0].plan.vocab_size
+    found = {}
+    for family in FAMILIES:
+        for kind in ("right", "wrong"):
+            path, right = root / family / kind, kind == "right"
+            write_predicting(path, family, 1, right=right, vocab_size=size)
+            found[f"{family}, {kind}"] = load(inspect(path, predicts=True))
+    return found
 
 
 def admit(batch: Answers, number: int, request: dict[str, Any], had: Any = ()) -> Sequence:
@@ -147,16 +162,27 @@ def test_answers_are_the_same_with_drafts(
     seed: int,
     disturbs: int,
 ) -> None:
-    """Resumed at any id, preempted in the middle, beside a row that is cancelled."""
-    plain = Answers(engine(loaded, layout))
-    for number, request in enumerate(requests):
-        admit(plain, number, request)
-    wanted = plain.run()
-    draw = random.Random(seed)
+    plain, draw = Answers(engine(loaded, layout)), random.Random(seed)
+    wanted = answers_of(plain, requests)
     known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
     known[bytes([9] * 16)] = [1] * 20
     speculator = EagerSpeculator(OracleDrafter(known, draw, plain.engine.vocab_size), draw)
     batch = Answers(engine(loaded, layout, lookahead=lookahead), speculator)
+    require_same_answers(batch, wanted, requests, disturbs)
+    assert batch.engine.blocks.available == plain.engine.blocks.available or layout != "pool"
+
+
+def answers_of(batch: Answers, requests: list[dict[str, Any]]) -> dict[int, Answer]:
+    """The answers to some requests, all of them in one batch."""
+    for number, request in enumerate(requests):
+        admit(batch, number, request)
+    return batch.run()
+
+
+def require_same_answers(
+    batch: Answers, wanted: dict[int, Answer], requests: list[dict[str, Any]], disturbs: int
+) -> None:
+    """Resumed at any id, preempted in the middle, beside a row that is cancelled."""
     had = [
         min(request["had"], max(0, len(wanted[number].ids) - 1))
         if "code" not in wanted[number].end
@@ -179,8 +205,103 @@ def test_answers_are_the_same_with_drafts(
     found = batch.run()
     for number in range(len(requests)):
         require_same(found[number], wanted[number], had[number])
-    assert speculator.accepted <= speculator.drafted
-    assert batch.engine.blocks.available == plain.engine.blocks.available or layout != "pool"
+
+
+def model_with_head(loaded: LoadedModel, layout: str, *, lookahead: bool = False) -> ModelEngine:
+    return ModelEngine(
+        loaded, demo()[1], layout=layout, lookahead=lookahead, blocks=32, prefix_bytes=2**20
+    )
+
+
+def of_head(engine: Engine, draw: random.Random | None = None) -> EagerSpeculator:
+    """Has every row check drafts of the model's own head."""
+    assert engine.predictor is not None
+    return EagerSpeculator(MtpDrafter(engine.predictor), draw)
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    requests=st.lists(REQUESTS, min_size=1, max_size=3),
+    model=st.sampled_from(["right", "wrong"]),
+    place=st.sampled_from([*((family, "rows") for family in FAMILIES), ("glm4_moe_lite", "pool")]),
+    lookahead=st.booleans(),
+    seed=st.integers(0, 2**32),
+    disturbs=st.integers(0, 12),
+)
+def test_answers_are_the_same_with_the_models_own_head(
+    predicting: dict[str, LoadedModel],
+    requests: list[dict[str, Any]],
+    model: str,
+    place: tuple[str, str],
+    lookahead: bool,
+    seed: int,
+    disturbs: int,
+) -> None:
+    """Of each family, with heads whose drafts are mostly right and mostly wrong."""
+    family, layout = place
+    loaded = predicting[f"{family}, {model}"]
+    wanted = answers_of(Answers(model_with_head(loaded, layout)), requests)
+    made = model_with_head(loaded, layout, lookahead=lookahead)
+    batch = Answers(made, of_head(made, random.Random(seed)))
+    require_same_answers(batch, wanted, requests, disturbs)
+    assert made.kv_use() == (0, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_right_head_saves_steps(
+    predicting: dict[str, LoadedModel], family: str, lookahead: bool
+) -> None:
+    """Rows of a batch together: one greedy, one sampled, one with penalties."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": True},
+        {"temperature": 0.3, "seed": 4},
+        {"temperature": 0.0, "repeat_penalty": 1.1},
+    ]
+    requests = [
+        {
+            "prompt": PROMPT,
+            "max_tokens": 60,
+            "options": {**each, "ignore_eos": True},
+            "format": None,
+            "shifts": False,
+        }
+        for each in options
+    ]
+    loaded = predicting[f"{family}, right"]
+    wanted = answers_of(Answers(model_with_head(loaded, "rows")), requests)
+    made = model_with_head(loaded, "rows", lookahead=lookahead)
+    speculator = of_head(made)
+    batch = Answers(made, speculator)
+    for number, request in enumerate(requests):
+        admit(batch, number, request)
+    steps = 0
+    while len(batch.generations):
+        batch.step()
+        steps += 1
+    for number, answer in batch.run().items():
+        require_same(answer, wanted[number])
+    assert speculator.checks > 0 and speculator.accepted > 0.5 * speculator.drafted
+    tokens = sum(len(answer.ids) for answer in wanted.values())
+    assert tokens == 180 and speculator.accepted > 60 and steps < 60
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize("setting", ["mtp", "auto"])
+def test_the_setting_has_the_head_draft(
+    predicting: dict[str, LoadedModel], family: str, setting: str
+) -> None:
+    """With "auto" beside n-grams. Its choices depend on the clock."""
+    made = model_with_head(predicting[f"{family}, right"], "rows")
+    speculator = make_speculator(setting, made, "some")
+    assert speculator is not None
+    assert speculator.drafter.name == ("mtp" if setting == "mtp" else "mtp or ngram")
+    requests = [{**requested(number), "format": None} for number in range(3)]
+    wanted = answers_of(Answers(model_with_head(predicting[f"{family}, right"], "rows")), requests)
+    for number, answer in answers_of(Answers(made, speculator), requests).items():
+        require_same(answer, wanted[number])
 
 
 REQUESTED: list[dict[str, Any]] = [
@@ -241,7 +362,7 @@ def test_the_speculator_of_the_setting_gives_the_same_answers(loaded: LoadedMode
         require_same(found[number], answer)
 
 
-@pytest.mark.parametrize("setting", ["off", "ngram", "auto"])
+@pytest.mark.parametrize("setting", ["off", "ngram", "mtp", "auto"])
 def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
     """With "auto" it serves without."""
     exact = load(demo()[0], deterministic=True)
@@ -253,11 +374,15 @@ def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) 
         (ModelEngine(recurrent, blocks=4), "states or windows"),
     ]
     for made, words in engines:
-        if setting == "ngram":
-            with pytest.raises(ModelLoadFailed, match=f"speculation is 'ngram', but .*{words}"):
+        if setting in ("ngram", "mtp"):
+            with pytest.raises(ModelLoadFailed, match=f"speculation is '{setting}', but .*{words}"):
                 make_speculator(setting, made, "some")
         else:
             assert make_speculator(setting, made, "some") is None
+    if setting == "mtp":
+        with pytest.raises(ModelLoadFailed, match=r"'mtp', but .*demo.* has no head"):
+            make_speculator(setting, engine_of_demo(), "demo")
+        return
     assert (make_speculator(setting, engine_of_demo(), "demo") is None) == (setting == "off")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -13,6 +13,7 @@ from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.speculation.drafter import Drafts
 from mlxpool.worker.speculation.speculator import (
     MAX_DRAFTS,
     PLAIN_INTERVAL,
@@ -55,8 +56,8 @@ class SureDrafter:
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         return (self.chance,) * most
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
-        return (7,) * count
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        return {seq: (7,) * count for seq, count in depths.items()}
 
     def forget(self, seq: Sequence) -> None:
         self.forgotten.append(seq)

@@ -143,7 +143,7 @@ class ModelConfig:
     step_target: Annotated[Seconds, Within(0.0, 60.0)] = 0.0
     # Whether steps check drafts of next tokens. ngram: what followed the same ones before; refused
     # where the model cannot check drafts. auto: where it can.
-    speculation: Annotated[str, OneOf(("off", "ngram", "auto"))] = "off"
+    speculation: Annotated[str, OneOf(("off", "ngram", "mtp", "auto"))] = "off"
     # Whether no bit of an answer depends on the other rows of its batch; slower, CPU only.
     deterministic: bool = False
     counting: Counting = field(default_factory=Counting)

@@ -15,16 +15,20 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
+from mlxpool.worker.speculation.best_drafter import BestDrafter
+from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
 from mlxpool.worker.speculation.speculator import Drafts, Speculator, candidates_of
 
-OFF, AUTO = "off", "auto"  # values of the setting `speculation`
+OFF, MTP, AUTO = "off", "mtp", "auto"  # values of the setting `speculation`
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
     """Returns what chooses drafts as the setting `speculation` says; None: there are none.
 
-    Raises ModelLoadFailed where drafts are asked for and the engine checks none.
+    With "auto" the model's own head drafts, where it is loaded, and n-grams beside it. Raises
+    ModelLoadFailed where drafts are asked for and the engine checks none, or has no head.
     """
     if setting == OFF or (setting == AUTO and engine.no_drafts):
         return None
@@ -33,8 +37,20 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
             f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation out of"
             f" [models.{model}], or set it to {AUTO!r}"
         )
+    head = engine.predictor
+    if head is None and setting == MTP:
+        raise ModelLoadFailed(
+            f"speculation is {MTP!r}, but models.{model} has no head that predicts further tokens;"
+            f" set it to {AUTO!r}"
+        )
+    drafters: list[Drafter] = []
+    if head is not None and setting in (MTP, AUTO):
+        drafters.append(MtpDrafter(head))
+    if setting != MTP:
+        drafters.append(NgramDrafter())
+    drafter = drafters[0] if len(drafters) == 1 else BestDrafter(drafters)
     ahead = engine.limits.ahead > 0
-    return Speculator(NgramDrafter(), engine.cost.seconds, monotonic, ahead=ahead)
+    return Speculator(drafter, engine.cost.seconds, monotonic, ahead=ahead)
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:

@@ -176,10 +176,38 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
     return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
+def uses_head(config: ModelConfig) -> bool:
+    """Whether a model's own head is to draft, if its checkpoint has one."""
+    return config.speculation in ("mtp", "auto") and config.devices == 1
+
+
+def require_head(config: ModelConfig, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
+    if config.speculation != "mtp" or folder.plan.prediction_cache is not None:
+        return
+    kind, head = f"model_type {folder.model_type!r}", folder.plan.prediction
+    if config.devices > 1:
+        why = f"devices is {config.devices}, and a group of devices checks no drafts"
+    elif folder.uses_mlx_lm:
+        why = f"mlx-lm's code computes {kind}, and checks no drafts"
+    elif head is None:
+        why = f"{kind} has no head that predicts further tokens (MTP), or config.json has none"
+    else:
+        why = (
+            f"{folder.path} has no tensors {head.tensors!r} of a head that predicts further tokens"
+            " (MTP); most conversions leave them out: name a folder that has them, as the released"
+            " checkpoint does"
+        )
+    raise ModelLoadFailed(
+        f'speculation is "mtp", but {why}; or set speculation to "ngram" or "auto"'
+    )
+
+
 def _folder(
     files: ModelFiles, config: ModelConfig, start_group: StartGroup | None = None
 ) -> ModelSource:
-    folder = inspect(files, config.engine)
+    folder = inspect(files, config.engine, predicts=uses_head(config))
+    require_head(config, folder)
     part = None
     if config.devices > 1:
         part = part_of(folder, 0, config.devices)

@@ -25,7 +25,9 @@ from mlxpool.worker.compute.model_source import (
     require_batch,
     require_context,
     require_group_settings,
+    require_head,
     require_no_disk,
+    uses_head,
 )
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -83,7 +85,7 @@ def check(
             return _check_encoder(
                 report, problems, location, config, machine=machine, memory_limit=memory_limit
             )
-        folder, found = find_problems(location, config.engine)
+        folder, found = find_problems(location, config.engine, predicts=uses_head(config))
         problems.add(found)
     if folder is not None:
         report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
@@ -95,6 +97,7 @@ def check(
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
         problems.attempt(require_kv, config.kv, folder)
+        problems.attempt(require_head, config, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:

@@ -75,6 +75,19 @@ class StepResult:
     prompts: tuple[PromptLogprobs, ...] = ()
 
 
+class Predictor(Protocol):
+    """The model's own head that predicts further tokens (MTP). Used by the engine's thread."""
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether it has the state of the input before the newest token of a running sequence."""
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
+        """Returns so many likely next tokens of each of these sequences, with no pass in flight.
+
+        Those that are not ready are left out, and all where its pass fails.
+        """
+
+
 class Engine(Protocol):
     """Computes steps of a loaded model. Used by one thread."""
 
@@ -127,6 +140,10 @@ class Engine(Protocol):
     @property
     def no_drafts(self) -> str:
         """Why the engine checks no drafts, for operators; empty: it does."""
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What drafts with the model's own head; None: there is none, or it is not loaded."""
 
     @property
     def yields_cores(self) -> bool:

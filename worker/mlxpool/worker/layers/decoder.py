@@ -19,6 +19,7 @@ from mlxpool.worker.layers.decoder_layer import (
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
 from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LinearInput
 from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.prediction import HeadModel, PredictionHead
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -37,6 +38,7 @@ class Decoder:
     embed_scale: float = 1.0
     input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     softcap: float = 0.0  # of logits; 0: none
+    prediction: PredictionHead | None = None  # of further tokens
 
     @classmethod
     def from_config(
@@ -76,6 +78,7 @@ class Decoder:
             derived=derived,
             layers=len(self.layers),
             input_only=self.input_only,
+            prediction_cache=None if self.prediction is None else self.prediction.layer.cache,
         )
 
     def shapes(self) -> WeightShapes:
@@ -86,6 +89,8 @@ class Decoder:
         yield "model.norm.weight", (self.hidden,)
         if not self.tied:
             yield "lm_head.weight", (self.vocab_size, self.hidden)
+        if self.prediction is not None:
+            yield from self.prediction.shapes()
 
     def build(self, builder: LayerBuilder) -> DecoderModel:
         """The model over the builder's weights."""
@@ -108,6 +113,9 @@ class DecoderModel:
         ]
         self.norm = builder.rms_norm("model.norm", spec.eps)
         self.head = self.embed.as_linear if spec.tied else builder.linear("lm_head")
+        self.prediction: HeadModel | None = None
+        if spec.prediction is not None:
+            self.prediction = spec.prediction.build(builder, self.embed, self.head)
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
         x = self._residual(tokens, batch)

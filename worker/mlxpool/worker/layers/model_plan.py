@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,8 @@ from mlxpool.worker.media.settings import ImagePlaces, ImageSettings
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from mlxpool.worker.layers.prediction import HeadModel
 
 
 class Model(Protocol):
@@ -34,6 +36,13 @@ class Model(Protocol):
 
     def logits_of(self, hidden: mx.array, /) -> mx.array:
         """Returns logits [E, vocabulary] of hidden states [E, d]."""
+
+
+class PredictingModel(Model, Protocol):
+    """A built model whose plan has a `prediction_cache`."""
+
+    @property
+    def prediction(self) -> HeadModel: ...
 
 
 class SeeingModel(Model, Protocol):
@@ -73,11 +82,26 @@ class ModelPlan:
     layers: int = 0  # all of them; 0: as many as `caches`
     input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     vision: VisionPlan | None = None  # of the whole model, where this is its text part
+    prediction: PredictionPlan | None = None  # where this is the model without its head
+    prediction_cache: CacheSpec | None = None  # what the head keeps of a sequence; None: no head
 
     @property
     def embedding_rows(self) -> int:
         """The token ids that have an embedding are below."""
         return self.vocab_size + self.input_only
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionPlan:
+    """The head of a model that predicts further tokens (MTP), see layers/prediction.py.
+
+    A checkpoint may have it or lack it. `tensors` says how its tensors are named, for operators.
+    `whole` is the plan of the model with it, for a checkpoint that stores these names.
+    """
+
+    is_part: Callable[[str], bool]  # whether a stored tensor is of the head
+    whole: Callable[[Collection[str]], ModelPlan]
+    tensors: str
 
 
 @dataclass(frozen=True, slots=True)

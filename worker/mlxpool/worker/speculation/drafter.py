@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias
 
 from mlxpool.worker.scheduling.sequence import Sequence
+
+Drafts: TypeAlias = Mapping[Sequence, tuple[int, ...]]
 
 
 class Drafter(Protocol):
@@ -27,8 +30,11 @@ class Drafter(Protocol):
         `follow` took.
         """
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
-        """Returns the next `count` drafts, at most as many as `chances` has."""
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """Returns the next drafts of sequences: so many of each, at most as `chances` has.
+
+        Fewer where no more can be proposed; a sequence without one is left out.
+        """
 
     def forget(self, seq: Sequence) -> None:
         """Drops what is kept of a sequence; ignores an unknown one."""

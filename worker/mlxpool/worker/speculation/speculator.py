@@ -15,7 +15,7 @@ from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.speculation.depths import choose_depths
-from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 16  # of a row in one step
@@ -31,8 +31,6 @@ TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be pred
 TRIAL_DRAFTS = 4  # of a trial
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
-
-Drafts = Mapping[Sequence, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +175,8 @@ class Speculator:
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns so many drafts of each of these sequences, as `depths` gave them."""
-        return {seq: self.drafter.drafts(seq, count) for seq, count in depths.items()}
+        """Returns the drafts of these sequences: as many as `depths` gave them at most."""
+        return self.drafter.drafts(depths)
 
     def checked(self, drafts: Drafts, drawn: Iterable[SampledToken]) -> None:
         """Counts the drafts of a step that drew these tokens."""
@@ -236,5 +234,6 @@ def candidates_of(
             context - length,
             given(one) * KV_BLOCK_TOKENS - length,
         )
+        room = min(room, limits.drafts) if limits.drafts else room
         found.append(Candidate(one, room - awaited))
     return rows, found
