@@ -65,7 +65,7 @@ def weights_with_head(
     return random_weights(whole, seed, prediction.whole(stored))
 
 
-def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.1) -> dict[str, np.ndarray]:
+def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dict[str, np.ndarray]:
     """The weights with layers of which only a `share` counts, and a head that leaves them out.
 
     The next token then depends nearly on the newest alone. The head gives the likeliest one behind

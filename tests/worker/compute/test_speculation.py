@@ -257,7 +257,7 @@ def test_a_right_head_saves_steps(
     """Rows of a batch together: one greedy, one sampled, one with penalties."""
     options: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": True},
-        {"temperature": 0.3, "seed": 4},
+        {"temperature": 0.1, "seed": 4},
         {"temperature": 0.0, "repeat_penalty": 1.1},
     ]
     requests = [
