@@ -6,11 +6,11 @@ Each function takes the whole sequence and keeps nothing between calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-Array = np.ndarray
+Array: TypeAlias = Any  # of NumPy
 Weights = Mapping[str, Array]
 Layer = Callable[[Array, "Tensors", Mapping[str, Any]], Array]  # x [T, d] -> [T, d]
 

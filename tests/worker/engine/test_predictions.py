@@ -17,7 +17,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.predictions import MAX_FAILURES, MAX_WAITING, Predictions  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
@@ -231,8 +231,8 @@ def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedM
             sum(
                 array.nbytes for state in (layer.arrays, *layer._before.values()) for array in state
             )
-            for layer in engine._rows[seq]._layers
-            if hasattr(layer, "_before")
+            for layer in cast(RowCache, engine._rows[seq])._layers
+            if isinstance(layer, StateLayer)
         )
         assert held <= engine._row_bytes
         for one in engine.collect().drawn:

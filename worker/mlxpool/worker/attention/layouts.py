@@ -154,9 +154,9 @@ class Layout:
         if found.states is not None and spans is not given:
             found = found._replace(states=found.states[_places(given, spans)])
         step.done()
-        made = [array for array in found if array is not None]
-        done = iter(mx.depends(made, self._written([span.row for span in spans])))
-        return PassOutput(*(None if array is None else next(done) for array in found))
+        made = {name: x for name, x in found._asdict().items() if x is not None}
+        done = mx.depends([*made.values()], self._written([span.row for span in spans]))
+        return found._replace(**dict(zip(made, done, strict=True)))
 
     def _outputs(
         self, ids: mx.array, step: RowBatch, spans: Sequence[RowSpan], wanted: Sequence[int]

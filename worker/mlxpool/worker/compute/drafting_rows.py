@@ -16,10 +16,10 @@ from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
 from mlxpool.worker.speculation.best_drafter import BestDrafter
-from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Drafts, Speculator, candidates_of
+from mlxpool.worker.speculation.speculator import Speculator, candidates_of
 
 OFF, MTP, AUTO = "off", "mtp", "auto"  # values of the setting `speculation`
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -212,7 +213,7 @@ class Predictions:
             self._rows[seq].row.trim(offset)
         written = [array for seq in rows for array in self._rows[seq].row.arrays()]
         mx.eval(*drawn, *written)
-        tokens_of = [one.tolist() for one in drawn]
+        tokens_of: list[Any] = [one.tolist() for one in drawn]
         return {
             seq: tuple(tokens_of[depth][number] for depth in range(depths[seq]))
             for number, seq in enumerate(rows)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from itertools import accumulate
-from operator import mul
 
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import Drafter, Drafts
@@ -53,4 +51,8 @@ class BestDrafter:
 
 def _expected(chances: tuple[float, ...]) -> float:
     """Returns how many drafts are right on average."""
-    return sum(accumulate(chances, mul))
+    expected = together = 0.0
+    for depth, chance in enumerate(chances):
+        together = together * chance if depth else chance
+        expected += together
+    return expected
