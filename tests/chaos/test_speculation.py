@@ -78,6 +78,9 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path, drafts: st
             hit = client.generate("demo", PROMPT, max_tokens=count, **options)
             assert hit.attempts == 2 and (tmp_path / str(count)).exists()
             assert (hit.ids, hit.text, hit.reason) == (plain.ids, plain.text, plain.reason)
+        count, options = asked[0]  # whose drafts are right mostly; nothing ends the worker now
+        again = client.generate("demo", PROMPT, max_tokens=count, **options)
+        assert (again.ids, again.attempts) == (wanted[0].ids, 1)
 
         def counted() -> bool:
             (row,) = pool.ask("ps")["workers"]
