@@ -16,10 +16,10 @@ from support.predicting_models import FAMILIES, write_predicting
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.prediction_rows import MAX_FAILURES, MAX_WAITING, Predictions  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.predictions import MAX_FAILURES, MAX_WAITING, Predictions  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402

@@ -19,8 +19,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
-from mlxpool.worker.layers.prediction import HeadModel  # noqa: E402
+from mlxpool.worker.layers.model_plan import PredictingModel, Prediction  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 
@@ -29,7 +28,7 @@ TOKENS = 19
 TOLERANCE = 2e-4  # of the largest number
 
 
-def head_of(path: Path) -> tuple[HeadModel, RowShape]:
+def head_of(path: Path) -> tuple[Prediction, RowShape]:
     """The head of a stored model, and the shape of its rows."""
     loaded = load(inspect(path, predicts=True))
     cache = loaded.folder.plan.prediction_cache

@@ -23,6 +23,7 @@ import numpy as np
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
+from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.stored import AUTO
@@ -32,7 +33,6 @@ from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.image_spans import add_images
 from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
 from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.predictions import MAX_WAITING, Predictions
 from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
 from mlxpool.worker.engine.token_draws import TokenDraws

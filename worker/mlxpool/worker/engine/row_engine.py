@@ -181,7 +181,7 @@ class RowEngine(ABC, Generic[R]):
         self._last_end = 0.0  # when a pass ended last, monotonic seconds
         self._draws_alone = False  # whether a prompt's last input is a span of its own
         self._block_bytes = KV_BLOCK_TOKENS
-        self._head_block_bytes = 0  # as many tokens of a head that drafts, see predictions.py
+        self._head_block_bytes = 0  # as many tokens of a head that drafts, see prediction_rows.py
         self._row_bytes = self._activation_bytes = 0
         self._reserved = 0  # bytes of other processes of this worker
         self._spare = 0  # bytes that may be allocated for unused blocks

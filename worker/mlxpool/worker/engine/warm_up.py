@@ -13,11 +13,11 @@ import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
+from mlxpool.worker.attention.prediction_rows import Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.predictions import Predictions
 from mlxpool.worker.engine.prompt_logprobs import logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.token_draws import TokenDraws

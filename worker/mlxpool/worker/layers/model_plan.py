@@ -19,8 +19,6 @@ from mlxpool.worker.media.settings import ImagePlaces, ImageSettings
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxpool.worker.layers.prediction import HeadModel
-
 
 class Model(Protocol):
     """A built model.
@@ -38,11 +36,24 @@ class Model(Protocol):
         """Returns logits [E, vocabulary] of hidden states [E, d]."""
 
 
+class Prediction(Protocol):
+    """The built head of a model that predicts further tokens (MTP), see layers/decoder.py."""
+
+    def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch, /) -> mx.array:
+        """Tokens [T] and the states [T, d] of those before them -> states [E, d].
+
+        These are of the tokens that the batch selects; its only layer is the head's.
+        """
+
+    def logits_of(self, states: mx.array, /) -> mx.array:
+        """Returns logits [E, vocabulary] of states [E, d] that the head gave."""
+
+
 class PredictingModel(Model, Protocol):
     """A built model whose plan has a `prediction_cache`."""
 
     @property
-    def prediction(self) -> HeadModel: ...
+    def prediction(self) -> Prediction: ...
 
 
 class SeeingModel(Model, Protocol):
@@ -93,7 +104,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class PredictionPlan:
-    """The head of a model that predicts further tokens (MTP), see layers/prediction.py.
+    """The head of a model that predicts further tokens (MTP), see layers/decoder.py.
 
     A checkpoint may have it or lack it. `tensors` says how its tensors are named, for operators.
     `whole` is the plan of the model with it, for a checkpoint that stores these names.

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from mlxpool.worker.layers.config_fields import flag, integer, layer_count, number, require
-from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder import Decoder, HeadNames, PredictionHead
 from mlxpool.worker.layers.decoder_layer import PreNormLayer
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.mla import LatentAttention, LatentDims
 from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
 from mlxpool.worker.layers.moe import CORRECTION, SigmoidMoE
-from mlxpool.worker.layers.prediction import HeadNames, PredictionHead
 from mlxpool.worker.layers.rope import parse_rope, yarn_mscale
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -21,7 +21,7 @@ from mlxpool.worker.layers.config_fields import (
     number,
     require,
 )
-from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder import Decoder, HeadNames, PredictionHead
 from mlxpool.worker.layers.decoder_layer import (
     DecoderLayer,
     PreNormLayer,
@@ -31,7 +31,6 @@ from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors,
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
 from mlxpool.worker.layers.moe import SoftmaxMoE
-from mlxpool.worker.layers.prediction import HeadNames, PredictionHead
 
 LINEAR = "linear_attention"
 FULL_INTERVAL = 4  # every 4th layer has attention, unless config.json says otherwise

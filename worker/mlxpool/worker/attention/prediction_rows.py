@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
-from mlxpool.worker.layers.prediction import HeadModel
+from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
@@ -88,7 +88,7 @@ class _Row:
 class Predictions:
     """Implements engine.Predictor; used by the engine and the compute thread alone."""
 
-    def __init__(self, head: HeadModel, shape: RowShape) -> None:
+    def __init__(self, head: Prediction, shape: RowShape) -> None:
         """`shape`: of the head's rows, which have one layer."""
         self._head = head
         self._shape = shape
