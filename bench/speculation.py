@@ -1,17 +1,17 @@
 """Measures what speculation gains and costs: tokens/s with drafts and without, in pairs.
 
-    python bench/speculation.py [--model FOLDER] [--draft MODEL] [--draft-alone]
-        [--streams 1 8 32 128]
-        [--tokens 128] [--rounds 5] [--loads edits completions ...] [--processor] [--json FILE]
+    python bench/speculation.py [--model FOLDER] [--speculation auto] [--draft MODEL]
+        [--streams 1 8 32 128] [--tokens 128] [--rounds 5] [--loads edits completions ...]
+        [--processor] [--json FILE]
 
 Batches of requests run on one engine in this process, with the steps and generations of a worker's
-compute thread, without its other threads: with `speculation = "auto"` and without, in turn. With
-the draft model MODEL there are drafts of it and of n-grams, or with `--draft-alone` of it only. All
-prompts are read before the time is taken, and every request has as many tokens. A pair is two
-batches that follow each other; its ratio is the time without drafts divided by that with them, so
-above 1 drafts are faster. The first pair is not counted. On a CPU that others use as well,
-`--processor` takes the processor time. Also: drafts that were right, tokens that a step gave, time
-of the search for drafts in a step, and whether both ways gave the same ids.
+compute thread, without its other threads: with drafts and without, in turn. Whose drafts these are
+says `--speculation`, as the setting of that name: ngram, mtp, draft or auto. All prompts are read
+before the time is taken, and every request has as many tokens. A pair is two batches that follow
+each other; its ratio is the time without drafts divided by that with them, so above 1 drafts are
+faster. The first pair is not counted. On a CPU that others use as well, `--processor` takes the
+processor time. Also: drafts that were right, tokens that a step gave, time of the search for drafts
+in a step, and whether both ways gave the same ids.
 
 Four loads, of real text that every installation has:
 
@@ -51,6 +51,7 @@ from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP
 from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -217,7 +218,7 @@ def measure(
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
     ahead = engine.limits.ahead > 0
-    drafter = make_drafter("draft" if arguments.draft_alone else "auto", engine, clock)
+    drafter = make_drafter(arguments.speculation, engine, clock)
     speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead)
     searched, nothing = Searched(speculator), Searched(None)
     plain: list[Timed] = []
@@ -270,10 +271,10 @@ def shown(one: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER)
-    parser.add_argument("--draft", default="", help="the draft model, as the setting of this name")
     parser.add_argument(
-        "--draft-alone", action="store_true", help='its drafts only, as speculation = "draft"'
+        "--speculation", choices=("ngram", MTP, DRAFT, AUTO), default=AUTO, help="whose drafts"
     )
+    parser.add_argument("--draft", default="", help="the draft model, as the setting of this name")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument("--rounds", type=int, default=5)
@@ -283,7 +284,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):  # as workers have it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
-    folder = inspect(arguments.model)
+    folder = inspect(arguments.model, predicts=arguments.speculation in (MTP, AUTO))
+    if arguments.speculation == MTP and folder.plan.prediction_cache is None:
+        raise SystemExit(f"{arguments.model} has no head that predicts further tokens (MTP)")
+    if arguments.speculation == DRAFT and not arguments.draft:
+        parser.error("name the draft model, --draft MODEL")
     text = ChatTokenizer.from_folder(folder)
     most, draft = max(arguments.streams), None
     if arguments.draft:

@@ -62,7 +62,10 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Has every row check a random number of drafts, where it has room and there are some."""
+    """Has every row check a random number of drafts, where it has room and there are some.
+
+    They are checked whether they pay or not.
+    """
 
     def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
         """Without `draw` it is as many as possible."""
@@ -88,3 +91,6 @@ class EagerSpeculator(Speculator):
                 found[one.sequence] = depth
                 self.most = max(self.most, depth)
         return found
+
+    def _those_that_pay(self, drafts: Drafts) -> Drafts:
+        return drafts

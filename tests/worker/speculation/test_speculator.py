@@ -49,6 +49,7 @@ class SureDrafter:
         self.followed: list[Sequence] = []
         self.forgotten: list[Sequence] = []
         self.drafting = 0.0  # seconds of a draft of all rows
+        self.predicts = True  # whether it predicts these; else they are part of the step
         self.reads = 0.0  # seconds that are spent once for each row
         self.surely: tuple[float, ...] = ()
         self.made = 0  # steps that had drafts made
@@ -62,7 +63,7 @@ class SureDrafter:
         return (self.chance,) * most
 
     def seconds(self, rows: int, depth: int) -> float:
-        return self.drafting * depth
+        return self.drafting * depth if self.predicts else 0.0
 
     def reading(self, seq: Sequence, depth: int) -> float:
         return self.reads
@@ -184,6 +185,20 @@ def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tupl
     if depth:
         extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP) - STEP
         assert extra == pytest.approx(1e-4 * depth, rel=0.5)
+
+
+def test_the_time_of_drafts_that_none_predicts_is_part_of_the_step() -> None:
+    """So it counts as a cost of the drafts, and ends those that do not pay."""
+    scene = Scene(1, 0.8)
+    scene.drafter.drafting, scene.drafter.predicts = 0.003, False
+    scene.run(100)
+    depth = statistics.mode(scene.run(50))
+    assert depth in (1, 2, 4)
+    extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP) - STEP
+    assert extra == pytest.approx(0.003 * depth, rel=0.5)
+    scene.drafter.drafting = 0.02
+    scene.run(200)
+    assert statistics.mode(scene.run(50)) == 0
 
 
 def test_of_drafts_that_are_made_those_are_checked_whose_own_chances_pay() -> None:

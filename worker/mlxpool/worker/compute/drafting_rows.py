@@ -16,23 +16,23 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
-from mlxpool.worker.speculation.drafter import Drafter, Drafts
-from mlxpool.worker.speculation.either_drafter import EitherDrafter
+from mlxpool.worker.speculation.best_drafter import BestDrafter
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF, Drafter, Drafts
 from mlxpool.worker.speculation.model_drafter import ModelDrafter
+from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
 from mlxpool.worker.speculation.speculator import Speculator, candidates_of
 
 log = logging.getLogger("mlxpool.worker")
 
-OFF, AUTO = "off", "auto"  # values of the setting `speculation`
-MAX_FAILURES = 3  # of the draft model in a row; then there are no more drafts
+MAX_FAILURES = 3  # to make drafts, one after the other; then there are no more drafts
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
     """Returns what chooses drafts as the setting `speculation` says; None: there are none.
 
-    They come from the draft model of the engine, if it has one. Raises ModelLoadFailed where drafts
-    are asked for and the engine checks none.
+    Raises ModelLoadFailed where drafts are asked for, or a draft model is set, and the engine
+    checks none; and where the head that is to draft is not there.
     """
     draft = engine.draft
     if setting == OFF or (setting == AUTO and engine.no_drafts and draft is None):
@@ -43,17 +43,35 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
             f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation{named} out of"
             f" [models.{model}]{f', or set it to {AUTO!r}' if draft is None else ''}"
         )
+    if setting == MTP and engine.predictor is None:
+        raise ModelLoadFailed(
+            f"speculation is {MTP!r}, but models.{model} has no head that predicts further tokens;"
+            f" set it to {AUTO!r}"
+        )
+    if setting == DRAFT and draft is None:
+        raise ModelLoadFailed(
+            f"speculation is {DRAFT!r}, but models.{model} has no draft model; set draft, or set"
+            f" speculation to {AUTO!r}"
+        )
     ahead = engine.limits.ahead > 0
     drafter = make_drafter(setting, engine, monotonic)
     return Speculator(drafter, engine.cost.seconds, monotonic, ahead=ahead)
 
 
 def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Drafter:
-    """Returns what proposes drafts: with "auto" n-grams, and the draft model if there is one."""
-    if engine.draft is None:
-        return NgramDrafter()
-    model = ModelDrafter(engine.draft, engine.vocab_size, clock)
-    return EitherDrafter(NgramDrafter(), model) if setting == AUTO else model
+    """Returns what proposes drafts: that of the setting, which the engine must have.
+
+    With "auto" it is the best for each row of n-grams, the model's own head and the draft model,
+    as far as the engine has these. N-grams take no time, so they are the first.
+    """
+    drafters: list[Drafter] = []
+    if setting not in (MTP, DRAFT):
+        drafters.append(NgramDrafter())
+    if setting in (MTP, AUTO) and engine.predictor is not None:
+        drafters.append(MtpDrafter(engine.predictor))
+    if setting in (DRAFT, AUTO) and engine.draft is not None:
+        drafters.append(ModelDrafter(engine.draft, engine.vocab_size, clock))
+    return drafters[0] if len(drafters) == 1 else BestDrafter(drafters)
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
@@ -131,7 +149,7 @@ class DraftingRows:
             log.warning("drafts could not be made", extra={"times": self._failures}, exc_info=error)
             self._speculator.drafter.reset()
             if self._failures == MAX_FAILURES:
-                log.error("the draft model is not used any more")
+                log.error("no more drafts are made")
                 self._speculator = None
             return NO_DRAFTS
         self._failures = 0

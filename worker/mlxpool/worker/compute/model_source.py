@@ -24,6 +24,7 @@ from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF
 from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
@@ -37,7 +38,6 @@ NO_BACK_END = (
 )
 
 COUNTS = "the counting model answers with numbers"
-DRAFT = "draft"  # a value of the setting `speculation`
 WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
 
 # Seconds that the compute thread may keep Python's lock while the main thread waits. On a GPU
@@ -142,7 +142,7 @@ def require_no_disk(config: ModelConfig, what: str) -> None:
 
 def require_no_drafts(config: ModelConfig) -> None:
     """Raises ModelLoadFailed where a model that generates nothing is to check drafts."""
-    if config.speculation not in ("off", "auto"):
+    if config.speculation not in (OFF, AUTO):
         raise ModelLoadFailed(
             f"speculation is {config.speculation!r}, but a model of texts generates no tokens:"
             " leave speculation out"
@@ -183,17 +183,49 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
     return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
-def _folder(
-    files: ModelFiles, config: ModelConfig, start_group: StartGroup | None = None
-) -> ModelSource:
-    folder = inspect(files, config.engine)
-    part = None
+def uses_head(config: ModelConfig) -> bool:
+    """Whether a model's own head is to draft, if its checkpoint has one."""
+    return config.speculation in (MTP, AUTO) and config.devices == 1
+
+
+def require_head(config: ModelConfig, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
+    if config.speculation != MTP or folder.plan.prediction_cache is not None:
+        return
+    kind, head = f"model_type {folder.model_type!r}", folder.plan.prediction
     if config.devices > 1:
-        part = part_of(folder, 0, config.devices)
+        why = f"devices is {config.devices}, and a group of devices checks no drafts"
+    elif folder.uses_mlx_lm:
+        why = f"mlx-lm's code computes {kind}, and checks no drafts"
+    elif head is None:
+        why = f"{kind} has no head that predicts further tokens (MTP), or config.json has none"
+    else:
+        why = (
+            f"{folder.path} has no tensors {head.tensors!r} of a head that predicts further tokens"
+            " (MTP); most conversions leave them out: name a folder that has them, as the released"
+            " checkpoint does"
+        )
+    raise ModelLoadFailed(
+        f'speculation is {MTP!r}, but {why}; or set speculation to "ngram" or "auto"'
+    )
+
+
+def _require_settings(config: ModelConfig, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where the model does not have what a setting asks for."""
+    require_head(config, folder)
+    if config.devices > 1:
         require_group_settings(config)
     if config.deterministic:
         require_deterministic(folder)
     require_kv(config.kv, folder)
+
+
+def _folder(
+    files: ModelFiles, config: ModelConfig, start_group: StartGroup | None = None
+) -> ModelSource:
+    folder = inspect(files, config.engine, predicts=uses_head(config))
+    _require_settings(config, folder)
+    part = part_of(folder, 0, config.devices) if config.devices > 1 else None
     draft = draft_of(folder, config)
     text, source = _text_of(folder)
     release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
@@ -277,9 +309,9 @@ def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
             )
         return None
     unused = f"draft is {config.draft!r}, but"
-    if config.speculation not in (DRAFT, "auto"):
+    if config.speculation not in (DRAFT, AUTO):
         raise ModelLoadFailed(
-            f"{unused} speculation is {config.speculation!r}: set it to {DRAFT!r} or 'auto', or"
+            f"{unused} speculation is {config.speculation!r}: set it to {DRAFT!r} or {AUTO!r}, or"
             " leave draft out"
         )
     why = ""

@@ -26,8 +26,10 @@ from mlxpool.worker.compute.model_source import (
     require_batch,
     require_context,
     require_group_settings,
+    require_head,
     require_no_disk,
     require_no_draft,
+    uses_head,
 )
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -87,7 +89,7 @@ def check(
             return _check_encoder(
                 report, problems, location, config, machine=machine, memory_limit=memory_limit
             )
-        folder, found = find_problems(location, config.engine)
+        folder, found = find_problems(location, config.engine, predicts=uses_head(config))
         problems.add(found)
     if folder is not None:
         report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
@@ -102,6 +104,7 @@ def check(
         if note := resume_note(config.kv, deterministic=config.deterministic):
             report["notes"].append(note)
         problems.attempt(draft_of, folder, config)
+        problems.attempt(require_head, config, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:

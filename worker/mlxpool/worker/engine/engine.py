@@ -26,6 +26,7 @@ from mlxpool.worker.scheduling.sequence import (
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepCost
 from mlxpool.worker.speculation.model_drafter import DraftEngine
+from mlxpool.worker.speculation.mtp import Predictor
 
 if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
@@ -133,6 +134,10 @@ class Engine(Protocol):
     @property
     def draft(self) -> DraftEngine | None:
         """The draft model, which is computed beside the model; None: there is none."""
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What drafts with the model's own head; None: there is none, or it is not loaded."""
 
     @property
     def yields_cores(self) -> bool:

@@ -183,6 +183,7 @@ class RowEngine(ABC, Generic[R]):
         self._last_end = 0.0  # when a pass ended last, monotonic seconds
         self._draws_alone = False  # whether a prompt's last input is a span of its own
         self._block_bytes = KV_BLOCK_TOKENS
+        self._head_block_bytes = 0  # as many tokens of a head that drafts, see prediction_rows.py
         self._row_bytes = self._activation_bytes = 0
         self._reserved = 0  # bytes of other processes of this worker
         self._spare = 0  # bytes that may be allocated for unused blocks
@@ -512,7 +513,7 @@ class RowEngine(ABC, Generic[R]):
         used += self._draft_bytes
         used += self._spare + self._max_sequences * self._row_bytes + self._disk_room
         used += self.encoded.budget + self._largest_image
-        return block_capacity(self._limit - used, self._block_bytes)
+        return block_capacity(self._limit - used, self._block_bytes + self._head_block_bytes)
 
     def _too_few_blocks(self) -> str:
         apart = self._spare + self._max_sequences * self._row_bytes

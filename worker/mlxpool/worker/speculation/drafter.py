@@ -7,6 +7,9 @@ from typing import Protocol, TypeAlias
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
+# Values of the setting `speculation`; the fifth is "ngram".
+OFF, MTP, DRAFT, AUTO = "off", "mtp", "draft", "auto"
+
 Drafts: TypeAlias = Mapping[Sequence, tuple[int, ...]]
 
 
@@ -15,7 +18,7 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str:
-        """The name for operators: a value of the setting `speculation`."""
+        """The value of the setting `speculation` that has it draft."""
 
     def follow(self, seq: Sequence) -> bool:
         """Takes the tokens that a sequence got since the last call, and learns from them.
@@ -33,7 +36,7 @@ class Drafter(Protocol):
     def seconds(self, rows: int, depth: int) -> float:
         """Predicts the time of `drafts` of so many sequences, the deepest of which has `depth`.
 
-        It is 0 where it is too short to be counted apart from that of the step.
+        It is 0 where that is counted as part of the step that checks them.
         """
 
     def reading(self, seq: Sequence, depth: int) -> float:

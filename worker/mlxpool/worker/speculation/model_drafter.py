@@ -16,7 +16,7 @@ from typing import Protocol
 from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.speculation.drafter import Drafts
+from mlxpool.worker.speculation.drafter import DRAFT, Drafts
 
 # Weights of the newest draft in the average of a stream, and in that of all streams.
 NEW_STREAM = 0.08
@@ -121,7 +121,7 @@ class ModelDrafter:
     engine: DraftEngine
     vocab_size: int
     clock: Callable[[], float]
-    name: str = "draft"
+    name: str = DRAFT
     rate_of_all: float = FIRST_RATE
     chances_of_all: list[float] = field(default_factory=lambda: [*FIRST_CHANCES])
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)

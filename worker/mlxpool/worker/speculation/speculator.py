@@ -77,8 +77,9 @@ class Speculator:
         self._was_plain = False  # whether the newest step had no drafts
         self._pause = 0  # steps for which no drafts are made
         self._next_pause = 1  # so many, when of those that are made none pays
-        self._drafting = 0.0  # seconds that `drafts` took since the newest step
+        self._drafting = 0.0  # seconds of `drafts` since the newest step that the drafter predicts
         self._rows = self._keys = 0  # of the step for which `depths` were chosen
+        self._chances: dict[Sequence, tuple[float, ...]] = {}  # of its rows
 
     @property
     def rests(self) -> bool:
@@ -156,6 +157,8 @@ class Speculator:
         keys = sum(one.sequence.length for one in ready) * rows // len(ready)
         times = self.times
         self._rows, self._keys = rows, keys
+        every = zip(ready, chances, strict=True)
+        self._chances = {one.sequence: some for one, some in every}
 
         def predict(lines: int) -> float:
             return self._predict(Load(lines, keys, 0, lines))
@@ -217,7 +220,8 @@ class Speculator:
         """
         began = self.clock()
         found = self._those_that_pay(self.drafter.drafts(depths))
-        self._drafting = self.clock() - began
+        if self.drafter.seconds(len(depths), max(depths.values(), default=0)):
+            self._drafting = self.clock() - began
         if found:
             self._next_pause = max(1, self._next_pause // 2)
         elif depths:
@@ -231,7 +235,7 @@ class Speculator:
         if not any(sure) or not self.times.measured:
             return drafts
         chances = [
-            one or self.drafter.chances(seq, len(some))
+            one or self._chances[seq][: len(some)]
             for one, (seq, some) in zip(sure, drafts.items(), strict=True)
         ]
         rows, times = self._rows, self.times
@@ -304,5 +308,6 @@ def candidates_of(
             context - length,
             given(one) * KV_BLOCK_TOKENS - length,
         )
+        room = min(room, limits.drafts) if limits.drafts else room
         found.append(Candidate(one, room - awaited))
     return rows, found
