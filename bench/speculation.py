@@ -1,15 +1,17 @@
 """Measures what speculation gains and costs: tokens/s with drafts and without, in pairs.
 
-    python bench/speculation.py [--model FOLDER] [--streams 1 8 32 128] [--tokens 128] [--rounds 5]
-        [--loads edits completions ...] [--processor] [--json FILE]
+    python bench/speculation.py [--model FOLDER] [--speculation auto] [--draft MODEL]
+        [--streams 1 8 32 128] [--tokens 128] [--rounds 5] [--loads edits completions ...]
+        [--processor] [--json FILE]
 
 Batches of requests run on one engine in this process, with the steps and generations of a worker's
-compute thread, without its other threads: with `speculation = "ngram"` and without, in turn. All
-prompts are read before the time is taken, and every request has as many tokens. A pair is two
-batches that follow each other; its ratio is the time without drafts divided by that with them, so
-above 1 drafts are faster. The first pair is not counted. On a CPU that others use as well,
-`--processor` takes the processor time. Also: drafts that were right, tokens that a step gave, time
-of the search for drafts in a step, and whether both ways gave the same ids.
+compute thread, without its other threads: with drafts and without, in turn. Whose drafts these are
+says `--speculation`, as the setting of that name: ngram, mtp, draft or auto. All prompts are read
+before the time is taken, and every request has as many tokens. A pair is two batches that follow
+each other; its ratio is the time without drafts divided by that with them, so above 1 drafts are
+faster. The first pair is not counted. On a CPU that others use as well, `--processor` takes the
+processor time. Also: drafts that were right, tokens that a step gave, time of the search for drafts
+in a step, and whether both ways gave the same ids.
 
 Four loads, of real text that every installation has:
 
@@ -39,15 +41,17 @@ from typing import Any
 from mlxpool.broker.processes.blas import preload
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.resume import Facts
+from mlxpool.worker.compute.drafting_rows import make_drafter
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import Steps
+from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.ngram import NgramDrafter
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP
 from mlxpool.worker.speculation.speculator import Speculator, drafts_in_memory
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -62,11 +66,11 @@ COLUMNS = (
     "load",
     "streams",
     "tokens/s off",
-    "ngram",
+    "on",
     "ratio",
     "right",
     "tokens a step",
-    "search, us a step",
+    "drafting, us a step",
     "same ids",
 )
 LOADS = ("edits", "prose", "completions", "sampled")
@@ -214,10 +218,9 @@ def measure(
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
     ahead = engine.limits.ahead > 0
+    drafter = make_drafter(arguments.speculation, engine, clock)
     most = drafts_in_memory(engine.vocab_size)
-    speculator = Speculator(
-        NgramDrafter(), engine.cost.seconds, clock, ahead=ahead, most_drafts=most
-    )
+    speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
     searched, nothing = Searched(speculator), Searched(None)
     plain: list[Timed] = []
     drafted: list[Timed] = []
@@ -269,6 +272,10 @@ def shown(one: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER)
+    parser.add_argument(
+        "--speculation", choices=("ngram", MTP, DRAFT, AUTO), default=AUTO, help="whose drafts"
+    )
+    parser.add_argument("--draft", default="", help="the draft model, as the setting of this name")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument("--rounds", type=int, default=5)
@@ -278,9 +285,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):  # as workers have it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
-    folder = inspect(arguments.model)
+    folder = inspect(arguments.model, predicts=arguments.speculation in (MTP, AUTO))
+    if arguments.speculation == MTP and folder.plan.prediction_cache is None:
+        raise SystemExit(f"{arguments.model} has no head that predicts further tokens (MTP)")
+    if arguments.speculation == DRAFT and not arguments.draft:
+        parser.error("name the draft model, --draft MODEL")
     text = ChatTokenizer.from_folder(folder)
-    engine = ModelEngine(load(folder), text, prefix="off", max_sequences=max(arguments.streams))
+    most, draft = max(arguments.streams), None
+    if arguments.draft:
+        found_draft = inspect_draft(arguments.draft, folder)
+        draft = load_draft(found_draft, lambda tensors, size: None, rows=most, limit=0)
+    engine = ModelEngine(load(folder), text, prefix="off", max_sequences=most, draft=draft)
     engine.expect_drafts(drafts_in_memory(engine.vocab_size))
     engine.warm_up()
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")

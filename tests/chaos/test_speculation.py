@@ -10,13 +10,14 @@ import pytest
 from chaos.engine_faults import install_fault
 from chaos.harness import LIMITS
 from support.pool import Pool, until
+from support.predicting_models import write_predicting
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
     "fresh_limit = 1.5", "fresh_limit = 60"
 )
-DRAFTS = '\n[models.demo]\npath = "builtin:demo"\nspeculation = "ngram"\n'
+MODEL = '\n[models.demo]\npath = "{}"\nspeculation = "{}"\ndraft = "{}"\n'
 PROMPT = "rows = [\n    (1, 'one'),\n    (2, 'two'),\n    (1, 'one'),\n    (2, 'two'),\n    (1, '"
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -33,14 +34,14 @@ def arm(engine):
     from mlxpool.worker.speculation import speculator
 
     speculator.HOST_SHARE = speculator.MAX_SAVED = 1e9
-    speculator.choose_depths = lambda chances, *others: [len(some) for some in chances]
+    speculator.choose_depths = lambda chances, *others, **more: [len(some) for some in chances]
     collect = engine.collect
 
     def collect_or_end(self):
         for span in self._flights[0].checks:
             row = span.sequence
-            place = {dict(zip((60, 61, 90), PLACES, strict=True))!r}[row.max_tokens]
-            if len(row.ids) >= place:
+            place = {dict(zip((60, 61, 90), PLACES, strict=True))!r}.get(row.max_tokens)
+            if place is not None and len(row.ids) >= place:  # the warm-up checks drafts too
                 try:
                     mark = os.path.join(os.environ["MARKS"], str(row.max_tokens))
                     os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
@@ -53,9 +54,20 @@ def arm(engine):
 """
 
 
-def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["ngram", "mtp", "draft", "auto"])
+def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path, setting: str) -> None:
+    """With "mtp" the model's rows have recurrent states, and its head is right mostly.
+
+    With "auto" the drafts are of n-grams and of the draft model.
+    """
     asked = list(zip((60, 61, 90), OPTIONS, strict=True))
-    with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
+    path = "builtin:demo"
+    draft = "builtin:demo-draft" if setting in ("draft", "auto") else ""
+    if setting == "mtp":
+        path = str(write_predicting(tmp_path / "model", "qwen3_next", right=True))
+        asked[:2] = [(count, {**options, "ignore_eos": True}) for count, options in asked[:2]]
+    without, with_drafts = MODEL.format(path, "off", ""), MODEL.format(path, setting, draft)
+    with Pool(tmp_path, CONFIG + without) as pool, pool.client(connect_timeout=60) as client:
         wanted = [
             client.generate("demo", PROMPT, max_tokens=count, **options) for count, options in asked
         ]
@@ -63,13 +75,16 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path) -> None:
         assert row["speculation"] == {}
     environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
     with (
-        Pool(tmp_path, CONFIG + DRAFTS, environment=environment) as pool,
+        Pool(tmp_path, CONFIG + with_drafts, environment=environment) as pool,
         pool.client(connect_timeout=60) as client,
     ):
         for (count, options), plain in zip(asked, wanted, strict=True):
             hit = client.generate("demo", PROMPT, max_tokens=count, **options)
             assert hit.attempts == 2 and (tmp_path / str(count)).exists()
             assert (hit.ids, hit.text, hit.reason) == (plain.ids, plain.text, plain.reason)
+        count, options = asked[0]  # whose drafts are right mostly; nothing ends the worker now
+        again = client.generate("demo", PROMPT, max_tokens=count, **options)
+        assert (again.ids, again.attempts) == (wanted[0].ids, 1)
 
         def counted() -> bool:
             (row,) = pool.ask("ps")["workers"]

@@ -8,9 +8,9 @@ from collections.abc import Sequence as Many
 from time import monotonic
 
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Candidate, Drafts, Speculator
+from mlxpool.worker.speculation.speculator import Candidate, Speculator
 
 MAX_DEPTH = 6
 
@@ -35,7 +35,22 @@ class OracleDrafter:
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         return (0.5,) * most
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
+    def seconds(self, rows: int, depth: int) -> float:
+        return 0.0
+
+    def reading(self, seq: Sequence, depth: int) -> float:
+        return 0.0
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        return {seq: self._drafts(seq, count) for seq, count in depths.items()}
+
+    def sure(self, seq: Sequence) -> tuple[float, ...]:
+        return ()
+
+    def reset(self) -> None:
+        pass
+
+    def _drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
         known = [*self._answers[seq.id][len(seq.ids) :][:count]]
         known += [self._draw.randrange(self._size) for _ in range(count - len(known))]
         if self._draw.random() < 0.5:
@@ -47,7 +62,10 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Has every row check a random number of drafts, where it has room and there are some."""
+    """Has every row check a random number of drafts, where it has room and there are some.
+
+    They are checked whether they pay or not.
+    """
 
     def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
         """Without `draw` it is as many as possible."""
@@ -74,6 +92,9 @@ class EagerSpeculator(Speculator):
                 found[one.sequence] = depth
                 self.most = max(self.most, depth)
         return found
+
+    def _those_that_pay(self, drafts: Drafts) -> Drafts:
+        return drafts
 
 
 class ClockedSpeculator(Speculator):

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from mlxpool.worker import models
+from mlxpool.worker.layers.model_plan import ModelPlan
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -74,11 +75,13 @@ def config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in {**BASE, **changes}.items() if key not in removed}
 
 
-def random_weights(settings: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 weights of all names and shapes in the config's plan."""
+def random_weights(
+    settings: Mapping[str, Any], seed: int = 0, plan: ModelPlan | None = None
+) -> dict[str, np.ndarray]:
+    """Random float32 weights of all names and shapes in the plan; None: that of the config."""
     draw = np.random.default_rng(seed)
     weights = {}
-    for name, shape in models.plan(settings).shapes.items():
+    for name, shape in (plan or models.plan(settings)).shapes.items():
         scale = 1.0 if "norm" in name or "embed" in name else 2 * shape[-1] ** -0.5
         noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(scale)
         weights[name] = 1 + noise / 10 if "norm" in name else noise

@@ -1,12 +1,13 @@
 """Answers are the same with drafts as without: ids, text, log-probabilities, ends.
 
-The drafts are right ones with wrong ones among them, in random depths; see support/drafting.py.
+Of every drafter, in random depths; those of the oracle are right ones with wrong ones among them,
+see support/drafting.py.
 """
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,22 +16,41 @@ from hypothesis import strategies as st
 
 from support.constrained_answers import PROMPT, Answer, Answers, demo
 from support.drafting import EagerSpeculator, OracleDrafter
-from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
+from support.predicting_models import FAMILIES, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.config.schema import Counting  # noqa: E402
-from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.protocol.deltas import Delta  # noqa: E402
-from mlxpool.worker.compute.drafting_rows import make_speculator, one_each  # noqa: E402
-from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
-from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.compute.drafting_rows import (  # noqa: E402
+    MAX_FAILURES,
+    make_drafter,
+    make_speculator,
+    one_each,
+)
+from mlxpool.worker.draft_model.engine import DraftModelEngine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_DRAFT, FOLDERS  # noqa: E402
 
+DEMO = "demo"
+OF_DEMO = [(DEMO, layout) for layout in ("rows", "slabs", "pool")]
+OF_HEADS = [
+    (f"{family}, {kind}", layout)
+    for family, layout in [*((family, "rows") for family in FAMILIES), ("glm4_moe_lite", "pool")]
+    for kind in ("right", "wrong")
+]
+# The models and layouts of each drafter: a value of the setting `speculation`, or "oracle".
+DRAFTERS = {
+    "oracle": OF_DEMO,
+    "ngram": OF_DEMO,
+    "mtp": OF_HEADS,
+    "draft": OF_DEMO,
+    "auto": [*OF_DEMO, *OF_HEADS],
+}
 REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
 CONTEXT = 40  # tokens of a request that shifts
 FORMATS: list[dict[str, Any]] = [
@@ -80,9 +100,27 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
+class Models(dict[str, LoadedModel]):
+    """Loaded models by name."""
+
+    def __repr__(self) -> str:  # of failing examples
+        return f"Models of {', '.join(self)}"
+
+
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load(demo()[0])
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The demo model and its draft model, and models with heads, whose tokens are the demo's.
+
+    The drafts of a head are mostly "right" or mostly "wrong".
+    """
+    root, size = tmp_path_factory.mktemp("models"), demo()[0].plan.vocab_size
+    found = Models({DEMO: load(demo()[0]), DEMO_DRAFT: load(inspect(FOLDERS[DEMO_DRAFT]))})
+    for family in FAMILIES:
+        for kind in ("right", "wrong"):
+            path, right = root / family / kind, kind == "right"
+            write_predicting(path, family, 1, right=right, vocab_size=size)
+            found[f"{family}, {kind}"] = load(inspect(path, predicts=True))
+    return found
 
 
 def admit(batch: Answers, number: int, request: dict[str, Any], had: Any = ()) -> Sequence:
@@ -101,14 +139,39 @@ def admit(batch: Answers, number: int, request: dict[str, Any], had: Any = ()) -
     return row
 
 
-def engine(loaded: LoadedModel, layout: str, *, lookahead: bool = False) -> ModelEngine:
+def engine(
+    models: Models,
+    layout: str,
+    *,
+    model: str = DEMO,
+    drafter: str = "",
+    lookahead: bool = False,
+) -> ModelEngine:
+    """An engine with what a drafter needs; a draft model has fewer rows than there are requests."""
+    draft = None
+    if drafter in ("draft", "auto"):
+        draft = DraftModelEngine(models[DEMO_DRAFT], demo()[2], rows=5, limit=0)
     return ModelEngine(
-        loaded, demo()[1], layout=layout, lookahead=lookahead, blocks=32, prefix_bytes=2**20
+        models[model],
+        demo()[1],
+        layout=layout,
+        lookahead=lookahead,
+        blocks=32,
+        prefix_bytes=2**20,
+        draft=draft,
     )
 
 
-def engine_of_demo() -> ModelEngine:
-    return engine(load(demo()[0]), "slabs")
+def eager(name: str, made: ModelEngine, draw: random.Random | None = None) -> EagerSpeculator:
+    """Has every row check the drafts of a setting, whether they pay or not."""
+    return EagerSpeculator(make_drafter(name, made, monotonic), draw)
+
+
+def answers_of(batch: Answers, requests: list[dict[str, Any]]) -> dict[int, Answer]:
+    """The answers to some requests, all of them in one batch."""
+    for number, request in enumerate(requests):
+        admit(batch, number, request)
+    return batch.run()
 
 
 def require_same(found: Answer, wanted: Answer, had: int = 0) -> None:
@@ -129,34 +192,44 @@ def require_same(found: Answer, wanted: Answer, had: int = 0) -> None:
     assert len(found.logprobs) == max(0, len(wanted.logprobs) - had)
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
+    place=st.integers(0, 29),  # of a model and a layout
     requests=st.lists(REQUESTS, min_size=1, max_size=4),
-    layout=st.sampled_from(["rows", "slabs", "pool"]),
     lookahead=st.booleans(),
     seed=st.integers(0, 2**32),
     disturbs=st.integers(0, 12),
 )
 def test_answers_are_the_same_with_drafts(
-    loaded: LoadedModel,
+    models: Models,
+    name: str,
+    place: int,
     requests: list[dict[str, Any]],
-    layout: str,
     lookahead: bool,
     seed: int,
     disturbs: int,
 ) -> None:
-    """Resumed at any id, preempted in the middle, beside a row that is cancelled."""
-    plain = Answers(engine(loaded, layout))
-    for number, request in enumerate(requests):
-        admit(plain, number, request)
-    wanted = plain.run()
+    """Resumed at any id, preempted in the middle, beside a row that is cancelled.
+
+    A draft model loses its rows in the middle.
+    """
+    model, layout = DRAFTERS[name][place % len(DRAFTERS[name])]
+    plain = Answers(engine(models, layout, model=model))
+    wanted = answers_of(plain, requests)
     draw = random.Random(seed)
-    known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
-    known[bytes([9] * 16)] = [1] * 20
-    speculator = EagerSpeculator(OracleDrafter(known, draw, plain.engine.vocab_size), draw)
-    batch = Answers(engine(loaded, layout, lookahead=lookahead), speculator)
+    made = engine(models, layout, model=model, drafter=name, lookahead=lookahead)
+    drafter: Drafter
+    if name == "oracle":
+        known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
+        known[bytes([9] * 16)] = [1] * 20
+        drafter = OracleDrafter(known, draw, plain.engine.vocab_size)
+    else:
+        drafter = make_drafter(name, made, monotonic)
+        assert drafter.name == name
+    batch = Answers(made, EagerSpeculator(drafter, draw))
     had = [
         min(request["had"], max(0, len(wanted[number].ids) - 1))
         if "code" not in wanted[number].end
@@ -172,6 +245,8 @@ def test_answers_are_the_same_with_drafts(
         batch.step()
     if beside in batch.generations.sequences():
         batch.generations.finish(batch.generations.of(beside), "cancelled")
+    if made.draft is not None:
+        made.draft.make_room(1)
     live = [row for row in rows if row in batch.generations.sequences()]
     if live and not batch.steps.in_flight:
         batch.generations.release(live[0])
@@ -179,8 +254,9 @@ def test_answers_are_the_same_with_drafts(
     found = batch.run()
     for number in range(len(requests)):
         require_same(found[number], wanted[number], had[number])
-    assert speculator.accepted <= speculator.drafted
-    assert batch.engine.blocks.available == plain.engine.blocks.available or layout != "pool"
+    assert made.kv_use()[0] == 0
+    made._prefix.clear()
+    assert made.blocks.available == made.blocks.capacity
 
 
 REQUESTED: list[dict[str, Any]] = [
@@ -195,13 +271,10 @@ def requested(number: int) -> dict[str, Any]:
     return {**REQUESTED[number], "max_tokens": 60, "shifts": False}
 
 
-def run(
-    loaded: LoadedModel, layout: str, speculator: Any, *, lookahead: bool = False
-) -> tuple[dict[int, Answer], int]:
-    """The answers to all of REQUESTED, and the steps that they took."""
-    batch = Answers(engine(loaded, layout, lookahead=lookahead), speculator)
-    for number in range(len(REQUESTED)):
-        admit(batch, number, requested(number))
+def run(batch: Answers, requests: list[dict[str, Any]]) -> tuple[dict[int, Answer], int]:
+    """The answers to some requests, and the steps that they took."""
+    for number, request in enumerate(requests):
+        admit(batch, number, request)
     steps = 0
     while len(batch.generations):
         batch.step()
@@ -210,60 +283,122 @@ def run(
 
 
 @pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
-def test_right_drafts_save_steps(loaded: LoadedModel, layout: str, lookahead: bool) -> None:
+def test_right_drafts_save_steps(models: Models, layout: str, lookahead: bool) -> None:
     """Of rows with and without a format; a step with drafts is the only one in flight."""
-    wanted, plain_steps = run(loaded, layout, None, lookahead=lookahead)
+    requests = [requested(number) for number in range(len(REQUESTED))]
+    wanted, plain_steps = run(Answers(engine(models, layout, lookahead=lookahead)), requests)
     known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
     speculator = EagerSpeculator(OracleDrafter(known, random.Random(7), 4096))
-    found, steps = run(loaded, layout, speculator, lookahead=lookahead)
+    found, steps = run(Answers(engine(models, layout, lookahead=lookahead), speculator), requests)
     for number, answer in wanted.items():
         require_same(found[number], answer)
     assert speculator.accepted > 60 and speculator.accepted > speculator.drafted / 4
     assert steps < 0.7 * plain_steps
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_n_grams_give_the_same_answers(loaded: LoadedModel, lookahead: bool) -> None:
-    wanted, _ = run(loaded, "slabs", None)
-    speculator = EagerSpeculator()
-    found, _ = run(loaded, "slabs", speculator, lookahead=lookahead)
-    for number, answer in wanted.items():
-        require_same(found[number], answer)
-    assert speculator.accepted > 20
-
-
-def test_the_speculator_of_the_setting_gives_the_same_answers(loaded: LoadedModel) -> None:
-    """Its choices depend on the clock, so nothing is said of how many drafts it checks."""
-    wanted, _ = run(loaded, "slabs", None)
-    made = engine(loaded, "slabs")
-    found, _ = run(loaded, "slabs", make_speculator("ngram", made, "demo"))
-    for number, answer in wanted.items():
-        require_same(found[number], answer)
-
-
-@pytest.mark.parametrize("setting", ["off", "ngram", "auto"])
-def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
-    """With "auto" it serves without."""
-    exact = load(demo()[0], deterministic=True)
-    states = {**QWEN3_NEXT, "num_hidden_layers": 2}
-    recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
-    engines: list[tuple[Engine, str]] = [
-        (CountingEngine(Counting(), 1000), "the counting model cannot check drafts"),
-        (ModelEngine(exact, demo()[1], blocks=4), "deterministic is true"),
-        (ModelEngine(recurrent, blocks=4), "states or windows"),
+def test_a_right_head_saves_steps(models: Models, family: str, lookahead: bool) -> None:
+    """Rows of a batch together: one greedy, one sampled, one with penalties."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": True},
+        {"temperature": 0.1, "seed": 4},
+        {"temperature": 0.0, "repeat_penalty": 1.1},
     ]
-    for made, words in engines:
-        if setting == "ngram":
-            with pytest.raises(ModelLoadFailed, match=f"speculation is 'ngram', but .*{words}"):
-                make_speculator(setting, made, "some")
-        else:
-            assert make_speculator(setting, made, "some") is None
-    assert (make_speculator(setting, engine_of_demo(), "demo") is None) == (setting == "off")
+    requests = [
+        {
+            "prompt": PROMPT,
+            "max_tokens": 60,
+            "options": {**each, "ignore_eos": True},
+            "format": None,
+            "shifts": False,
+        }
+        for each in options
+    ]
+    model = f"{family}, right"
+    wanted = answers_of(Answers(engine(models, "rows", model=model)), requests)
+    made = engine(models, "rows", model=model, lookahead=lookahead)
+    speculator = eager("mtp", made)
+    found, steps = run(Answers(made, speculator), requests)
+    for number, answer in found.items():
+        require_same(answer, wanted[number])
+    assert speculator.checks > 0 and speculator.accepted > 0.5 * speculator.drafted
+    tokens = sum(len(answer.ids) for answer in wanted.values())
+    assert tokens == 180 and speculator.accepted > 60 and steps < 60
 
 
-def test_wrong_drafts_are_in_no_cached_prefix(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("setting", ["ngram", "draft", "auto"])
+@pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
+def test_drafts_of_the_demo_model_are_right(
+    models: Models, setting: str, layout: str, lookahead: bool
+) -> None:
+    """More than a few of them, and the answers are the same."""
+    requests = [requested(number) for number in range(len(REQUESTED))]
+    wanted = answers_of(Answers(engine(models, layout)), requests)
+    made = engine(models, layout, drafter=setting, lookahead=lookahead)
+    speculator = eager(setting, made)
+    found = answers_of(Answers(made, speculator), requests)
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+    assert speculator.accepted > 20 and speculator.accepted > speculator.drafted / 10
+    assert (made.memory().draft > models[DEMO_DRAFT].weight_bytes) == (setting != "ngram")
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "model"),
+    [
+        ("ngram", DEMO),
+        ("mtp", "glm4_moe_lite, right"),
+        ("mtp", "qwen3_next, right"),
+        ("draft", DEMO),
+        ("auto", DEMO),
+        ("auto", "glm4_moe_lite, right"),
+        ("auto", "qwen3_next, right"),
+    ],
+)
+def test_the_speculator_of_each_setting_gives_the_same_answers(
+    models: Models, setting: str, model: str
+) -> None:
+    """Its choices depend on the clock, so nothing is said of how many drafts it checks."""
+    layout = "slabs" if model == DEMO else "rows"
+    requests = [requested(number) for number in range(len(REQUESTED))]
+    if model != DEMO:  # which writes no regular expression in so few tokens
+        requests = [{**one, "format": None} for one in requests[:3]]
+    wanted = answers_of(Answers(engine(models, layout, model=model)), requests)
+    made = engine(models, layout, model=model, drafter=setting)
+    if made.draft is not None:
+        made.draft.warm_up(lambda: None)
+    speculator = make_speculator(setting, made, "some")
+    assert speculator is not None and speculator.drafter.name == setting
+    for number, answer in answers_of(Answers(made, speculator), requests).items():
+        require_same(answer, wanted[number])
+
+
+def test_a_draft_model_that_fails_disturbs_no_answer(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few failures in a row it is not asked any more."""
+    requests = [requested(number) for number in range(len(REQUESTED))]
+    wanted = answers_of(Answers(engine(models, "slabs")), requests)
+    made = engine(models, "slabs", drafter="draft")
+    asked = []
+
+    def fails(*_: Any) -> None:
+        asked.append(1)
+        raise RuntimeError("the draft model fails")
+
+    assert made.draft is not None
+    monkeypatch.setattr(made.draft, "submit", fails)
+    found = answers_of(Answers(made, eager("draft", made)), requests)
+    for number, answer in wanted.items():
+        require_same(found[number], answer)
+    assert len(asked) == MAX_FAILURES
+
+
+def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:
     """A later prompt with the answer in it finds its keys, and none of what was proposed."""
-    batch = Answers(engine(loaded, "slabs"), EagerSpeculator())
+    batch = Answers(engine(models, "slabs"), EagerSpeculator())
     row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=30, ignore_eos=True)
     answer = batch.run()[1].ids
     speculator = batch.steps._drafting._speculator
@@ -273,7 +408,7 @@ def test_wrong_drafts_are_in_no_cached_prefix(loaded: LoadedModel) -> None:
     again = Sequence(b"", 1, (*row.prompt, *answer, 1, 2), row.options, 1, 5)
     batch.engine.admit(again)
     assert again.cached == len(row.prompt) + len(answer) - 1  # no pass has read the last token
-    plain = Answers(engine(loaded, "slabs"))
+    plain = Answers(engine(models, "slabs"))
     for one in (batch, plain):
         one.generations.release(again)
         follows = one.admit(2, prompt=REPEATING, had=answer, temperature=0.0, max_tokens=50)

@@ -13,26 +13,36 @@ CHANCES = st.lists(st.lists(st.floats(0, 1), max_size=3).map(tuple), min_size=1,
 
 
 def test_drafts_that_cost_nothing_are_all_checked() -> None:
-    assert choose_depths([(0.9, 0.9), (0.5,)], 4, 99, 1.0, lambda checked, drafts: 1.0) == [2, 1]
+    assert choose_depths(
+        [(0.9, 0.9), (0.5,)], 4, 99, 1.0, lambda checked, drafts, deepest: 1.0
+    ) == [2, 1]
 
 
 def test_none_is_checked_where_a_step_with_drafts_costs_more_than_it_gives() -> None:
-    assert choose_depths([(0.9,) * 8], 1, 99, 1.0, lambda checked, drafts: 1.0 + drafts) == [0]
-    assert choose_depths([(0.0,) * 8], 1, 99, 1.0, lambda checked, drafts: 1.0) == [0]
+    assert choose_depths(
+        [(0.9,) * 8], 1, 99, 1.0, lambda checked, drafts, deepest: 1.0 + drafts
+    ) == [0]
+    assert choose_depths([(0.0,) * 8], 1, 99, 1.0, lambda checked, drafts, deepest: 1.0) == [0]
     gain = MIN_GAIN - 1 - 0.001
-    assert choose_depths([(gain,)], 1, 99, 1.0, lambda checked, drafts: 1.0) == [0]
+    assert choose_depths([(gain,)], 1, 99, 1.0, lambda checked, drafts, deepest: 1.0) == [0]
 
 
 def test_rows_with_better_chances_get_more() -> None:
     found = choose_depths(
-        [(0.95,) * 8, (0.3,) * 8, ()], 3, 99, 1.0, lambda checked, drafts: 1.0 + 0.15 * drafts
+        [(0.95,) * 8, (0.3,) * 8, ()],
+        3,
+        99,
+        1.0,
+        lambda checked, drafts, deepest: 1.0 + 0.15 * drafts,
     )
     assert found[0] > 1 and found[1:] == [0, 0]
 
 
 def test_no_more_than_most() -> None:
     for most in (1, 3, 8):
-        found = choose_depths([(1.0,) * 8, (0.9,) * 8], 2, most, 1.0, lambda checked, drafts: 1.0)
+        found = choose_depths(
+            [(1.0,) * 8, (0.9,) * 8], 2, most, 1.0, lambda checked, drafts, deepest: 1.0
+        )
         assert sum(found) == most
 
 
@@ -45,7 +55,7 @@ def test_no_more_than_most() -> None:
 def test_no_choice_of_the_same_size_gives_more(
     chances: list[tuple[float, ...]], rows: int, constant: float, of_draft: float
 ) -> None:
-    def seconds(checked: int, drafts: int) -> float:
+    def seconds(checked: int, drafts: int, deepest: int) -> float:
         return 1 + constant + of_draft * drafts
 
     def rate(depths: tuple[int, ...]) -> float:
@@ -56,7 +66,7 @@ def test_no_choice_of_the_same_size_gives_more(
                 product *= chance
                 gained += product
         checked = sum(depth > 0 for depth in depths)
-        return (rows + gained) / (seconds(checked, sum(depths)) if checked else 1.0)
+        return (rows + gained) / (seconds(checked, sum(depths), max(depths)) if checked else 1.0)
 
     found = tuple(choose_depths(chances, rows, 99, 1.0, seconds))
     assert all(depth <= len(some) for depth, some in zip(found, chances, strict=True))

@@ -25,7 +25,7 @@ def followed(drafter: NgramDrafter, seq: Sequence, tokens: Many[int]) -> None:
 
 
 def proposed(drafter: NgramDrafter, seq: Sequence, most: int = 4) -> tuple[int, ...]:
-    return drafter.drafts(seq, len(drafter.chances(seq, most)))
+    return drafter.drafts({seq: len(drafter.chances(seq, most))})[seq]
 
 
 def test_what_followed_the_same_tokens_in_the_prompt_is_proposed() -> None:
@@ -108,7 +108,7 @@ def test_drafts_stand_behind_the_same_tokens(
         assert drafter.follow(seq)
         chances = drafter.chances(seq, 5)
         assert all(0 <= one <= 1 for one in chances) and len(chances) in (0, 5)
-        stream, drafts = [*prompt, *seq.ids], drafter.drafts(seq, len(chances))
+        stream, drafts = [*prompt, *seq.ids], drafter.drafts({seq: len(chances)})[seq]
         assert len(drafts) == len(chances)
         if drafts:
             text = "".join(map(str, stream))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -13,6 +14,7 @@ from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.speculation.drafter import Drafts
 from mlxpool.worker.speculation.speculator import (
     MAX_DRAFTS,
     PLAIN_INTERVAL,
@@ -39,25 +41,44 @@ class Clock:
 
 
 class SureDrafter:
-    """Proposes token 7, with one chance for all drafts; to follow a row takes `seconds`."""
+    """Proposes token 7, with one chance for all drafts; to follow a row takes `takes`."""
 
     name = "sure"
 
-    def __init__(self, clock: Clock, chance: float, seconds: float = 0.0) -> None:
-        self.clock, self.chance, self.seconds = clock, chance, seconds
+    def __init__(self, clock: Clock, chance: float, takes: float = 0.0) -> None:
+        self.clock, self.chance, self.takes = clock, chance, takes
         self.followed: list[Sequence] = []
         self.forgotten: list[Sequence] = []
+        self.drafting = 0.0  # seconds of a draft of all rows
+        self.predicts = True  # whether it predicts these; else they are part of the step
+        self.reads = 0.0  # seconds that are spent once for each row
+        self.surely: tuple[float, ...] = ()
+        self.made = 0  # steps that had drafts made
 
     def follow(self, seq: Sequence) -> bool:
         self.followed.append(seq)
-        self.clock.now += self.seconds
+        self.clock.now += self.takes
         return True
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         return (self.chance,) * most
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
-        return (7,) * count
+    def seconds(self, rows: int, depth: int) -> float:
+        return self.drafting * depth if self.predicts else 0.0
+
+    def reading(self, seq: Sequence, depth: int) -> float:
+        return self.reads
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        self.made += bool(depths)
+        self.clock.now += self.drafting * max(depths.values(), default=0)
+        return {seq: (7,) * count for seq, count in depths.items()}
+
+    def sure(self, seq: Sequence) -> tuple[float, ...]:
+        return self.surely
+
+    def reset(self) -> None:
+        self.forgotten += self.followed
 
     def forget(self, seq: Sequence) -> None:
         self.forgotten.append(seq)
@@ -93,11 +114,13 @@ class Scene:
             if not self.speculator.rests:
                 candidates = [Candidate(one, 50) for one in self.rows]
                 chosen = self.speculator.depths(len(self.rows), 512, candidates, self.clock())
+            began = self.clock.now
             drafts = self.speculator.drafts(chosen)
-            count = sum(chosen.values())
-            seconds = STEP + (self.cost(len(chosen), count) if count else 0.0)
+            count = sum(map(len, drafts.values()))
+            seconds = STEP + (self.cost(len(drafts), count) if count else 0.0)
             self.clock.now += seconds
-            self.speculator.step_ended(len(self.rows), drafts, seconds, measured=True)
+            whole = self.clock.now - began
+            self.speculator.step_ended(len(self.rows), drafts, whole, measured=True)
             self.depths.append(count)
         return self.depths[begin:]
 
@@ -159,6 +182,55 @@ def test_a_step_that_something_disturbed_does_not_end_drafts(slow: float, number
     scene = Scene(1, 0.95, lambda checked, drafts: slow if next(checks) == number else 0.0)
     scene.run(20 * TRIAL_INTERVAL)
     assert sum(map(bool, scene.run(1000))) > 900
+
+
+@pytest.mark.parametrize(("drafting", "depths"), [(0.0, (16,)), (0.003, (2, 4, 6)), (0.02, (0,))])
+def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tuple[int]) -> None:
+    """Their time is not taken for that of checks, however long it is."""
+    scene = Scene(1, 0.8, lambda checked, drafts: 1e-4 * drafts)
+    scene.drafter.drafting = drafting
+    scene.run(100)
+    depth = statistics.mode(scene.run(50))
+    assert depth in depths
+    if depth:
+        extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP) - STEP
+        assert extra == pytest.approx(1e-4 * depth, rel=0.5)
+
+
+def test_the_time_of_drafts_that_none_predicts_is_part_of_the_step() -> None:
+    """So it counts as a cost of the drafts, and ends those that do not pay."""
+    scene = Scene(1, 0.8)
+    scene.drafter.drafting, scene.drafter.predicts = 0.003, False
+    scene.run(100)
+    depth = statistics.mode(scene.run(50))
+    assert depth in (1, 2, 4)
+    extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP) - STEP
+    assert extra == pytest.approx(0.003 * depth, rel=0.5)
+    scene.drafter.drafting = 0.02
+    scene.run(200)
+    assert statistics.mode(scene.run(50)) == 0
+
+
+def test_of_drafts_that_are_made_those_are_checked_whose_own_chances_pay() -> None:
+    scene = Scene(2, 0.9, lambda checked, drafts: 0.002 * drafts)
+    scene.run(20)
+    scene.drafter.surely = (0.9, 0.9, 0.05, 0.9)
+    assert set(scene.run(20)) <= {0, 2, 4}
+    scene.drafter.surely = (0.01,) * 4
+    made = scene.drafter.made
+    assert not any(scene.run(500))
+    assert 5 <= scene.drafter.made - made <= 10  # ever more rarely
+    scene.drafter.surely = (0.9, 0.9)
+    assert sum(map(bool, scene.run(1000))) > 500
+
+
+def test_rows_are_read_for_drafts_only_where_that_can_pay() -> None:
+    scene = Scene(1, 0.95)
+    scene.run(3)
+    scene.drafter.reads = 0.05  # of 16 steps with a quarter of each saved there are 0.04
+    assert not any(scene.run(10))
+    scene.rows[0].ids += [1] * 24
+    assert sum(map(bool, scene.run(10))) == 10
 
 
 def test_wrong_drafts_are_not_checked() -> None:

@@ -26,6 +26,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "prefix_scope",
     "step_target",
     "speculation",
+    "draft",
     "deterministic",
     "counting",
 )

@@ -33,7 +33,7 @@ CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
 MEMORY = (
     "weights", "kv", "prefix", "compute", "total",  # the sum of those before it
-    "kv_used", "images", "active", "cache", "peak", "rss", "prepare",
+    "kv_used", "images", "draft", "active", "cache", "peak", "rss", "prepare",
 )  # fmt: skip
 
 Value = float | Sequence[float] | Frozen

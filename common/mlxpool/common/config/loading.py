@@ -165,8 +165,7 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
         built = _scaled(table, where)
     else:
         built = _build(ModelConfig, table, where)
-    if built.path.startswith("~"):
-        built = replace(built, path=str(Path(built.path).expanduser()))
+    built = replace(built, path=_expanded(built.path), draft=_expanded(built.draft))
     if 0 < built.batch <= built.sequences:
         raise ConfigError(
             f"{where}.batch is {built.batch} tokens, must be more than the {built.sequences} of"
@@ -182,6 +181,11 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
             " leave one of them out"
         )
     return replace(built, keep_alive=-1.0)
+
+
+def _expanded(path: str) -> str:
+    """A path or reference whose leading ~ is the home folder."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _prefix_fault(model: ModelConfig) -> str:

@@ -142,9 +142,13 @@ class ModelConfig:
     # less, a stream waits less for the prompts of others. 0: six decode steps of the model, 8 to
     # 40 ms, on a GPU and 200 ms elsewhere.
     step_target: Annotated[Seconds, Within(0.0, 60.0)] = 0.0
-    # Whether steps check drafts of next tokens. ngram: what followed the same ones before; refused
-    # where the model cannot check drafts. auto: where it can.
-    speculation: Annotated[str, OneOf(("off", "ngram", "auto"))] = "off"
+    # Whether steps check drafts of next tokens. ngram: what followed the same ones before; mtp:
+    # what the model's own head predicts; draft: what the model of `draft` draws. Each is refused
+    # where the model cannot check drafts or has none of these. auto: where it can, for each row the
+    # best of these.
+    speculation: Annotated[str, OneOf(("off", "ngram", "mtp", "draft", "auto"))] = "off"
+    # A smaller model with the same tokenizer, as in `path`, that drafts for it; "": none.
+    draft: str = ""
     # Whether no bit of an answer depends on the other rows of its batch; slower, CPU only.
     deterministic: bool = False
     counting: Counting = field(default_factory=Counting)

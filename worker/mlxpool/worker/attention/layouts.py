@@ -75,8 +75,12 @@ class Layout:
     blocks = 0  # in all, where it holds prefixes
     reads_int8 = False  # whether kernels of a GPU read keys and values as integers
 
-    def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
+    def __init__(
+        self, shape: RowShape, model: Model, *, deterministic: bool, keeps_states: bool = False
+    ) -> None:
+        """`keeps_states`: passes give the states of all their inputs, see PassOutput."""
         self._model = model
+        self._keeps_states = keeps_states
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
         # Bytes of what integers become while a pass reads them; none where kernels read integers.
@@ -146,24 +150,36 @@ class Layout:
         """
         if self._is_decode(spans, wanted):
             return PassOutput(self._decode([span.row for span in spans], ids))
+        given = spans
         spans, ids, wanted = singles_first(spans, ids, wanted)
-        step = self.batch(spans, wanted, self._attention)
+        step = self.batch(spans, wanted, self._attention, every=self._keeps_states)
         found = self._outputs(ids, step, spans, wanted)
+        if found.states is not None and spans is not given:
+            found = found._replace(states=found.states[_places(given, spans)])
         step.done()
-        return PassOutput(*mx.depends(found, self._written([span.row for span in spans])))
+        made = {name: x for name, x in found._asdict().items() if x is not None}
+        done = mx.depends([*made.values()], self._written([span.row for span in spans]))
+        return found._replace(**dict(zip(made, done, strict=True)))
 
     def _outputs(
         self, ids: mx.array, step: RowBatch, spans: Sequence[RowSpan], wanted: Sequence[int]
-    ) -> list[mx.array]:
-        """Returns the fields of a PassOutput, without what the pass writes."""
+    ) -> PassOutput:
+        """Returns what a pass gives, without what it writes."""
         some = logit_spans(spans, wanted)
         nothing = mx.zeros(1)  # if none is wanted, no more of the last layer than what it writes
-        if len(some) == len(wanted):
+        embeds = len(some) < len(wanted)
+        if not embeds and not self._keeps_states:
             found = self._model(ids, step)
-            return [found if wanted else nothing]
-        states, count = self._model.hidden_states(ids, step), wanted_lines(spans, some)
-        logits = self._model.logits_of(states[:count]) if some else nothing
-        return [logits, states[count:].astype(mx.float32)]
+            return PassOutput(found if wanted else nothing)
+        every = states = self._model.hidden_states(ids, step)
+        if self._keeps_states:
+            states = step.logit_rows(every)
+        count = wanted_lines(spans, some)
+        return PassOutput(
+            self._model.logits_of(states[:count]) if some else nothing,
+            states[count:].astype(mx.float32) if embeds else None,
+            every if self._keeps_states else None,
+        )
 
     def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether `_decode` computes the pass: one token of each row, with logits."""
@@ -194,8 +210,10 @@ class SlabLayout(Layout):
     batch = SlabRowBatch
     shares_arrays = True
 
-    def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
-        super().__init__(shape, model, deterministic=deterministic)
+    def __init__(
+        self, shape: RowShape, model: Model, *, deterministic: bool, keeps_states: bool = False
+    ) -> None:
+        super().__init__(shape, model, deterministic=deterministic, keeps_states=keeps_states)
         self.slabs = Slabs(shape)
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
@@ -220,7 +238,8 @@ class SlabLayout(Layout):
 
     def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        return not self._deterministic and is_plain_decode(spans, wanted)
+        exact = self._deterministic or self._keeps_states
+        return not exact and is_plain_decode(spans, wanted)
 
     def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
@@ -256,22 +275,25 @@ class PagedLayout(Layout):
         in_place: bool,
         uploads: Uploads | None = None,
         images: bool = False,
+        keeps_states: bool = False,
     ) -> None:
         """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass.
 
-        `images`: passes may have spans that are not plain, see RowSpan.
+        `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`: see Layout.
         """
-        super().__init__(shape, model, deterministic=deterministic)
+        super().__init__(shape, model, deterministic=deterministic, keeps_states=keeps_states)
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
         self.store = self._make_store()
         self.name = "pool, own kernels" if reads else "pool"
         self.shares_arrays = not in_place
         self.blocks = blocks
-        self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
+        # No compiled pass over chunks gives the states of all inputs.
+        exact = deterministic or keeps_states
+        self.compiles_chunks = reads and not exact and shape.dtype in HALF_DTYPES
         self._upload = uploads or upload_copy
         makes_tables()  # tried here because nothing can be tried while a pass is traced
-        self.runner = PagedRunner(model, self.pool, self._upload)
+        self.runner = PagedRunner(model, self.pool, self._upload, keeps_states=keeps_states)
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)
@@ -354,6 +376,7 @@ class PagedLayout(Layout):
         if self._deterministic or not all(span.plain for span in spans):
             return super().forward(spans, ids, wanted)
         found: dict[int, mx.array] = {}  # logits or hidden states
+        states: dict[int, mx.array] = {}
         without: list[mx.array] = []  # of passes that give nothing
         starts = [0, *accumulate(span.count for span in spans)]
         for part in self._passes(spans, set(wanted)):
@@ -361,6 +384,9 @@ class PagedLayout(Layout):
             every = [ids[starts[number] : starts[number + 1]] for number in part]
             some = [spans[number] for number in part]
             got = self._pass(some, mx.concatenate(every), [part.index(n) for n in inside])
+            if got.states is not None:
+                ends = list(accumulate(span.count for span in some))
+                states.update(zip(part, mx.split(got.states, ends[:-1]), strict=True))
             if not inside:
                 without.append(got.logits)
             elif spans[inside[0]].wide:
@@ -371,7 +397,10 @@ class PagedLayout(Layout):
         outputs = [mx.concatenate([found[n] for n in drawing]) if drawing else mx.zeros(1)]
         if len(drawing) < len(wanted):
             outputs.append(mx.concatenate([found[n] for n in wanted[len(drawing) :]]))
-        return PassOutput(*(mx.depends(outputs, without) if without else outputs))
+        given = PassOutput(*(mx.depends(outputs, without) if without else outputs))
+        if not states:
+            return given
+        return given._replace(states=mx.concatenate([states[n] for n in range(len(spans))]))
 
     def _passes(self, spans: Sequence[RowSpan], wanted: set[int]) -> list[list[int]]:
         """Returns the indices of the spans of each pass."""
@@ -395,7 +424,7 @@ class PagedLayout(Layout):
             return super().forward(spans, ids, wanted)
         rows = [cast(PagedRow, span.row) for span in spans]
         if is_plain_decode(spans, wanted):
-            return PassOutput(self.runner(rows, ids))
+            return self.runner.decode(rows, ids)
         if self.compiles_chunks and not self.runner.gathers and self._batch_size(spans):
             if len(spans) == 1 and spans[0].count <= CHUNK_WIDTHS[-1]:
                 return PassOutput(self.runner.chunk(rows[0], ids, logits=bool(wanted)))
@@ -443,6 +472,14 @@ class PagedLayout(Layout):
         self.pool.arrays = []
 
 
+def _places(given: Sequence[RowSpan], ordered: Sequence[RowSpan]) -> mx.array:
+    """Returns the number of each token of the spans `given` where these are `ordered`."""
+    ends = accumulate(span.count for span in ordered)
+    first = {id(one): end - one.count for one, end in zip(ordered, ends, strict=True)}
+    lines = [first[id(one)] + line for one in given for line in range(one.count)]
+    return mx.array(lines, dtype=mx.int32)
+
+
 def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
     """Returns whether every span is one token that gets logits, in the order of the spans.
 
@@ -482,11 +519,12 @@ def make_layout(
     on_gpu: bool,
     uploads: Uploads | None = None,
     images: bool = False,
+    keeps_states: bool = False,
 ) -> Layout:
     """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
 
     `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
-    reads images.
+    reads images. `keeps_states`: see Layout.
     """
     if name == "pool":
         return PagedLayout(
@@ -498,8 +536,10 @@ def make_layout(
             in_place=writes_in_place(shape, on_gpu),
             uploads=uploads,
             images=images,
+            keeps_states=keeps_states,
         )
-    return (SlabLayout if name == "slabs" else Layout)(shape, model, deterministic=deterministic)
+    kind = SlabLayout if name == "slabs" else Layout
+    return kind(shape, model, deterministic=deterministic, keeps_states=keeps_states)
 
 
 def writes_in_place(shape: RowShape, on_gpu: bool) -> bool:

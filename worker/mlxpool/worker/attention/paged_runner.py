@@ -11,6 +11,7 @@ import numpy as np
 
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.paged_batch import PagedBatch
+from mlxpool.worker.attention.row_batch import PassOutput
 from mlxpool.worker.attention.row_cache import Arrays
 from mlxpool.worker.kernels import paged_attention
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
@@ -36,7 +37,16 @@ class PagedRunner:
     Padding tokens write into the spare block of the pool and read it.
     """
 
-    def __init__(self, model: Model, pool: KVPool, upload: Upload = upload_copy) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        upload: Upload = upload_copy,
+        *,
+        keeps_states: bool = False,
+    ) -> None:
+        """`keeps_states`: passes over decode rows give the states of their inputs."""
+        self._keeps_states = keeps_states
         self._model, self._pool, self._upload = model, pool, upload
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
         self._padding_row = BlockRow(0, table=[pool.spare])
@@ -45,16 +55,17 @@ class PagedRunner:
         self._pass = CompiledPasses(self._one_pass, max_passes=MAX_COMPILED_PASSES)
         self.gathers = False  # whether chunk passes copy the blocks of a row for each token
 
-    def __call__(self, rows: Sequence[PagedRow], ids: mx.array) -> mx.array:
+    def decode(self, rows: Sequence[PagedRow], ids: mx.array) -> PassOutput:
         """Returns logits [R, vocabulary] of one token `ids` [R] for each row; advances the rows."""
         lines = padded_width(len(rows))
         for row in rows:
             row.reserve(row.offset + 1)
         at = [row.offset for row in rows]
-        logits = self._computed(rows, at, lines, ids, max(at) + 1, None)
+        logits, *states = self._computed(rows, at, lines, ids, max(at) + 1, None)
         for row in rows:
             row.advance(1)
-        return logits[: len(rows)]
+        kept = states[0][: len(rows)] if states else None
+        return PassOutput(logits[: len(rows)], states=kept)
 
     def chunk(self, row: PagedRow, ids: mx.array, *, logits: bool = False) -> mx.array:
         """Computes tokens `ids` [n] of one row and advances it; n <= CHUNK_WIDTHS[-1].
@@ -68,7 +79,7 @@ class PagedRunner:
         end = row.offset + count
         row.reserve(end)
         at, last = list(range(row.offset, end)), [count - 1] if logits else []
-        found = self._computed([row] * count, at, lines, ids, end, last)
+        (found,) = self._computed([row] * count, at, lines, ids, end, last)
         self._pool.pending.append(found)
         row.advance(count)
         return found
@@ -98,7 +109,7 @@ class PagedRunner:
         wanted += [0] * (MAX_PREFILL_ROWS - len(wanted)) if wanted else []
         lines = max(MIN_BATCH_WIDTH, padded_width(len(rows)))
         padded = ids[self._upload(np.array(places, dtype=np.int32))]
-        found = self._computed(rows, at, lines, padded, max(at) + 1, wanted)
+        (found,) = self._computed(rows, at, lines, padded, max(at) + 1, wanted)
         self._pool.pending.append(found)
         for row, count in parts:
             row.advance(count)
@@ -138,7 +149,7 @@ class PagedRunner:
     def _warm(self, lines: int, longest: int, last: Sequence[int] | None = None) -> None:
         """Computes a pass of padding tokens only."""
         nothing = mx.zeros((0,), dtype=mx.int32)
-        mx.eval(self._computed([], [], lines, nothing, longest, last))
+        mx.eval(*self._computed([], [], lines, nothing, longest, last))
 
     def _computed(
         self,
@@ -148,10 +159,11 @@ class PagedRunner:
         ids: mx.array,
         longest: int,
         last: Sequence[int] | None,
-    ) -> mx.array:
+    ) -> Sequence[mx.array]:
         """Computes tokens `ids` of these rows at positions `at`, padded to `lines` tokens.
 
         `last` None: a decode pass; else a pass over chunks, in which these tokens get logits.
+        Returns the logits, and behind them states [lines, d] where a decode pass keeps them.
         """
         kind = DECODE if last is None else CHUNK_WITH_LOGITS if last else CHUNK
         wanted = last or ()
@@ -181,7 +193,7 @@ class PagedRunner:
         longest: int,
         kind: str,
         arrays: list[Arrays],
-    ) -> tuple[mx.array, list[Arrays]]:
+    ) -> tuple[list[mx.array], list[Arrays]]:
         lines = ids.shape[0]
         positions, slots = places[:lines], places[lines : 2 * lines]
         behind = lines * (2 + width)
@@ -191,7 +203,11 @@ class PagedRunner:
             places[behind:] if kind == CHUNK_WITH_LOGITS else None,
         )
         step = PagedBatch(pool, positions, slots, table, longest, chunk=kind != DECODE, last=last)
-        found = self._model(ids, step)
+        if self._keeps_states and kind == DECODE:
+            states = self._model.hidden_states(ids, step)
+            found = [self._model.logits_of(states), states]
+        else:
+            found = [self._model(ids, step)]
         self.gathers = (self.gathers or step.gathers) and pool.in_place
         return found, [] if pool.in_place else pool.arrays
 

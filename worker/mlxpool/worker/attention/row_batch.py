@@ -100,11 +100,13 @@ class PassOutput(NamedTuple):
     """What a pass gives of the spans that it wants, none of it computed yet.
 
     `logits` [E, vocabulary], one array to evaluate where no span wants them; `hidden` [H, d]
-    float32.
+    float32. `states` [T, d] of all inputs, in their order and behind the last norm; None: the
+    layout keeps none.
     """
 
     logits: mx.array
     hidden: mx.array | None = None
+    states: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,17 @@ class RowBatch(RotateThenAttend):
         spans: Sequence[RowSpan],
         wanted: Sequence[int] | None,
         attention: RowAttention = causal_attention,
+        *,
+        every: bool = False,
     ) -> None:
-        """`wanted`: the spans whose last tokens go on, in that order; None: all tokens do."""
+        """`wanted`: the spans whose last tokens go on, in that order; None: all tokens do. `every`:
+        all tokens go on until `logit_rows` selects those of `wanted`.
+        """
         self.spans = tuple(spans)
         self._attention = attention
         self._shape = spans[0].row.shape
-        self._last_layer = len(self._shape.caches) - 1
+        layers = len(self._shape.caches)
+        self._last_layer = layers if every else layers - 1
         ends = list(accumulate(span.count for span in spans))
         self._queries = [
             Queries(at, end - span.count, end)
@@ -282,6 +289,8 @@ class RowBatch(RotateThenAttend):
         """See ForwardBatch. Scans the leading spans of one token each together."""
         together = self._singles if self._singles > 1 else 0
         parts = []
+        checks = [one for one in self._queries[together:] if is_check(self.spans[one.span])]
+        checked = self._recur_checks(layer, inputs, scan, checks) if checks else {}
         if together:
             rows = [cast(RowCache, span.row) for span in self.spans[:together]]
             states = zip(*(row.state(layer) for row in rows), strict=True)
@@ -291,12 +300,38 @@ class RowBatch(RotateThenAttend):
                 row.put_state(layer, tuple(each[number] for each in after))
             parts.append(out[:, 0])
         for one in self._queries[together:]:
+            if one.span in checked:
+                parts.append(checked[one.span])
+                continue
             row = cast(RowCache, self.spans[one.span].row)
             before = tuple(each[None] for each in row.state(layer))
             out, after = scan(tuple(x[None, one.first : one.end] for x in inputs), before)
             row.put_state(layer, tuple(each.squeeze(0) for each in after))
             parts.append(out.squeeze(0))
         return self.lines_after(layer, _joined(parts))
+
+    def _recur_checks(
+        self, layer: int, inputs: Sequence[mx.array], scan: Scan, checks: Sequence[Queries]
+    ) -> dict[int, mx.array]:
+        """Scans spans that check drafts token by token, all together, and keeps every state.
+
+        Returns the outputs [n, ...] of each span.
+        """
+        rows = {one.span: cast(RowCache, self.spans[one.span].row) for one in checks}
+        states = {span: [row.state(layer)] for span, row in rows.items()}
+        found: dict[int, list[mx.array]] = {span: [] for span in rows}
+        for number in range(max(one.end - one.first for one in checks)):
+            live = [one for one in checks if one.first + number < one.end]
+            lines = mx.array([one.first + number for one in live], dtype=mx.int32)
+            newest = zip(*(states[one.span][-1] for one in live), strict=True)
+            before = tuple(mx.stack(list(each)) for each in newest)
+            out, after = scan(tuple(x[lines][:, None] for x in inputs), before)
+            for place, one in enumerate(live):
+                states[one.span].append(tuple(each[place] for each in after))
+                found[one.span].append(out[place])
+        for span, row in rows.items():
+            row.put_states(layer, states[span][1:])
+        return {span: mx.concatenate(parts) for span, parts in found.items()}
 
     def done(self) -> None:
         """Advances the rows after the last layer has written."""
@@ -363,6 +398,11 @@ def checks_drafts(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
 def all_plain(spans: Sequence[RowSpan]) -> bool:
     """Returns whether all spans are `plain`; steps ask it of many spans."""
     return not any(span.images or span.views or span.positions is not None for span in spans)
+
+
+def is_check(span: RowSpan) -> bool:
+    """Whether a span checks drafts: each of its tokens gives logits."""
+    return span.count > 1 and span.lines == span.count and not span.hidden and span.plain
 
 
 def leading_singles(spans: Sequence[RowSpan]) -> int:

@@ -75,6 +75,12 @@ class RowShape:
         size = self.dtype.size
         return sum(cache.fixed_bytes(size, self.chunk, self.kv) for cache in self._kept)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of each recurrent layer."""
+        recurrent = [one for one in self.caches if isinstance(one, RecurrentSpec)]
+        return sum(one.state_bytes for one in recurrent)
+
     def dequantised_bytes(self, tokens: int) -> int:
         """Returns the bytes of the numbers that MLX's operations make of integers at a time, where
         they read so many tokens of a layer at once: MLX begins to read the next ones before those
@@ -275,12 +281,16 @@ class StateLayer:
         """Returns the state after all tokens."""
         return self.arrays or tuple(mx.zeros(shape) for shape in self._spec.shapes)
 
-    def write(self, at: int, new: Arrays) -> None:
-        """Stores the state after a step that began at `at` tokens."""
-        self._before[at] = self.arrays
-        if len(self._before) > ROLLBACK_STEPS:
+    def write(self, at: int, *new: Arrays) -> None:
+        """Stores the state after a step that began at `at` tokens.
+
+        Of a step that checks drafts these are the states after each of its tokens.
+        """
+        for further, state in enumerate(new):
+            self._before[at + further] = self.arrays
+            self.arrays = state
+        for _ in range(len(self._before) - max(ROLLBACK_STEPS, len(new))):
             del self._before[next(iter(self._before))]
-        self.arrays = new
 
     def trim(self, offset: int, to: int) -> None:
         """See FullLayer. Possible by at most ROLLBACK_STEPS steps, or to 0 tokens."""
@@ -340,6 +350,10 @@ class RowCache:
     def put_state(self, layer: int, state: Arrays) -> None:
         """Stores the state after the tokens of this step, or of those that fill an empty row."""
         self._state(layer).write(self.offset, state)
+
+    def put_states(self, layer: int, states: Sequence[Arrays]) -> None:
+        """Stores the states after each token of this step, so that the row can go back to any."""
+        self._state(layer).write(self.offset, *states)
 
     def advance(self, count: int) -> None:
         """Records that `count` more tokens are written in each layer."""

@@ -84,7 +84,12 @@ class RecurrentSpec:
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
         """See KeyValueSpec. The state, and earlier states to roll back to."""
-        return (1 + ROLLBACK_STEPS) * 4 * sum(math.prod(shape) for shape in self.shapes)
+        return (1 + ROLLBACK_STEPS) * self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
 CacheSpec: TypeAlias = KeyValueSpec | LatentSpec | RecurrentSpec

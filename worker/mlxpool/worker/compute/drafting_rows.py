@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from time import monotonic
 
@@ -12,18 +13,19 @@ from mlxpool.worker.compute.constrained_rows import ConstrainedRows
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.messages import RunKey
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
+from mlxpool.worker.speculation.best_drafter import BestDrafter
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF, Drafter, Drafts
+from mlxpool.worker.speculation.model_drafter import ModelDrafter
+from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import (
-    Drafts,
-    Speculator,
-    candidates_of,
-    drafts_in_memory,
-)
+from mlxpool.worker.speculation.speculator import Speculator, candidates_of, drafts_in_memory
 
-OFF, AUTO = "off", "auto"  # values of the setting `speculation`
+log = logging.getLogger("mlxpool.worker")
+
+MAX_FAILURES = 3  # to make drafts, one after the other; then there are no more drafts
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
@@ -31,19 +33,49 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
 
     The engine, which was not warmed up yet, is told how many there are at most.
 
-    Raises ModelLoadFailed where drafts are asked for and the engine checks none.
+    Raises ModelLoadFailed where drafts are asked for, or a draft model is set, and the engine
+    checks none; and where the head that is to draft is not there.
     """
-    if setting == OFF or (setting == AUTO and engine.no_drafts):
+    draft = engine.draft
+    if setting == OFF or (setting == AUTO and engine.no_drafts and draft is None):
         return None
     if engine.no_drafts:
+        named = "" if draft is None else " and draft"
         raise ModelLoadFailed(
-            f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation out of"
-            f" [models.{model}], or set it to {AUTO!r}"
+            f"speculation is {setting!r}, but {engine.no_drafts}; leave speculation{named} out of"
+            f" [models.{model}]{f', or set it to {AUTO!r}' if draft is None else ''}"
+        )
+    if setting == MTP and engine.predictor is None:
+        raise ModelLoadFailed(
+            f"speculation is {MTP!r}, but models.{model} has no head that predicts further tokens;"
+            f" set it to {AUTO!r}"
+        )
+    if setting == DRAFT and draft is None:
+        raise ModelLoadFailed(
+            f"speculation is {DRAFT!r}, but models.{model} has no draft model; set draft, or set"
+            f" speculation to {AUTO!r}"
         )
     ahead = engine.limits.ahead > 0
+    drafter = make_drafter(setting, engine, monotonic)
     most = drafts_in_memory(engine.vocab_size)
     engine.expect_drafts(most)
-    return Speculator(NgramDrafter(), engine.cost.seconds, monotonic, ahead=ahead, most_drafts=most)
+    return Speculator(drafter, engine.cost.seconds, monotonic, ahead=ahead, most_drafts=most)
+
+
+def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Drafter:
+    """Returns what proposes drafts: that of the setting, which the engine must have.
+
+    With "auto" it is the best for each row of n-grams, the model's own head and the draft model,
+    as far as the engine has these. N-grams take no time, so they are the first.
+    """
+    drafters: list[Drafter] = []
+    if setting not in (MTP, DRAFT):
+        drafters.append(NgramDrafter())
+    if setting in (MTP, AUTO) and engine.predictor is not None:
+        drafters.append(MtpDrafter(engine.predictor))
+    if setting in (DRAFT, AUTO) and engine.draft is not None:
+        drafters.append(ModelDrafter(engine.draft, engine.vocab_size, clock))
+    return drafters[0] if len(drafters) == 1 else BestDrafter(drafters)
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
@@ -95,6 +127,7 @@ class DraftingRows:
         self._speculator = speculator
         self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
         self._waited = False  # whether passes in flight were waited for before the next step
+        self._failures = 0  # of `drafts`, in a row
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
         """Returns how many drafts sequences should check, by the tokens that are known."""
@@ -113,7 +146,18 @@ class DraftingRows:
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of the next step, with no pass in flight."""
         assert self._speculator is not None
-        return self._speculator.drafts(depths)
+        try:
+            found = self._speculator.drafts(depths)
+        except Exception as error:  # no request depends on drafts
+            self._failures += 1
+            log.warning("drafts could not be made", extra={"times": self._failures}, exc_info=error)
+            self._speculator.drafter.reset()
+            if self._failures == MAX_FAILURES:
+                log.error("no more drafts are made")
+                self._speculator = None
+            return NO_DRAFTS
+        self._failures = 0
+        return found
 
     def _may_check(self, sequence: Sequence) -> bool:
         """Whether the masks behind drafts of a sequence are made in the time of a step."""

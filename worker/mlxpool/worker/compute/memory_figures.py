@@ -34,11 +34,12 @@ class MemoryFigures:
 
     def read(self, use: MemoryUse) -> None:
         """Notes a reading of an engine's memory."""
-        kept = use.weights + use.kv + use.kv_free + use.prefix + use.images
+        kept = use.weights + use.draft + use.kv + use.kv_free + use.prefix + use.images
         peak = max(use.peak, use.active)
         self._highest = max(self._highest, peak)
         self.latest = {
-            "weights": use.weights,
+            "weights": use.weights + use.draft,
+            "draft": use.draft,
             "kv": use.kv + use.kv_free,
             "kv_used": use.kv,
             "prefix": use.prefix + use.images,

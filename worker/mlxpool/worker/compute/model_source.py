@@ -11,6 +11,7 @@ from typing import TypedDict
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.worker import versions
+from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
 from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
@@ -23,6 +24,7 @@ from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF
 from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
@@ -96,6 +98,7 @@ def open_source(
             require_no_kv(config.kv, "a model of texts")
             require_no_disk(config, "a model of texts")
             require_no_drafts(config)
+            require_no_draft(config, "a model of texts")
             return _encoder(files, config)
     return open_generator(config, counting, start_group)
 
@@ -112,6 +115,7 @@ def open_generator(
         require_one_device(config, "the counting model")
         require_no_kv(config.kv, "the counting model")
         require_no_disk(config, "the counting model")
+        require_no_draft(config, "the counting model")
         engine = counting(config.counting, config.context)
         engine.chunk = min(config.batch or engine.chunk, engine.context)
         return _counting(engine, config.sequences)
@@ -138,7 +142,7 @@ def require_no_disk(config: ModelConfig, what: str) -> None:
 
 def require_no_drafts(config: ModelConfig) -> None:
     """Raises ModelLoadFailed where a model that generates nothing is to check drafts."""
-    if config.speculation not in ("off", "auto"):
+    if config.speculation not in (OFF, AUTO):
         raise ModelLoadFailed(
             f"speculation is {config.speculation!r}, but a model of texts generates no tokens:"
             " leave speculation out"
@@ -179,20 +183,54 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
     return ModelSource(opened, load, max_sequences, engine.settings.load_bytes)
 
 
-def _folder(
-    files: ModelFiles, config: ModelConfig, start_group: StartGroup | None = None
-) -> ModelSource:
-    folder = inspect(files, config.engine)
-    part = None
+def uses_head(config: ModelConfig) -> bool:
+    """Whether a model's own head is to draft, if its checkpoint has one."""
+    return config.speculation in (MTP, AUTO) and config.devices == 1
+
+
+def require_head(config: ModelConfig, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
+    if config.speculation != MTP or folder.plan.prediction_cache is not None:
+        return
+    kind, head = f"model_type {folder.model_type!r}", folder.plan.prediction
     if config.devices > 1:
-        part = part_of(folder, 0, config.devices)
+        why = f"devices is {config.devices}, and a group of devices checks no drafts"
+    elif folder.uses_mlx_lm:
+        why = f"mlx-lm's code computes {kind}, and checks no drafts"
+    elif head is None:
+        why = f"{kind} has no head that predicts further tokens (MTP), or config.json has none"
+    else:
+        why = (
+            f"{folder.path} has no tensors {head.tensors!r} of a head that predicts further tokens"
+            " (MTP); most conversions leave them out: name a folder that has them, as the released"
+            " checkpoint does"
+        )
+    raise ModelLoadFailed(
+        f'speculation is {MTP!r}, but {why}; or set speculation to "ngram" or "auto"'
+    )
+
+
+def _require_settings(config: ModelConfig, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where the model does not have what a setting asks for."""
+    require_head(config, folder)
+    if config.devices > 1:
         require_group_settings(config)
     if config.deterministic:
         require_deterministic(folder)
     require_kv(config.kv, folder)
+
+
+def _folder(
+    files: ModelFiles, config: ModelConfig, start_group: StartGroup | None = None
+) -> ModelSource:
+    folder = inspect(files, config.engine, predicts=uses_head(config))
+    _require_settings(config, folder)
+    part = part_of(folder, 0, config.devices) if config.devices > 1 else None
+    draft = draft_of(folder, config)
     text, source = _text_of(folder)
     release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
     context = min(folder.context, config.context or folder.context)
+    draft_bytes = 0 if draft is None else draft.weight_bytes
 
     def load(on_progress: OnProgress) -> Engine:
         links = None if part is None or start_group is None else start_group()
@@ -228,9 +266,14 @@ def _folder(
             if links is None:
                 raise ModelLoadFailed(f"devices is {config.devices}: only a worker has several")
             return _load_group(part, config, links, text, settings, on_progress)
+        drafting = None
+        if draft is not None:
+            drafting = load_draft(
+                draft, on_progress, rows=config.sequences, limit=config.memory_limit
+            )
         loaded = load_weights(
             folder,
-            on_progress,
+            lambda tensors, size: on_progress(tensors, size + draft_bytes),
             deterministic=config.deterministic,
             dequantise=dequantises_at_load(
                 folder,
@@ -238,7 +281,7 @@ def _folder(
                 float32=not device.on_gpu(),
             ),
         )
-        return ModelEngine(loaded, text, kv=config.kv, **settings)
+        return ModelEngine(loaded, text, kv=config.kv, draft=drafting, **settings)
 
     opened = Opened(
         versions.digest_of(folder.digest, config.kv),
@@ -250,7 +293,45 @@ def _folder(
         WITH_MLX_LM if folder.uses_mlx_lm else "",
         WITH_MLX_LM if folder.uses_mlx_lm else "",
     )
-    return ModelSource(opened, load, config.sequences, folder.weight_bytes)
+    return ModelSource(opened, load, config.sequences, folder.weight_bytes + draft_bytes)
+
+
+def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
+    """Returns the checked draft model of the settings; None: there is none.
+
+    Raises ModelLoadFailed where one is set that is not used, or is missing.
+    """
+    if not config.draft:
+        if config.speculation == DRAFT:
+            raise ModelLoadFailed(
+                f"speculation is {DRAFT!r}, but no draft model is set: name one that has the"
+                ' tokenizer of this model, draft = "PATH", or set speculation to "ngram"'
+            )
+        return None
+    unused = f"draft is {config.draft!r}, but"
+    if config.speculation not in (DRAFT, AUTO):
+        raise ModelLoadFailed(
+            f"{unused} speculation is {config.speculation!r}: set it to {DRAFT!r} or {AUTO!r}, or"
+            " leave draft out"
+        )
+    why = ""
+    if folder.uses_mlx_lm:
+        why = "mlx-lm's code computes this model, and checks no drafts"
+    elif config.devices > 1:
+        why = f"devices is {config.devices}, and a group of devices checks no drafts"
+    elif config.deterministic:
+        why = "deterministic is true: log-probabilities of drafts differ in their last bits"
+    if why:
+        raise ModelLoadFailed(f"{unused} {why}: leave draft and speculation out")
+    return inspect_draft(config.draft, folder)
+
+
+def require_no_draft(config: ModelConfig, what: str) -> None:
+    """Raises ModelLoadFailed where a draft model is set for what checks no drafts."""
+    if config.draft:
+        raise ModelLoadFailed(
+            f"draft is {config.draft!r}, but {what} checks no drafts: leave draft out"
+        )
 
 
 def require_group_settings(config: ModelConfig) -> None:

@@ -22,7 +22,8 @@ from mlxpool.worker.engine.engine import Engine, Mask
 from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Step
-from mlxpool.worker.speculation.speculator import Drafts, Speculator
+from mlxpool.worker.speculation.drafter import Drafts
+from mlxpool.worker.speculation.speculator import Speculator
 
 log = logging.getLogger("mlxpool.worker")
 

@@ -22,10 +22,14 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
     NO_BACK_END,
+    draft_of,
     require_batch,
     require_context,
     require_group_settings,
+    require_head,
     require_no_disk,
+    require_no_draft,
+    uses_head,
 )
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -74,6 +78,7 @@ def check(
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         problems.attempt(require_no_kv, config.kv, "the counting model")
         problems.attempt(require_no_disk, config, "the counting model")
+        problems.attempt(require_no_draft, config, "the counting model")
         report["problems"] = list(problems.found)
         return report
     location = problems.attempt(locate, config)
@@ -84,7 +89,7 @@ def check(
             return _check_encoder(
                 report, problems, location, config, machine=machine, memory_limit=memory_limit
             )
-        folder, found = find_problems(location, config.engine)
+        folder, found = find_problems(location, config.engine, predicts=uses_head(config))
         problems.add(found)
     if folder is not None:
         report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
@@ -98,6 +103,8 @@ def check(
         problems.attempt(require_kv, config.kv, folder)
         if note := resume_note(config.kv, deterministic=config.deterministic):
             report["notes"].append(note)
+        problems.attempt(draft_of, folder, config)
+        problems.attempt(require_head, config, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:
@@ -129,6 +136,7 @@ def _check_encoder(
     files = open_files(location)
     problems.attempt(require_no_kv, config.kv, "a model of texts")
     problems.attempt(require_no_disk, config, "a model of texts")
+    problems.attempt(require_no_draft, config, "a model of texts")
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))

@@ -6,6 +6,7 @@ Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -69,11 +70,11 @@ def _message(error: Exception) -> str:
 
 
 def find_problems(
-    location: Path | ModelFiles, engine: str = "auto"
+    location: Path | ModelFiles, engine: str = "auto", *, predicts: bool = False
 ) -> tuple[ModelFolder | None, list[str]]:
-    """The model, or None where `inspect` raises, and all problems of its files."""
+    """The model, or None where `inspect` raises, and all problems of its files; see `inspect`."""
     problems = Problems()
-    folder = problems.attempt(inspect, location, engine)
+    folder = problems.attempt(partial(inspect, predicts=predicts), location, engine)
     if folder is None:
         _check_files(location, problems)
     else:

@@ -87,6 +87,8 @@ class CountingEngine:
 
     layout = ""
     no_drafts = "the counting model cannot check drafts"
+    draft = None
+    predictor = None
     prefix = None
     disk = None
     encoded: EncodedImages[Any] = EncodedImages(0)  # it reads no images

@@ -25,6 +25,8 @@ from mlxpool.worker.scheduling.sequence import (
 )
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepCost
+from mlxpool.worker.speculation.model_drafter import DraftEngine
+from mlxpool.worker.speculation.mtp import Predictor
 
 if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
@@ -35,7 +37,7 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use: MLX's figures, and what `weights` to `images` take of `active`.
+    """Bytes in use: MLX's figures, and what `weights` to `draft` take of `active`.
 
     `kv` and `prefix` count a block that rows and prefixes share once, as the prefix's.
     """
@@ -45,6 +47,7 @@ class MemoryUse:
     kv_free: int = 0  # allocated for rows and unused
     prefix: int = 0  # entries of the prefix cache
     images: int = 0  # outputs of the image encoder that are kept
+    draft: int = 0  # weights and rows of the draft model
     active: int = 0
     cache: int = 0  # freed arrays that the allocator keeps
     peak: int = 0  # of `active` since the last reading
@@ -127,6 +130,14 @@ class Engine(Protocol):
     @property
     def no_drafts(self) -> str:
         """Why the engine checks no drafts, for operators; empty: it does."""
+
+    @property
+    def draft(self) -> DraftEngine | None:
+        """The draft model, which is computed beside the model; None: there is none."""
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What drafts with the model's own head; None: there is none, or it is not loaded."""
 
     @property
     def yields_cores(self) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
+from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.stored import AUTO
@@ -37,6 +38,7 @@ from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device, matmul_tiled
+from mlxpool.worker.layers.model_plan import PredictingModel
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, is_slot
 from mlxpool.worker.prefix.cache import PrefixCache
@@ -49,11 +51,14 @@ from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import PromptLogprobs, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
+from mlxpool.worker.speculation.model_drafter import DraftEngine
+from mlxpool.worker.speculation.mtp import Predictor
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import Download, Downloads
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
+MAX_STATE_DRAFTS = 3  # that a row checks, where it has a state behind each
 CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
 ROWS_STAY = (
     "its layers have states or windows here, and rows with these cannot give up wrong drafts"
@@ -82,6 +87,7 @@ class ModelEngine(WarmedEngine):
         batch: int = 0,
         kv: str = AUTO,
         by_owner: bool = False,
+        draft: DraftEngine | None = None,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
@@ -91,7 +97,8 @@ class ModelEngine(WarmedEngine):
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
         `batch` bounds the tokens of a pass, see device.prefill_chunk. `kv`: what rows store, see
         caches/stored.py. `by_owner`: sequences find only the prefixes that sequences of their owner
-        left.
+        left. `draft`: the draft model, for whose memory room is left; it is warmed up and closed
+        with this engine.
         """
         folder = loaded.folder
         super().__init__(
@@ -107,6 +114,7 @@ class ModelEngine(WarmedEngine):
             kv=kv,
             by_owner=by_owner,
         )
+        self.draft = draft
         require_kv(kv, folder)
         if loaded.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())
@@ -116,6 +124,7 @@ class ModelEngine(WarmedEngine):
         name, shape = choose_layout(
             layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
         )
+        self._predictions = self._make_predictions(shape)
         self._set_row_sizes(shape)
         integers = shape.quantised and device.on_gpu()  # of which kernels read those of pools
         windows = shape.keeps_all and shape.has_windows and not integers
@@ -136,7 +145,7 @@ class ModelEngine(WarmedEngine):
         if self._layout.sizes:  # attention of compiled passes keeps no scores
             self.chunk = min(self.chunk, self._layout.sizes[-1])
             self._pairs = self.chunk**2
-        self._spare = self._layout.spare
+        self._spare = self._layout.spare + self._waiting_bytes()
         self.blocks.capacity = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
         self._draws_alone = self._layout.store.stateful
@@ -153,9 +162,27 @@ class ModelEngine(WarmedEngine):
         self._rows_before: list[RowSpan] = []  # of that pass
         self._steps = 0
 
+    def _make_predictions(self, shape: RowShape) -> Predictions | None:
+        """Makes the drafts of the model's own head; None where it is not loaded."""
+        cache = self._loaded.folder.plan.prediction_cache
+        if cache is None:
+            return None
+        own = RowShape((cache,), shape.dtype, shape.capacity, shape.chunk)
+        self._head_block_bytes = KV_BLOCK_TOKENS * own.token_bytes
+        return Predictions(cast(PredictingModel, self._model).prediction, own)
+
+    def _waiting_bytes(self) -> int:
+        """Returns the bytes of states that wait for the head at most."""
+        if self._predictions is None:
+            return 0
+        width = self._loaded.folder.plan.shapes["model.norm.weight"][0]
+        return MAX_WAITING * self._max_sequences * width * self._loaded.dtype.size
+
     def _set_row_sizes(self, shape: RowShape) -> None:
         self._block_bytes = KV_BLOCK_TOKENS * max(shape.token_bytes, 1)
         self._row_bytes = shape.fixed_bytes
+        if self._predictions is not None:  # the states behind drafts that are checked
+            self._row_bytes += MAX_STATE_DRAFTS * shape.state_bytes
 
     def _holds_a_context(self) -> bool:
         return (self._fixed_blocks or self._blocks_in_budget()) >= blocks_for(self.context)
@@ -210,6 +237,7 @@ class ModelEngine(WarmedEngine):
             on_gpu=device.on_gpu(),
             uploads=self._uploads,
             images=self._loaded.folder.vision is not None,
+            keeps_states=self._predictions is not None,
         )
 
     @property
@@ -217,7 +245,20 @@ class ModelEngine(WarmedEngine):
         """See Engine.no_drafts."""
         if self._loaded.deterministic:
             return OTHER_BITS
-        return ROWS_STAY if self._layout.store.stateful else ""
+        return "" if self._rows_go_back else ROWS_STAY
+
+    @property
+    def _rows_go_back(self) -> bool:
+        """Whether rows can give up drafts that were checked.
+
+        With a head they have the states behind few drafts, see RowCache.put_states.
+        """
+        return not self._layout.store.stateful or self._predictions is not None
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """See Engine.predictor."""
+        return self._predictions
 
     @property
     def limits(self) -> StepLimits:
@@ -230,6 +271,7 @@ class ModelEngine(WarmedEngine):
             ahead=int(self._lookahead),
             sizes=self._layout.sizes,
             run_lines=matmul_tiled.MAX_TOKENS if self._layout.sizes else 0,
+            drafts=MAX_STATE_DRAFTS if self._layout.store.stateful else 0,
         )
 
     def submit(self, spans: Many[Span]) -> bool:
@@ -270,9 +312,7 @@ class ModelEngine(WarmedEngine):
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
-        wants = PassSpans.of(
-            spans, rewinds=not self._layout.store.stateful, before=self._spans_before
-        )
+        wants = PassSpans.of(spans, rewinds=self._rows_go_back, before=self._spans_before)
         with self._discard_on_failure(spans):
             if self._uploads is not None:
                 self._uploads.begin()
@@ -281,6 +321,9 @@ class ModelEngine(WarmedEngine):
             reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
+            head: Many[mx.array] = ()  # what its head keeps of the pass
+            if self._predictions is not None and found.states is not None:
+                head = self._predictions.take(wants.every, found.states)
             asking, sampled = wants.asking, None
             embedded = wants.embedded() if wants.hidden else ()
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
@@ -290,7 +333,7 @@ class ModelEngine(WarmedEngine):
             done, download = self._results(
                 found.logits, sampled, hidden if at_once else None, states
             )
-            mx.async_eval(*done)  # type: ignore[no-untyped-call]
+            mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
         self._spans_before, self._rows_before = wants, rows
         self._flights.append(
@@ -420,12 +463,18 @@ class ModelEngine(WarmedEngine):
         """See Engine.release."""
         self._draws.forget()
         self._spans_before = None
+        self._forget_predictions([seq])
         row = self._rows.get(seq)
         if row is not None:
             # The row may hold a token in flight. A preempted sequence starts again with its last
             # token, so a recurrent state must not include that one.
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
         super().release(seq)
+
+    def _forget_predictions(self, rows: Collection[Sequence]) -> None:
+        if self._predictions is not None:
+            for seq in rows:
+                self._predictions.release(seq)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
         """See Engine.rewind."""
@@ -447,7 +496,8 @@ class ModelEngine(WarmedEngine):
         return 0 if row is None else self._layout.blocks_of(row)
 
     def _kv_bytes(self) -> tuple[int, int]:
-        return self._layout.kv_bytes(self._rows.values())
+        used, free = self._layout.kv_bytes(self._rows.values())
+        return used + (self._predictions.nbytes if self._predictions is not None else 0), free
 
     def _bytes_left(self) -> int:
         return self._layout.left(self._rows.values(), self.blocks.capacity * self._block_bytes)
@@ -485,7 +535,9 @@ class ModelEngine(WarmedEngine):
             self._flights.clear()
             self._draws.forget()
             self._spans_before = None
-            for seq in list(self._rows) if self._layout.shares_arrays else hit:
+            lost = list(self._rows) if self._layout.shares_arrays else hit
+            self._forget_predictions(lost)
+            for seq in lost:
                 self._rows[seq].release()
             if self._layout.shares_arrays and self._layout.holds_prefixes:
                 self._prefix.clear()

@@ -43,6 +43,7 @@ from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
+from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.weights.inspect import ModelFolder
 
@@ -137,6 +138,7 @@ class RowEngine(ABC, Generic[R]):
     """
 
     _prefix: PrefixCache[R]
+    draft: DraftEngine | None = None  # see Engine.draft
 
     def __init__(
         self,
@@ -181,6 +183,7 @@ class RowEngine(ABC, Generic[R]):
         self._last_end = 0.0  # when a pass ended last, monotonic seconds
         self._draws_alone = False  # whether a prompt's last input is a span of its own
         self._block_bytes = KV_BLOCK_TOKENS
+        self._head_block_bytes = 0  # as many tokens of a head that drafts, see prediction_rows.py
         self._row_bytes = self._activation_bytes = 0
         self._reserved = 0  # bytes of other processes of this worker
         self._spare = 0  # bytes that may be allocated for unused blocks
@@ -346,6 +349,8 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.make_room."""
         size -= mx.get_cache_memory()
         size -= self._prefix.shrink(size)
+        if self.draft is not None and size > 0:
+            self.draft.make_room(size)
         needed = {span.image for seq in self._rows for span in seq.needed_images}
         self.encoded.shrink(size, needed)
         mx.clear_cache()
@@ -363,6 +368,7 @@ class RowEngine(ABC, Generic[R]):
             kv_free=kv_free,
             prefix=self._prefix.nbytes,
             images=self.encoded.nbytes,
+            draft=0 if self.draft is None else self.draft.used_bytes,
             active=active,
             cache=mx.get_cache_memory(),
             peak=max(active, peak),
@@ -424,6 +430,8 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.close."""
         self._flights.clear()
         self._rows.clear()
+        if self.draft is not None:
+            self.draft.close()
         if self.disk is not None:
             self.disk.close()
         self._prefix.clear()
@@ -494,12 +502,18 @@ class RowEngine(ABC, Generic[R]):
         beside = free - -(-self._reserved // self._block_bytes)
         return max(beside, min(free, blocks_for(self.context)))
 
+    @property
+    def _draft_bytes(self) -> int:
+        """The bytes that are kept for the draft model: weights, rows, and a step of its own."""
+        return 0 if self.draft is None else self.draft.held_bytes
+
     def _free_blocks(self) -> int:
         """Returns the blocks for which there is memory, with what is reserved."""
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
+        used += self._draft_bytes
         used += self._spare + self._max_sequences * self._row_bytes + self._disk_room
         used += self.encoded.budget + self._largest_image
-        return block_capacity(self._limit - used, self._block_bytes)
+        return block_capacity(self._limit - used, self._block_bytes + self._head_block_bytes)
 
     def _too_few_blocks(self) -> str:
         apart = self._spare + self._max_sequences * self._row_bytes
@@ -509,6 +523,7 @@ class RowEngine(ABC, Generic[R]):
             f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"
             f" {self._process_bytes}, {self._max_sequences} rows {apart} besides their tokens,"
             f"{f' encoded images {images},' if images else ''}"
+            f"{f' the draft model {self._draft_bytes},' if self._draft_bytes else ''}"
             f" which leaves {self.blocks.capacity} blocks of {KV_BLOCK_TOKENS} tokens"
             f" ({self._block_bytes} bytes each); at least {MIN_BLOCKS} are needed"
         )

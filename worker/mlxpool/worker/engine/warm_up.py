@@ -14,6 +14,7 @@ import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
+from mlxpool.worker.attention.prediction_rows import Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
@@ -80,6 +81,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     _pairs: int  # of a query and a key, that a pass has at most
     _image_encoder: ImageEncoder | None
     _uploads: Uploads | None
+    _predictions: Predictions | None
     _draws: TokenDraws
     _target: StepTarget
     _step_seconds: float
@@ -115,6 +117,8 @@ class WarmedEngine(RowEngine[CacheRow]):
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws."""
+        if self.draft is not None:
+            self.draft.warm_up(on_progress)
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
@@ -144,6 +148,9 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._compile_kernels(on_progress)
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+        if self._predictions is not None:
+            self._warm_up_head(self._predictions)
+            on_progress()
         # Not of the cost model, which predicts other passes from those that it saw last.
         if self._target.least < self._target.most:
             self._step_seconds = self._target.seconds(self._decode_seconds())
@@ -211,6 +218,16 @@ class WarmedEngine(RowEngine[CacheRow]):
             yield PassKind((1,) * count)
         longest = min(self.context - 1, self.chunk)
         yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
+
+    def _warm_up_head(self, head: Predictions) -> None:
+        """Has the model's head draft for one row, and the row check it."""
+        (seq,) = self._dummy_rows(1, 1)
+        for _ in range(min(WARM_UP_PASSES, self.context // 4)):  # of four inputs at most
+            seq.ids += [one.token for one in self.step([Span(seq, seq.submitted, 1, 1)]).drawn]
+            drafts = head.drafts({seq: 1})
+            found = self.step([Span.check(seq, drafts.get(seq, (0,)))])
+            seq.ids += [one.token for one in found.drawn]
+        self._drop_rows([seq])
 
     def _most_rows(self) -> int:
         """Returns how many rows a pass has at most."""
@@ -310,6 +327,8 @@ class WarmedEngine(RowEngine[CacheRow]):
     def _drop_rows(self, rows: Many[Sequence]) -> None:
         for seq in rows:
             self._layout.store.release(self._rows.pop(seq))
+            if self._predictions is not None:
+                self._predictions.release(seq)
 
 
 def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:

@@ -1,11 +1,18 @@
-"""The skeleton of all models: token embedding, decoder layers, norm and output head. No MLX."""
+"""The skeleton of all models: token embedding, decoder layers, norm and output head. No MLX.
+
+Some have a second head, which predicts the token behind the next one (MTP). Its input is a token
+and the state, behind the model's last norm, of the token before it. Norms of the token's embedding
+and of that state are joined, and a decoder layer reads them with those of earlier tokens, of which
+it has keys and values of its own. What it gives behind the head's own norm is the state in place of
+the model's for the next token, so the head can go on by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mlxpool.worker.layers.config_fields import flag, integer, number
 from mlxpool.worker.layers.decoder_layer import (
@@ -14,14 +21,92 @@ from mlxpool.worker.layers.decoder_layer import (
     WeightShapes,
     add_and_defer_norm,
     add_and_norm,
+    linear_shapes,
     materialised,
 )
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
-from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LinearInput
+from mlxpool.worker.layers.layer_types import (
+    Embedding,
+    ForwardBatch,
+    LayerBuilder,
+    LinearInput,
+)
 from mlxpool.worker.layers.model_plan import ModelPlan
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+
+OutputLayer: TypeAlias = "Callable[[LinearInput], mx.array]"  # [E, d] -> [E, vocabulary]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNames:
+    """The names of a head's modules. `embed` and `output` empty: the model's are the head's."""
+
+    token_norm: str  # of the token's embedding
+    state_norm: str
+    joint: str  # the linear layer of the token's half, then the state's
+    layer: str
+    norm: str  # behind the layer
+    embed: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionHead:
+    """Describes a head that predicts further tokens, see above; the sizes are the model's."""
+
+    vocab_size: int
+    hidden: int
+    eps: float
+    layer: DecoderLayer
+    names: HeadNames
+
+    def shapes(self) -> WeightShapes:
+        """Every tensor of the head, in the order in which it uses them."""
+        names, d = self.names, self.hidden
+        if names.embed:
+            yield f"{names.embed}.weight", (self.vocab_size, d)
+        yield f"{names.token_norm}.weight", (d,)
+        yield f"{names.state_norm}.weight", (d,)
+        yield from linear_shapes(names.joint, d, 2 * d)
+        yield from self.layer.shapes(names.layer)
+        yield f"{names.norm}.weight", (d,)
+        if names.output:
+            yield f"{names.output}.weight", (self.vocab_size, d)
+
+    def build(self, builder: LayerBuilder, embed: Embedding, output: OutputLayer) -> HeadModel:
+        """The head over the builder's weights; `embed` and `output` are the model's."""
+        return HeadModel(self, builder, embed, output)
+
+
+class HeadModel:
+    """Implements model_plan.Prediction."""
+
+    def __init__(
+        self, spec: PredictionHead, builder: LayerBuilder, embed: Embedding, output: OutputLayer
+    ) -> None:
+        names = spec.names
+        self.embed = builder.embedding(names.embed) if names.embed else embed
+        self.token_norm = builder.rms_norm(names.token_norm, spec.eps)
+        self.state_norm = builder.rms_norm(names.state_norm, spec.eps)
+        self.joint = builder.linear(names.joint)
+        self.layer = spec.layer.build(builder, names.layer, 0)
+        self.norm = builder.rms_norm(names.norm, spec.eps)
+        self.output: OutputLayer = builder.linear(names.output) if names.output else output
+
+    def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch) -> mx.array:
+        """See model_plan.Prediction."""
+        import mlx.core as mx
+
+        halves = [self.token_norm(self.embed(tokens)), self.state_norm(states)]
+        x = self.layer(self.joint(mx.concatenate(halves, axis=-1)), batch)
+        return add_and_norm(self.norm, x)[1]
+
+    def logits_of(self, states: mx.array) -> mx.array:
+        """See model_plan.Prediction."""
+        return self.output(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +122,7 @@ class Decoder:
     embed_scale: float = 1.0
     input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     softcap: float = 0.0  # of logits; 0: none
+    prediction: PredictionHead | None = None  # of further tokens
 
     @classmethod
     def from_config(
@@ -76,6 +162,7 @@ class Decoder:
             derived=derived,
             layers=len(self.layers),
             input_only=self.input_only,
+            prediction_cache=None if self.prediction is None else self.prediction.layer.cache,
         )
 
     def shapes(self) -> WeightShapes:
@@ -86,6 +173,8 @@ class Decoder:
         yield "model.norm.weight", (self.hidden,)
         if not self.tied:
             yield "lm_head.weight", (self.vocab_size, self.hidden)
+        if self.prediction is not None:
+            yield from self.prediction.shapes()
 
     def build(self, builder: LayerBuilder) -> DecoderModel:
         """The model over the builder's weights."""
@@ -108,6 +197,9 @@ class DecoderModel:
         ]
         self.norm = builder.rms_norm("model.norm", spec.eps)
         self.head = self.embed.as_linear if spec.tied else builder.linear("lm_head")
+        self.prediction: HeadModel | None = None
+        if spec.prediction is not None:
+            self.prediction = spec.prediction.build(builder, self.embed, self.head)
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
         x = self._residual(tokens, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +34,26 @@ class Model(Protocol):
 
     def logits_of(self, hidden: mx.array, /) -> mx.array:
         """Returns logits [E, vocabulary] of hidden states [E, d]."""
+
+
+class Prediction(Protocol):
+    """The built head of a model that predicts further tokens (MTP), see layers/decoder.py."""
+
+    def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch, /) -> mx.array:
+        """Tokens [T] and the states [T, d] of those before them -> states [E, d].
+
+        These are of the tokens that the batch selects; its only layer is the head's.
+        """
+
+    def logits_of(self, states: mx.array, /) -> mx.array:
+        """Returns logits [E, vocabulary] of states [E, d] that the head gave."""
+
+
+class PredictingModel(Model, Protocol):
+    """A built model whose plan has a `prediction_cache`."""
+
+    @property
+    def prediction(self) -> Prediction: ...
 
 
 class SeeingModel(Model, Protocol):
@@ -73,11 +93,26 @@ class ModelPlan:
     layers: int = 0  # all of them; 0: as many as `caches`
     input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     vision: VisionPlan | None = None  # of the whole model, where this is its text part
+    prediction: PredictionPlan | None = None  # where this is the model without its head
+    prediction_cache: CacheSpec | None = None  # what the head keeps of a sequence; None: no head
 
     @property
     def embedding_rows(self) -> int:
         """The token ids that have an embedding are below."""
         return self.vocab_size + self.input_only
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionPlan:
+    """The head of a model that predicts further tokens (MTP), see layers/decoder.py.
+
+    A checkpoint may have it or lack it. `tensors` says how its tensors are named, for operators.
+    `whole` is the plan of the model with it, for a checkpoint that stores these names.
+    """
+
+    is_part: Callable[[str], bool]  # whether a stored tensor is of the head
+    whole: Callable[[Collection[str]], ModelPlan]
+    tensors: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
 
     layout = "mlx-lm's code"
     no_drafts = "mlx-lm's code computes this model, and checks no drafts"
+    predictor = None
 
     @property
     def _store(self) -> Any:

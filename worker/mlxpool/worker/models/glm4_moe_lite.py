@@ -1,19 +1,23 @@
-"""GLM-4.7-Flash: latent attention, and a mixture of experts in all but the first layers."""
+"""GLM-4.7-Flash: latent attention, and a mixture of experts in all but the first layers.
+
+The layer behind the last one is a head that predicts further tokens (MTP). A checkpoint may store
+the model's embedding and output head a second time with it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mlxpool.worker.layers.config_fields import flag, integer, layer_count, number, require
-from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder import Decoder, HeadNames, PredictionHead
 from mlxpool.worker.layers.decoder_layer import PreNormLayer
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.mla import LatentAttention, LatentDims
-from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
 from mlxpool.worker.layers.moe import CORRECTION, SigmoidMoE
 from mlxpool.worker.layers.rope import parse_rope, yarn_mscale
 
@@ -23,15 +27,48 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    mixer, feeds = _attention(config), _feeds(config)
-    hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    layers = tuple(PreNormLayer(hidden, eps, mixer, feed) for feed in feeds)
-    ahead = range(len(feeds), len(feeds) + _count(config, "num_nextn_predict_layers"))
+    plan = _plan(config, None)
+    count, heads = layer_count(config), _count(config, "num_nextn_predict_layers")
+    if not heads:
+        return plan
+    ahead = f"model.layers.{count}."
+    prediction = PredictionPlan(
+        is_part=lambda name: name.startswith(f"{ahead}eh_proj."),
+        whole=lambda names: _plan(config, _head_names(ahead, names)),
+        tensors=f"{ahead}*",
+    )
+    return replace(plan, prediction=prediction)
 
-    def is_prediction(name: str) -> bool:
-        """Layers behind the last one predict further tokens (MTP); they are not used."""
+
+def _head_names(ahead: str, stored: Collection[str]) -> HeadNames:
+    embed, output = f"{ahead}embed_tokens", f"{ahead}shared_head.head"
+    return HeadNames(
+        token_norm=f"{ahead}enorm",
+        state_norm=f"{ahead}hnorm",
+        joint=f"{ahead}eh_proj",
+        layer=ahead.removesuffix("."),
+        norm=f"{ahead}shared_head.norm",
+        embed=embed if f"{embed}.weight" in stored else "",
+        output=output if f"{output}.weight" in stored else "",
+    )
+
+
+def _plan(config: Mapping[str, Any], names: HeadNames | None) -> ModelPlan:
+    """The plan of the model, with its head if that has `names`."""
+    mixer = _attention(config)
+    hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
+    count, heads = layer_count(config), _count(config, "num_nextn_predict_layers")
+    feeds = _feeds(config, count + (names is not None))
+    layers = tuple(PreNormLayer(hidden, eps, mixer, feed) for feed in feeds)
+    unused = range(len(feeds), count + heads)
+    head = None
+    if names is not None:
+        head = PredictionHead(integer(config, "vocab_size"), hidden, eps, layers[count], names)
+
+    def is_unused(name: str) -> bool:
+        """Layers behind the last one predict further tokens; one of them is used at most."""
         layer = _LAYER.match(name)
-        return layer is not None and int(layer[1]) in ahead
+        return layer is not None and int(layer[1]) in unused
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
         for layer, feed in enumerate(feeds):
@@ -40,7 +77,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
                 yield from feed.derived(found, f"model.layers.{layer}.mlp")
 
     return replace(
-        Decoder.from_config(config, layers).plan(is_prediction),
+        Decoder.from_config(config, layers[:count], prediction=head).plan(is_unused),
         derived=derived,
         float32=lambda name: name.endswith(CORRECTION),
     )
@@ -72,10 +109,9 @@ def _gain(config: Mapping[str, Any]) -> float:
     return yarn_mscale(number(scaling, "factor"), weight) if weight else 1.0
 
 
-def _feeds(config: Mapping[str, Any]) -> tuple[GatedMLP | SigmoidMoE, ...]:
+def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMoE, ...]:
     """The feed-forward of each layer: dense ones first, then experts every `moe_layer_freq`."""
     dense = GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
-    layers = layer_count(config)
     if not config.get("n_routed_experts"):
         return (dense,) * layers
     mixture = SigmoidMoE.from_config(config)

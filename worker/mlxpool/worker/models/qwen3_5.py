@@ -6,7 +6,7 @@ A multimodal model has the text part in `text_config` of config.json and its ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +39,25 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     sparse = bool(text.get("num_experts"))
-    plan = plan_of(
-        text, GatedDeltaNet.from_config(text, fused=False), lambda layer: sparse, normed=True
+    plan = _renaming(
+        plan_of(
+            text, GatedDeltaNet.from_config(text, fused=False), lambda layer: sparse, normed=True
+        )
     )
+    head = plan.prediction
+    assert head is not None
+
+    def is_part(name: str) -> bool:
+        return head.is_part(without_prefix(name, PREFIXES))
+
+    def whole(stored: Collection[str]) -> ModelPlan:
+        return _renaming(head.whole({without_prefix(name, PREFIXES) for name in stored}))
+
+    return replace(plan, prediction=replace(head, is_part=is_part, whole=whole))
+
+
+def _renaming(plan: ModelPlan) -> ModelPlan:
+    """The plan for checkpoints that store its tensors with prefixes, beside a vision part."""
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:

@@ -1,15 +1,16 @@
 """Qwen3-Next: gated delta nets, attention with gated outputs every few layers, and experts.
 
 Released checkpoints store norm weights minus one and each expert by itself; conversions to MLX
-store norm weights as applied, and experts stacked. Both are read.
+store norm weights as applied, and experts stacked. Both are read. The tensors below `mtp` are a
+head that predicts further tokens, with the model's embedding and output head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxpool.worker.layers.attention import GatedAttention
 from mlxpool.worker.layers.config_fields import (
@@ -20,7 +21,7 @@ from mlxpool.worker.layers.config_fields import (
     number,
     require,
 )
-from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder import Decoder, HeadNames, PredictionHead
 from mlxpool.worker.layers.decoder_layer import (
     DecoderLayer,
     PreNormLayer,
@@ -28,16 +29,21 @@ from mlxpool.worker.layers.decoder_layer import (
 from mlxpool.worker.layers.delta_net import FLOAT32, GatedDeltaNet
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, mapped, plus_one
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
 from mlxpool.worker.layers.moe import SoftmaxMoE
-
-if TYPE_CHECKING:
-    pass
 
 LINEAR = "linear_attention"
 FULL_INTERVAL = 4  # every 4th layer has attention, unless config.json says otherwise
 NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-PREDICTION = "mtp."  # tensors that predict further tokens (MTP); they are not used
+PREDICTION = "mtp."  # tensors of the head that predicts further tokens
+HEAD = HeadNames(
+    token_norm="mtp.pre_fc_norm_embedding",
+    state_norm="mtp.pre_fc_norm_hidden",
+    joint="mtp.fc",
+    layer="mtp.layers.0",
+    norm="mtp.norm",
+)
+HEAD_NORMS = tuple(f"{one}.weight" for one in (HEAD.token_norm, HEAD.state_norm, HEAD.norm))
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
@@ -58,6 +64,29 @@ def plan_of(
     `normed` is the default of norm_topk_prob.
     """
     require(config, "hidden_act", ["silu"])
+
+    def whole(stored: Collection[str]) -> ModelPlan:
+        routed = f"{HEAD.layer}.mlp.gate.weight" in stored
+        return _plan(config, delta_net, sparse, normed=normed, routed=routed)
+
+    prediction = PredictionPlan(
+        is_part=lambda name: name.startswith(f"{HEAD.joint}."),
+        whole=whole,
+        tensors=f"{PREDICTION}*",
+    )
+    plan = _plan(config, delta_net, sparse, normed=normed)
+    return replace(plan, prediction=prediction)
+
+
+def _plan(
+    config: Mapping[str, Any],
+    delta_net: GatedDeltaNet,
+    sparse: Callable[[int], bool],
+    *,
+    normed: bool,
+    routed: bool | None = None,
+) -> ModelPlan:
+    """As `plan_of`; `routed`: whether the head's layer has experts; None: without a head."""
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     attention = GatedAttention.from_config(config)
 
@@ -68,12 +97,25 @@ def plan_of(
         return PreNormLayer(hidden, eps, attention, feed)
 
     layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
-    plan = Decoder.from_config(config, layers).plan(_is_prediction, partial(_derived, layers))
+    named = {f"model.layers.{index}": one for index, one in enumerate(layers)}
+    head = None
+    if routed is not None:
+        feed = _experts(config, normed) if routed else _dense(config)
+        named[HEAD.layer] = PreNormLayer(hidden, eps, attention, feed)
+        head = PredictionHead(integer(config, "vocab_size"), hidden, eps, named[HEAD.layer], HEAD)
+    plan = Decoder.from_config(config, layers, prediction=head).plan(
+        _is_unused if head is None else _is_further, partial(_derived, named, head is not None)
+    )
     return replace(plan, float32=lambda name: name.endswith(FLOAT32))
 
 
-def _is_prediction(name: str) -> bool:
+def _is_unused(name: str) -> bool:
     return name.startswith(PREDICTION)
+
+
+def _is_further(name: str) -> bool:
+    """Layers of the head behind its first one are not used."""
+    return name.startswith("mtp.layers.") and not name.startswith(f"{HEAD.layer}.")
 
 
 def _dense(config: Mapping[str, Any]) -> GatedMLP:
@@ -99,14 +141,15 @@ def _sparse(config: Mapping[str, Any], layer: int) -> bool:
     return bool(config.get("num_experts")) and not dense and (layer + 1) % every == 0
 
 
-def _derived(layers: tuple[DecoderLayer, ...], found: StoredTensors) -> Iterable[DerivedWeights]:
+def _derived(
+    layers: Mapping[str, DecoderLayer], head: bool, found: StoredTensors
+) -> Iterable[DerivedWeights]:
     if _as_released(found):
         for name in found:
-            if name.endswith(NORMS) and not _is_prediction(name):
+            if name.endswith((*NORMS, *HEAD_NORMS)) and (head or not _is_unused(name)):
                 yield mapped(found, name, plus_one)
-    for index, layer in enumerate(layers):
+    for name, layer in layers.items():
         assert isinstance(layer, PreNormLayer)
-        name = f"model.layers.{index}"
         if isinstance(layer.mixer, GatedDeltaNet):
             yield from layer.mixer.derived(found, f"{name}.{layer.mixer_name}")
         if isinstance(layer.feed, SoftmaxMoE):

@@ -66,6 +66,8 @@ def estimate_memory(
     if deterministic or dequantises_at_load(folder, limit=limit, float32=float32):
         weights += dequantised_growth(folder, width)
     token = sum(cache.token_bytes(width, kv) for cache in folder.plan.caches)
+    if folder.plan.prediction_cache is not None:
+        token += folder.plan.prediction_cache.token_bytes(width)
     fixed = sum(cache.fixed_bytes(width, chunk, kv) for cache in folder.plan.caches)
     sequence = fixed + token * context
     cache = prefix_bytes or default_prefix_cache_bytes(limit, weights)

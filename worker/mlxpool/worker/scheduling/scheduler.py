@@ -37,7 +37,8 @@ class StepLimits:
     `seconds` what its chunks may add to the time of the sequences that decode (0: no bound).
     `ahead` passes may be in flight while it is submitted. `sizes` are the numbers of lines for
     which passes are compiled; none: any. `run_lines` are the inputs of decode steps up to which
-    several of one sequence are read together (0: no bound).
+    several of one sequence are read together (0: no bound). `drafts` may be checked of a sequence
+    (0: no bound).
     """
 
     lines: int
@@ -48,6 +49,7 @@ class StepLimits:
     ahead: int = 0
     sizes: tuple[int, ...] = ()
     run_lines: int = 0
+    drafts: int = 0
 
 
 def schedule(

@@ -13,29 +13,32 @@ def choose_depths(
     rows: int,
     most: int,
     plain: float,
-    seconds: Callable[[int, int], float],
+    seconds: Callable[[int, int, int], float],
+    least_gain: float = MIN_GAIN,
 ) -> list[int]:
     """Returns the number of drafts to check of each row that has some.
 
     `chances` of each such row: how likely each draft is right if those before it are. `rows`: all
     rows of the step, with those that have none. `most`: drafts of all together. `plain`: seconds of
-    the step without drafts; `seconds`: of a step with drafts, for the rows that have some and all
-    drafts together. All are 0 where drafts do not pay.
+    the step without drafts; `seconds`: of a step with drafts, for the rows that have some, all
+    drafts together, and the most of a row. All are 0 where drafts do not pay: where a step with
+    them gives less than `least_gain` times the tokens a second of one without.
     """
     every = sorted(
         ((chance, row) for row, some in enumerate(chances) for chance in _together(some)),
         key=lambda one: -one[0],  # stable: the drafts of a row stay in order
     )[:most]
-    best, depths = MIN_GAIN * rows / plain, [0] * len(chances)
+    best, depths = least_gain * rows / plain, [0] * len(chances)
     reached, gained, chosen = [0] * len(chances), 0.0, 0
-    checked = 0
+    checked = deepest = 0
     for number, (chance, row) in enumerate(every, start=1):
         gained += chance
         checked += not reached[row]
         reached[row] += 1
+        deepest = max(deepest, reached[row])
         if number & (number - 1) and number < len(every):
             continue  # only powers of two, and all
-        rate = (rows + gained) / seconds(checked, number)
+        rate = (rows + gained) / seconds(checked, number, deepest)
         if rate > best:
             best, chosen = rate, number
     for _, row in every[:chosen]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias
 
 from mlxpool.worker.scheduling.sequence import Sequence
+
+# Values of the setting `speculation`; the fifth is "ngram".
+OFF, MTP, DRAFT, AUTO = "off", "mtp", "draft", "auto"
+
+Drafts: TypeAlias = Mapping[Sequence, tuple[int, ...]]
 
 
 class Drafter(Protocol):
@@ -12,7 +18,7 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str:
-        """The name for operators: a value of the setting `speculation`."""
+        """The value of the setting `speculation` that has it draft."""
 
     def follow(self, seq: Sequence) -> bool:
         """Takes the tokens that a sequence got since the last call, and learns from them.
@@ -27,8 +33,29 @@ class Drafter(Protocol):
         `follow` took.
         """
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
-        """Returns the next `count` drafts, at most as many as `chances` has."""
+    def seconds(self, rows: int, depth: int) -> float:
+        """Predicts the time of `drafts` of so many sequences, the deepest of which has `depth`.
+
+        It is 0 where that is counted as part of the step that checks them.
+        """
+
+    def reading(self, seq: Sequence, depth: int) -> float:
+        """Predicts the seconds that are spent once before a sequence can have `depth` drafts."""
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """Returns the next drafts of sequences: so many of each, at most as `chances` has.
+
+        Fewer where no more can be proposed; a sequence without one is left out.
+        """
+
+    def sure(self, seq: Sequence) -> tuple[float, ...]:
+        """Returns how likely each of the drafts is that `drafts` returned, if those before it are.
+
+        Empty where they are as `chances` said.
+        """
+
+    def reset(self) -> None:
+        """Drops what is kept of all sequences, after `drafts` raised an exception."""
 
     def forget(self, seq: Sequence) -> None:
         """Drops what is kept of a sequence; ignores an unknown one."""

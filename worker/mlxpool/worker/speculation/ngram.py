@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.speculation.drafter import Drafts
 from mlxpool.worker.speculation.ngram_index import NGRAM, NOWHERE, NgramIndex
 
 MAX_INDEXED = 4096  # tokens that a call of `follow` takes at once
@@ -105,10 +107,29 @@ class NgramDrafter:
             for length in range(first, first + most)
         )
 
-    def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
+    def seconds(self, rows: int, depth: int) -> float:
         """See Drafter."""
-        stream = self._streams[seq]
-        return stream.index.copied(stream.place, count)
+        return 0.0
+
+    def reading(self, seq: Sequence, depth: int) -> float:
+        """See Drafter."""
+        return 0.0
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """See Drafter."""
+        found = {}
+        for seq, count in depths.items():
+            stream = self._streams[seq]
+            found[seq] = stream.index.copied(stream.place, count)
+        return found
+
+    def sure(self, seq: Sequence) -> tuple[float, ...]:
+        """See Drafter."""
+        return ()
+
+    def reset(self) -> None:
+        """See Drafter."""
+        self._streams.clear()
 
     def forget(self, seq: Sequence) -> None:
         """See Drafter."""

@@ -15,7 +15,7 @@ from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.speculation.depths import choose_depths
-from mlxpool.worker.speculation.drafter import Drafter
+from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 16  # of a row in one step
@@ -32,8 +32,9 @@ TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be pred
 TRIAL_DRAFTS = 4  # of a trial
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
-
-Drafts = Mapping[Sequence, tuple[int, ...]]
+READING_SHARE = 0.25  # of a step, that each later token of a row that is read for drafts may cost
+MAX_PAUSE = 512  # steps for which no drafts are made, because none that was made did pay
+LEAST_REMAINING = 16  # tokens that an answer is expected to go on for, or as many as it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ class Speculator:
         self._without = 0  # steps since the last one with drafts
         self._trial_after = TRIAL_INTERVAL  # steps without drafts until costs are doubted
         self._was_plain = False  # whether the newest step had no drafts
+        self._pause = 0  # steps for which no drafts are made
+        self._next_pause = 1  # so many, when of those that are made none pays
+        self._drafting = 0.0  # seconds of `drafts` since the newest step that the drafter predicts
+        self._rows = self._keys = 0  # of the step for which `depths` were chosen
+        self._chances: dict[Sequence, tuple[float, ...]] = {}  # of its rows
 
     @property
     def rests(self) -> bool:
@@ -93,6 +99,10 @@ class Speculator:
         when the candidates were asked for.
         """
         self._forget_ended(rows)
+        if self._pause:
+            self._pause -= 1
+            self._paying = set()
+            return {}
         first = [one for one in candidates if one.sequence in self._paying]
         if first and self._with_drafts >= PLAIN_INTERVAL:
             return {}
@@ -149,15 +159,20 @@ class Speculator:
             return {}
         keys = sum(one.sequence.length for one in ready) * rows // len(ready)
         times = self.times
+        self._rows, self._keys = rows, keys
+        every = zip(ready, chances, strict=True)
+        self._chances = {one.sequence: some for one, some in every}
 
         def predict(lines: int) -> float:
             return self._predict(Load(lines, keys, 0, lines))
 
-        def seconds(checked: int, drafts: int) -> float:
-            return times.with_drafts(rows, checked, drafts, predict)
+        drafting = self.drafter.seconds
 
-        def guessed(checked: int, drafts: int) -> float:
-            return times.guessed(rows, drafts, predict)
+        def seconds(checked: int, drafts: int, deepest: int) -> float:
+            return times.with_drafts(rows, checked, drafts, predict) + drafting(checked, deepest)
+
+        def guessed(checked: int, drafts: int, deepest: int) -> float:
+            return times.guessed(rows, drafts, predict) + drafting(checked, deepest)
 
         plain = times.plain(rows, predict)
         if plain <= 0:
@@ -167,10 +182,12 @@ class Speculator:
         if any(found):
             if times.measured:
                 self._trial_after = TRIAL_INTERVAL
+            found = self._worth_reading(ready, found, plain)
         elif self._without >= self._trial_after:
             self._without = 0
             found = choose_depths(chances, rows, min(most, TRIAL_DRAFTS), plain, guessed)
-            more = seconds(sum(map(bool, found)), sum(found)) - plain
+            more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
+            more += self._reading(ready, found)
             if more > TRIAL_SHARE * TRIAL_INTERVAL * plain:
                 # A step that something disturbed must not forbid drafts for ever; a cost that is
                 # real is measured again, ever more rarely.
@@ -179,9 +196,63 @@ class Speculator:
                 return {}
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
 
+    def _reading(self, ready: Many[Candidate], depths: Many[int]) -> float:
+        """Returns the seconds that are spent once before rows can have so many drafts."""
+        reading = self.drafter.reading
+        every = zip(ready, depths, strict=True)
+        return sum(reading(one.sequence, depth) for one, depth in every if depth)
+
+    def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
+        """Returns the depths without those of rows that would be read for too little.
+
+        An answer is expected to go on for as many tokens as it has, and each of them to save
+        READING_SHARE of a step.
+        """
+        found = []
+        for one, depth in zip(ready, depths, strict=True):
+            left = min(one.room, max(LEAST_REMAINING, len(one.sequence.ids)))
+            pays = self.drafter.reading(one.sequence, depth) <= READING_SHARE * left * plain
+            found.append(depth if pays else 0)
+        return found
+
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns so many drafts of each of these sequences, as `depths` gave them."""
-        return {seq: self.drafter.drafts(seq, count) for seq, count in depths.items()}
+        """Returns the drafts of these sequences: as many as `depths` gave them at most.
+
+        Where the drafter knows more of them now, only those that pay are left. Where none is, no
+        more are made for a while, twice as long as the last time.
+        """
+        began = self.clock()
+        found = self._those_that_pay(self.drafter.drafts(depths))
+        if self.drafter.seconds(len(depths), max(depths.values(), default=0)):
+            self._drafting = self.clock() - began
+        if found:
+            self._next_pause = max(1, self._next_pause // 2)
+        elif depths:
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
+        return found
+
+    def _those_that_pay(self, drafts: Drafts) -> Drafts:
+        """Returns as many of each row's drafts as pay, now that their making is paid for."""
+        sure = [self.drafter.sure(seq)[: len(some)] for seq, some in drafts.items()]
+        if not any(sure) or not self.times.measured:
+            return drafts
+        chances = [
+            one or self._chances[seq][: len(some)]
+            for one, (seq, some) in zip(sure, drafts.items(), strict=True)
+        ]
+        rows, times = self._rows, self.times
+
+        def predict(lines: int) -> float:
+            return self._predict(Load(lines, self._keys, 0, lines))
+
+        def seconds(checked: int, drafts: int, deepest: int) -> float:
+            return times.with_drafts(rows, checked, drafts, predict)
+
+        most, plain = sum(map(len, chances)), times.plain(rows, predict)
+        depths = choose_depths(chances, rows, most, plain, seconds, least_gain=1.0)
+        every = zip(drafts.items(), depths, strict=True)
+        return {seq: some[:depth] for (seq, some), depth in every if depth}
 
     def checked(self, drafts: Drafts, drawn: Iterable[SampledToken]) -> None:
         """Counts the drafts of a step that drew these tokens."""
@@ -196,6 +267,7 @@ class Speculator:
 
         Other steps read prompts or compiled something, or others ended before they began.
         """
+        seconds, self._drafting = max(0.0, seconds - self._drafting), 0.0
         self._saved = min(MAX_SAVED, self._saved + HOST_SHARE * seconds)
         self._seconds = seconds
         plain = not drafts
@@ -244,5 +316,6 @@ def candidates_of(
             context - length,
             given(one) * KV_BLOCK_TOKENS - length,
         )
+        room = min(room, limits.drafts) if limits.drafts else room
         found.append(Candidate(one, room - awaited))
     return rows, found

@@ -86,11 +86,16 @@ class ModelFolder:
 
 
 def inspect(
-    model: Path | ModelFiles, engine: str = "auto", *, encoder: ModelPlan | None = None
+    model: Path | ModelFiles,
+    engine: str = "auto",
+    *,
+    encoder: ModelPlan | None = None,
+    predicts: bool = False,
 ) -> ModelFolder:
     """Checks a model, given by its files or its folder; reads headers, but no weights.
 
     `engine`: whose code is to compute it, see ModelConfig. `encoder`: the plan of an encoder model.
+    `predicts`: the head that predicts further tokens is used, where the checkpoint has it.
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
     files = model if isinstance(model, ModelFiles) else folder_files(model)
@@ -105,6 +110,8 @@ def inspect(
     vision = find_vision(files, plan, tensors)
     if vision is not None:
         plan = vision.plan.whole
+    if predicts and plan.prediction is not None and any(map(plan.prediction.is_part, tensors)):
+        plan = plan.prediction.whole(set(tensors))
     if uses_mlx_lm:
         matched = mlx_lm_models.match_all(files, tensors)
     else:

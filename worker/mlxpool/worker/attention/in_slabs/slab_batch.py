@@ -29,6 +29,7 @@ from mlxpool.worker.attention.row_batch import (
     RowAttention,
     RowBatch,
     RowSpan,
+    is_check,
     leading_singles,
     line_selector,
 )
@@ -243,16 +244,18 @@ class SlabRowBatch(RowBatch):
         spans: Sequence[RowSpan],
         wanted: Sequence[int] | None,
         attention: RowAttention = causal_attention,
+        *,
+        every: bool = False,
     ) -> None:
         """See RowBatch."""
-        super().__init__(spans, wanted, attention)
+        super().__init__(spans, wanted, attention, every=every)
         self._rows = [cast(SlabRow, span.row) for span in spans]
         for row, span in zip(self._rows, spans, strict=True):
             row.reserve(row.offset + span.count)
         plain = attention is causal_attention
         self._together = leading_singles(spans) if plain else 0
         self._reader = self._reader_of(self._rows[: self._together]) if self._together else None
-        checks = [one for one in self._queries if plain and _is_check(spans[one.span])]
+        checks = [one for one in self._queries if plain and is_check(spans[one.span])]
         self._check_lines = [line for one in checks for line in range(one.first, one.end)]
         self._checks: CheckReader | None = None
         self._select_checks = None
@@ -322,11 +325,6 @@ class SlabRowBatch(RowBatch):
             len(rows), _is_simple(found, len(rows)), constants, arrays, blocks
         )
         return SlabReader(rows[0].shape, member, readings, [slab.layers for slab, _ in found])
-
-
-def _is_check(span: RowSpan) -> bool:
-    """Whether a span checks drafts: each of its tokens gives logits."""
-    return span.count > 1 and span.lines == span.count and not span.hidden and span.plain
 
 
 _Constants = tuple[int, int, int, bool, bool, bool]

@@ -1,0 +1,178 @@
+"""The heads that predict further tokens (MTP), in NumPy and float64: references for the worker's.
+
+Each function takes the whole sequence and keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = Any  # of NumPy
+Weights = Mapping[str, Array]
+Layer = Callable[[Array, "Tensors", Mapping[str, Any]], Array]  # x [T, d] -> [T, d]
+
+
+class Tensors:
+    """The tensors below a prefix, in float64."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self.weights, self.prefix = weights, prefix
+
+    def __call__(self, name: str) -> Array:
+        return self.weights[f"{self.prefix}.{name}"].astype(np.float64)
+
+    def has(self, name: str) -> bool:
+        return f"{self.prefix}.{name}" in self.weights
+
+    def below(self, name: str) -> Tensors:
+        return Tensors(self.weights, f"{self.prefix}.{name}")
+
+
+def glm_head(
+    weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
+) -> tuple[Array, Array]:
+    """States [T, d] behind the head's norm, and logits [T, vocabulary]: of the tokens, and of the
+    model's states [T, d] of the tokens before them.
+    """
+    own = Tensors(weights, f"model.layers.{config['num_hidden_layers']}")
+    embed = own if own.has("embed_tokens.weight") else Tensors(weights, "model")
+    eps = config["rms_norm_eps"]
+    e = _norm(embed("embed_tokens.weight")[tokens], own("enorm.weight"), eps)
+    h = _norm(states, own("hnorm.weight"), eps)
+    x = np.concatenate([e, h], axis=1) @ own("eh_proj.weight").T
+    out = _norm(glm_layer(x, own, config), own("shared_head.norm.weight"), eps)
+    name = "shared_head.head.weight"
+    return out, out @ (own(name) if own.has(name) else weights["lm_head.weight"]).T
+
+
+def qwen_head(
+    weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
+) -> tuple[Array, Array]:
+    """See glm_head."""
+    own, eps = Tensors(weights, "mtp"), config["rms_norm_eps"]
+    embed = weights["model.embed_tokens.weight"].astype(np.float64)
+    e = _norm(embed[tokens], own("pre_fc_norm_embedding.weight"), eps)
+    h = _norm(states, own("pre_fc_norm_hidden.weight"), eps)
+    x = np.concatenate([e, h], axis=1) @ own("fc.weight").T
+    out = _norm(qwen_layer(x, own.below("layers.0"), config), own("norm.weight"), eps)
+    head = embed if config.get("tie_word_embeddings") else weights["lm_head.weight"]
+    return out, out @ head.T
+
+
+def glm_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
+    """Latent attention and experts that are chosen by sigmoids, with residual additions."""
+    eps = config["rms_norm_eps"]
+    x = x + _latent_attention(
+        _norm(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
+    )
+    y = _norm(x, layer("post_attention_layernorm.weight"), eps)
+    mlp = layer.below("mlp")
+    scores = 1 / (1 + np.exp(-(y @ mlp("gate.weight").T)))
+    count = config["num_experts_per_tok"]
+    chosen = np.argsort(-(scores + mlp("gate.e_score_correction_bias")), axis=1)[:, :count]
+    shares = np.take_along_axis(scores, chosen, 1)
+    shares = shares / shares.sum(1, keepdims=True) * config["routed_scaling_factor"]
+    return x + _experts(y, mlp, chosen, shares) + _swiglu(y, mlp.below("shared_experts"))
+
+
+def qwen_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
+    """Attention with gated outputs; a dense feed-forward, or experts and a gated shared one."""
+    eps = config["rms_norm_eps"]
+    x = x + _gated_attention(
+        _norm(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
+    )
+    y = _norm(x, layer("post_attention_layernorm.weight"), eps)
+    mlp = layer.below("mlp")
+    if not mlp.has("gate.weight"):
+        return x + _swiglu(y, mlp)
+    logits = y @ mlp("gate.weight").T
+    scores = np.exp(logits - logits.max(1, keepdims=True))
+    scores /= scores.sum(1, keepdims=True)
+    chosen = np.argsort(-scores, axis=1)[:, : config["num_experts_per_tok"]]
+    shares = np.take_along_axis(scores, chosen, 1)
+    if config.get("norm_topk_prob", True):
+        shares = shares / shares.sum(1, keepdims=True)
+    gate = 1 / (1 + np.exp(-(y @ mlp("shared_expert_gate.weight").T)))
+    return x + _experts(y, mlp, chosen, shares) + gate * _swiglu(y, mlp.below("shared_expert"))
+
+
+def _latent_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Array:
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    plain, eps = config["qk_nope_head_dim"], config["rms_norm_eps"]
+    q = _norm(x @ attn("q_a_proj.weight").T, attn("q_a_layernorm.weight"), eps)
+    q = (q @ attn("q_b_proj.weight").T).reshape(len(x), heads, -1)
+    both = x @ attn("kv_a_proj_with_mqa.weight").T
+    latent = _norm(both[:, :rank], attn("kv_a_layernorm.weight"), eps)
+    keys = np.einsum("tr,hrp->thp", latent, attn("embed_q.weight"))
+    values = np.einsum("tr,hvr->thv", latent, attn("unembed_out.weight"))
+    base = config["rope_theta"]
+    turned = _rope(both[:, None, rank:], base, pairs=True)
+    k = np.concatenate([keys, np.repeat(turned, heads, axis=1)], axis=2)
+    q = np.concatenate([q[..., :plain], _rope(q[..., plain:], base, pairs=True)], axis=2)
+    out = _attend(q, k, values)
+    return out.reshape(len(x), -1) @ attn("o_proj.weight").T
+
+
+def _gated_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Array:
+    heads, pairs = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config.get("rope_parameters") or config
+    q_gate = (x @ attn("q_proj.weight").T).reshape(len(x), heads, -1)
+    q, gate = np.split(q_gate, 2, axis=2)
+    k = (x @ attn("k_proj.weight").T).reshape(len(x), pairs, -1)
+    v = (x @ attn("v_proj.weight").T).reshape(len(x), pairs, -1)
+    eps, size = config["rms_norm_eps"], q.shape[2]
+    turned = int(size * rope["partial_rotary_factor"])
+    q, k = (
+        np.concatenate([_rope(one[..., :turned], rope["rope_theta"]), one[..., turned:]], axis=2)
+        for one in (
+            _norm(q, attn("q_norm.weight"), eps),
+            _norm(k, attn("k_norm.weight"), eps),
+        )
+    )
+    k, v = (np.repeat(one, heads // pairs, axis=1) for one in (k, v))
+    out = _attend(q, k, v) / (1 + np.exp(-gate))
+    return out.reshape(len(x), -1) @ attn("o_proj.weight").T
+
+
+def _attend(q: Array, k: Array, v: Array) -> Array:
+    """Causal attention [T, H, V] of queries and keys [T, H, D]."""
+    scores = np.einsum("thd,shd->hts", q, k) * q.shape[2] ** -0.5
+    scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
+    scores = np.exp(scores - scores.max(2, keepdims=True))
+    return np.einsum("hts,shv->thv", scores / scores.sum(2, keepdims=True), v)
+
+
+def _rope(x: Array, base: float, *, pairs: bool = False) -> Array:
+    """x [T, H, D] rotated by positions; `pairs`: neighbours are a pair, else both halves are."""
+    size = x.shape[2]
+    angles = np.arange(len(x))[:, None, None] * base ** (-np.arange(0, size, 2) / size)
+    cos, sin = np.cos(angles), np.sin(angles)
+    one, other = (x[..., ::2], x[..., 1::2]) if pairs else np.split(x, 2, axis=2)
+    found = one * cos - other * sin, one * sin + other * cos
+    return np.stack(found, axis=3).reshape(x.shape) if pairs else np.concatenate(found, axis=2)
+
+
+def _experts(x: Array, mlp: Tensors, chosen: Array, shares: Array) -> Array:
+    gate, up, down = (mlp(f"switch_mlp.{one}_proj.weight") for one in ("gate", "up", "down"))
+    out = np.zeros_like(x)
+    for token, experts in enumerate(chosen):
+        for expert, share in zip(experts, shares[token], strict=True):
+            inner = _silu(gate[expert] @ x[token]) * (up[expert] @ x[token])
+            out[token] += share * (down[expert] @ inner)
+    return out
+
+
+def _swiglu(x: Array, mlp: Tensors) -> Array:
+    gate, up = x @ mlp("gate_proj.weight").T, x @ mlp("up_proj.weight").T
+    return (_silu(gate) * up) @ mlp("down_proj.weight").T
+
+
+def _silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def _norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight

@@ -1,0 +1,95 @@
+"""Small models with a head that predicts further tokens (MTP), of each family that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxpool.worker import models
+from support.numpy_heads import glm_head, qwen_head
+from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, write_checkpoint
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 50000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {**GLM, "num_nextn_predict_layers": 1},
+    "qwen3_next": {**QWEN3_NEXT, **EXPERTS, "head_dim": 8},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": {**QWEN3_5, **EXPERTS, "model_type": "qwen3_5_moe_text"},
+}
+REFERENCES: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
+    name: glm_head if name.startswith("glm") else qwen_head for name in FAMILIES
+}
+OWN = ("embed_tokens.weight", "shared_head.head.weight")  # that GLM's head may have
+
+
+def settings(family: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a family."""
+    return config(**{**FAMILIES[family], **changes})
+
+
+def weights_with_head(
+    family: str, seed: int = 0, *, own: bool = False, **changes: Any
+) -> dict[str, np.ndarray]:
+    """Random weights of a model and its head. `own`: a head with its own tokens and output."""
+    whole = settings(family, **changes)
+    prediction = models.plan(whole).prediction
+    assert prediction is not None
+    stored = {"mtp.layers.0.mlp.gate.weight"} if whole.get("num_experts") else set()
+    if own:
+        stored |= {f"model.layers.{whole['num_hidden_layers']}.{name}" for name in OWN}
+    return random_weights(whole, seed, prediction.whole(stored))
+
+
+def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dict[str, np.ndarray]:
+    """The weights with layers of which only a `share` counts, and a head that leaves them out.
+
+    The next token then depends nearly on the newest alone. The head gives the likeliest one behind
+    its token, so most of its drafts are right at any depth.
+    """
+    joint = next(name for name in weights if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
+    head = joint.removesuffix("eh_proj.weight").removesuffix("fc.weight")
+    found = dict(weights)
+    for name, array in weights.items():
+        ahead = name.startswith(head)
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            found[name] = array * np.float32(0 if ahead else share)
+        elif ahead and "norm" in name:
+            found[name] = np.ones_like(array)
+    size = len(weights[joint])
+    found[joint] = np.eye(size, 2 * size, dtype=np.float32)  # the token's half
+    found["model.norm.weight"] = np.ones_like(weights["model.norm.weight"])
+    return found
+
+
+def write_predicting(
+    path: Path, family: str, seed: int = 0, *, right: bool = False, **changes: Any
+) -> Path:
+    """Writes a model with a head; `right`: most of its drafts are, see likely_right."""
+    weights = weights_with_head(family, seed, **changes)
+    stored = likely_right(weights) if right else weights
+    return write_checkpoint(path, weights=stored, **{**FAMILIES[family], **changes})

@@ -1,0 +1,122 @@
+"""Which settings of `speculation` an engine can serve: others are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from support.constrained_answers import demo
+from support.predicting_models import write_predicting
+from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.schema import Counting  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.worker.compute.drafting_rows import make_drafter, make_speculator  # noqa: E402
+from mlxpool.worker.draft_model.engine import DraftModelEngine  # noqa: E402
+from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.speculation.best_drafter import BestDrafter  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_DRAFT, FOLDERS  # noqa: E402
+
+SETTINGS = ["off", "ngram", "mtp", "draft", "auto"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load(demo()[0])
+
+
+@pytest.fixture(scope="module")
+def draft() -> LoadedModel:
+    return load(inspect(FOLDERS[DEMO_DRAFT]))
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    size = demo()[0].plan.vocab_size
+    path = write_predicting(tmp_path_factory.mktemp("model"), "qwen3_next", vocab_size=size)
+    return load(inspect(path, predicts=True))
+
+
+def drafting(loaded: LoadedModel, draft: LoadedModel | None = None) -> ModelEngine:
+    second = None if draft is None else DraftModelEngine(draft, demo()[2], rows=1, limit=0)
+    return ModelEngine(loaded, demo()[1], blocks=4, draft=second)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
+    """With "auto" it serves without."""
+    exact = load(demo()[0], deterministic=True)
+    states = {**QWEN3_NEXT, "num_hidden_layers": 2}
+    recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
+    engines: list[tuple[Engine, str]] = [
+        (CountingEngine(Counting(), 1000), "the counting model cannot check drafts"),
+        (ModelEngine(exact, demo()[1], blocks=4), "deterministic is true"),
+        (ModelEngine(recurrent, blocks=4), "states or windows"),
+    ]
+    for made, words in engines:
+        if setting in ("off", "auto"):
+            assert make_speculator(setting, made, "some") is None
+        else:
+            with pytest.raises(ModelLoadFailed, match=f"speculation is '{setting}', but .*{words}"):
+                make_speculator(setting, made, "some")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [("mtp", "has no head"), ("draft", "has no draft model")]
+)
+def test_a_drafter_that_is_not_there_is_refused_by_name(
+    loaded: LoadedModel, setting: str, words: str
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=f"'{setting}', but models.demo {words}.*'auto'"):
+        make_speculator(setting, drafting(loaded), "demo")
+
+
+def test_auto_has_the_best_of_what_is_there(
+    loaded: LoadedModel, draft: LoadedModel, predicting: LoadedModel
+) -> None:
+    cases: list[tuple[ModelEngine, list[str]]] = [
+        (drafting(loaded), ["ngram"]),
+        (drafting(loaded, draft), ["ngram", "draft"]),
+        (drafting(predicting), ["ngram", "mtp"]),
+        (drafting(predicting, draft), ["ngram", "mtp", "draft"]),
+    ]
+    for made, names in cases:
+        found: Any = make_drafter("auto", made, monotonic)
+        several = isinstance(found, BestDrafter)
+        every = found._drafters if several else [found]
+        assert [one.name for one in every] == names
+        assert found.name == ("auto" if several else "ngram")
+
+
+@pytest.mark.parametrize("setting", ["draft", "auto"])
+def test_a_draft_model_of_what_checks_no_drafts_is_refused(
+    draft: LoadedModel, setting: str, tmp_path: Path
+) -> None:
+    """With "auto" as well: it would be loaded for nothing."""
+    recurrent = load(inspect(write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})))
+    drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
+    made = ModelEngine(recurrent, blocks=4, draft=drafts)
+    with pytest.raises(ModelLoadFailed, match="leave speculation and draft out"):
+        make_speculator(setting, made, "some")
+
+
+def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
+    """Its weights and all of its rows are within the limit; what it has is shown."""
+    limit = 2**30
+    drafts = DraftModelEngine(draft, demo()[2], rows=4, limit=limit)
+    plain = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
+    beside = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20, draft=drafts)
+    assert drafts.held_bytes > draft.weight_bytes + 4 * drafts.context * drafts._block_bytes // 256
+    less = plain._free_blocks() - beside._free_blocks()
+    blocks = drafts.held_bytes / beside._block_bytes
+    assert blocks - 2 <= less <= blocks + 2 + 2**26 / beside._block_bytes
+    assert plain.memory().draft == 0 < draft.weight_bytes <= beside.memory().draft

@@ -1,0 +1,78 @@
+"""Which models may draft with their own head (MTP): others are refused by name, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.predicting_models import FAMILIES, settings, write_predicting
+from support.worker_checkpoints import random_weights, write_checkpoint
+
+pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.compute.model_source import ModelSource, open_source
+from mlxpool.worker.diagnose.check import check
+
+
+def without_head(path: Path, family: str) -> Path:
+    """As most conversions: config.json describes a head, and the weights have none."""
+    return write_checkpoint(path, weights=random_weights(settings(family)), **FAMILIES[family])
+
+
+def asking(path: Path, speculation: str = "mtp", **changes: Any) -> ModelConfig:
+    return ModelConfig(path=str(path), speculation=speculation, **changes)
+
+
+CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
+    "no head in the weights": (
+        lambda path: without_head(path, "glm4_moe_lite"),
+        {},
+        r"no tensors 'model\.layers\.2\.\*' of a head.*most conversions leave them out",
+    ),
+    "no head in a conversion of Qwen": (
+        lambda path: without_head(path, "qwen3_5"),
+        {},
+        r"no tensors 'mtp\.\*' of a head",
+    ),
+    "another family": (write_checkpoint, {}, "'llama' has no head that predicts further tokens"),
+    "a group": (
+        lambda path: write_predicting(path, "glm4_moe_lite"),
+        {"devices": 2},
+        "devices is 2, and a group of devices checks no drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_cannot_draft_with_a_head_is_refused(name: str, tmp_path: Path) -> None:
+    """Before its weights are read; `mlxpool check` says the same."""
+    write, changes, words = CASES[name]
+    path = write(tmp_path / "model")
+    message = f'speculation is \'mtp\', but .*{words}.*set speculation to "ngram" or "auto"'
+    with pytest.raises(ModelLoadFailed, match=message):
+        open_source(asking(path, **changes))
+    problems = check("some", asking(path, **changes))["problems"]
+    assert any(words.split("'")[0].replace("\\", "") in one for one in problems), problems
+
+
+@pytest.mark.parametrize("speculation", ["off", "ngram", "auto", "mtp"])
+def test_weights_of_a_head_are_read_where_it_may_draft(speculation: str, tmp_path: Path) -> None:
+    path = write_predicting(tmp_path, "qwen3_next")
+    source = open_source(asking(path, speculation))
+    assert isinstance(source, ModelSource)
+    plain = open_source(asking(path, "off"))
+    assert isinstance(plain, ModelSource)
+    assert (source.weight_bytes > plain.weight_bytes) == (speculation in ("auto", "mtp"))
+    assert source.opened.digest == plain.opened.digest  # a stream may go on in either
+
+
+def test_auto_leaves_a_head_out_that_cannot_draft(tmp_path: Path) -> None:
+    path = write_predicting(tmp_path, "glm4_moe_lite")
+    plain, auto = (open_source(asking(path, one, devices=2)) for one in ("off", "auto"))
+    assert isinstance(plain, ModelSource) and isinstance(auto, ModelSource)
+    assert auto.weight_bytes == plain.weight_bytes

@@ -1,0 +1,117 @@
+"""Which models may draft for another: those with its tokenizer, whose rows can go back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.compute.model_source import draft_of, open_source
+from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def copied(folder: Path, file: str, change: Change) -> str:
+    """The path of a copy of the demo's draft model with one of its files changed."""
+    shutil.copytree(FOLDERS[DEMO_DRAFT], folder)
+    data = json.loads((folder / file).read_text())
+    change(data)
+    (folder / file).write_text(json.dumps(data))
+    return str(folder)
+
+
+def exchange(data: dict[str, Any]) -> None:
+    """Exchanges the ids 70 and 90 of a tokenizer."""
+    vocabulary = data["model"]["vocab"]
+    one, other = ({id: text for text, id in vocabulary.items()}[id] for id in (70, 90))
+    vocabulary[one], vocabulary[other] = 90, 70
+
+
+def make_special(data: dict[str, Any]) -> None:
+    (text,) = (text for text, token in data["model"]["vocab"].items() if token == 4000)
+    data["added_tokens"].append({**data["added_tokens"][0], "id": 4000, "content": text})
+
+
+def make_ordinary(data: dict[str, Any]) -> None:
+    data["added_tokens"][0]["special"] = False
+
+
+def test_the_draft_model_of_the_demo_may_draft_for_it() -> None:
+    folder = inspect_draft(DEMO_DRAFT, inspect(DEMO_FOLDER))
+    engine = load_draft(folder, lambda tensors, size: None, rows=1, limit=0)
+    engine.warm_up()
+    assert engine.max_rows == 1 and engine.context == folder.context <= 1024
+    assert sum(file.stat().st_size for file in FOLDERS[DEMO_DRAFT].iterdir()) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (exchange, r'has "z" for the id 70, that of the model has "f"'),
+        (make_special, r"has the special token .* for the id 4000, that of the model has"),
+        (make_ordinary, r'"<\|endoftext\|>" for the id 0, that of the model has the special token'),
+    ],
+)
+def test_another_tokenizer_is_refused_by_the_first_id_that_differs(
+    tmp_path: Path, change: Change, words: str
+) -> None:
+    path = copied(tmp_path / "draft", "tokenizer.json", change)
+    with pytest.raises(ModelLoadFailed, match=words) as caught:
+        inspect_draft(path, inspect(DEMO_FOLDER))
+    assert "must have the tokenizer of its model" in str(caught.value)
+    assert repr(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("builtin:demo-chat", "for the id 0"),
+        ("builtin:demo-embed", "generates no tokens"),
+        ("builtin:none", "there is no 'builtin:none'"),
+        ("/nowhere/at/all", "nowhere"),
+    ],
+)
+def test_what_cannot_draft_is_refused_by_name(path: str, words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=f"draft is {path!r}: .*{words}"):
+        inspect_draft(path, inspect(DEMO_FOLDER))
+
+
+def config(**fields: Any) -> ModelConfig:
+    return ModelConfig(**{"path": "builtin:demo", "draft": DEMO_DRAFT, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"speculation": "draft", "draft": ""}, "no draft model is set"),
+        ({"speculation": "off"}, "speculation is 'off'"),
+        ({"speculation": "ngram"}, "speculation is 'ngram'"),
+        ({"speculation": "auto", "deterministic": True}, "deterministic is true"),
+        ({"speculation": "auto", "devices": 2}, "devices is 2"),
+        ({"speculation": "draft", "devices": 2}, "devices is 2"),
+        ({"speculation": "auto", "path": "builtin:counting"}, "the counting model checks no"),
+        ({"speculation": "auto", "path": "builtin:demo-embed"}, "a model of texts checks no"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        open_source(config(**fields))
+
+
+def test_the_settings_name_the_draft_model() -> None:
+    folder = inspect(DEMO_FOLDER)
+    for setting in ("draft", "auto"):
+        found = draft_of(folder, config(speculation=setting))
+        assert found is not None and found.path == FOLDERS[DEMO_DRAFT]
+    assert draft_of(folder, config(speculation="auto", draft="")) is None

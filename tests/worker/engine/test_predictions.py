@@ -1,0 +1,268 @@
+"""Drafts of a model's own head (MTP) are those of its whole history, whatever rows went through."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from support.engine_steps import decode, decode_spans, enter, read, step
+from support.predicting_models import FAMILIES, write_predicting
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.prediction_rows import MAX_FAILURES, MAX_WAITING, Predictions  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
+from mlxpool.worker.caches.stored import AUTO, INT8  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+
+LAYOUTS = [(family, "rows") for family in FAMILIES] + [("glm4_moe_lite", "pool")]
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        family: load(inspect(write_predicting(root / family, family), predicts=True))
+        for family in FAMILIES
+    }
+
+
+def engine_of(loaded: LoadedModel, layout: str = "rows", **settings: Any) -> ModelEngine:
+    given = {"prefix": "off", "lookahead": False, **settings}
+    return ModelEngine(loaded, layout=layout, **given)
+
+
+def head_of(engine: ModelEngine) -> Predictions:
+    assert isinstance(engine.predictor, Predictions)
+    return engine.predictor
+
+
+def sequence(number: int, size: int = 70) -> Sequence:
+    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
+    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
+    return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)
+
+
+def wanted(
+    loaded: LoadedModel, seq: Sequence, count: int, first: int = 0, kv: str = AUTO
+) -> tuple[int, ...]:
+    """The drafts of a head that reads the whole sequence, from input `first` on, anew."""
+    shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, 512, kv=kv)
+    own = RowShape((loaded.folder.plan.prediction_cache,), loaded.dtype, 512, 512)  # type: ignore[arg-type]
+    model = cast(PredictingModel, loaded.model)
+    tokens = seq.tokens
+    batch = RowBatch([RowSpan(RowCache(shape), len(tokens) - 1)], None)
+    states = model.hidden_states(mx.array(tokens[:-1]), batch)[first:]
+    row, given, found = RowCache(own), mx.array(tokens[first + 1 :]), []
+    for _ in range(count):
+        batch = RowBatch([RowSpan(row, given.shape[0])], [0])
+        states = model.prediction(given, states, batch)
+        batch.done()
+        given = mx.argmax(model.prediction.logits_of(states), axis=-1)
+        found.append(int(given.item()))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_drafts_are_those_of_the_whole_history(
+    models: dict[str, LoadedModel], family: str, layout: str
+) -> None:
+    """Of prompts read in chunks, beside others, behind right and wrong drafts and plain steps."""
+    draw, loaded = random.Random(family), models[family]
+    engine = engine_of(loaded, layout)
+    head, limit = head_of(engine), engine.limits.drafts or 4
+    rows = [sequence(number, size) for number, size in enumerate((2, 33, 70, 150))]
+    answers = answers_of(loaded, rows)
+    for seq in rows:
+        enter(engine, seq, 40)
+    late = sequence(9, 90)
+    engine.admit(late)
+    for number in range(12):
+        depths = {seq: draw.randint(0, 3) for seq in rows}
+        if number:
+            assert all(map(head.ready, rows))
+        found = head.drafts(depths)
+        spans = []
+        for seq in rows:
+            drafts = found.get(seq, ())
+            if number:
+                assert drafts == wanted(loaded, seq, depths[seq])
+            right = draw.random() < 0.6
+            known = answers[seq][len(seq.ids) :]
+            following = known[: draw.randint(0, limit)] if right else drafts[:limit]
+            spans.append(Span.check(seq, following) if following else decode_spans([seq])[0])
+        if late.submitted < 80:
+            spans.insert(draw.randrange(len(spans)), Span(late, late.submitted, 20, 0))
+        for one in step(engine, spans):
+            one.sequence.ids.append(one.token)
+    read(engine, late)
+    decode(engine, [late], 1)
+    assert head.drafts({late: 2})[late] == wanted(loaded, late, 2)
+    for seq in (*rows, late):
+        engine.release(seq)
+    assert head.nbytes == 0 and engine.memory().kv == 0
+
+
+def answers_of(loaded: LoadedModel, rows: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
+    """All tokens of the sequences, computed without drafts."""
+    engine = engine_of(loaded)
+    copies = [replace(seq, ids=[]) for seq in rows]
+    for copy in copies:
+        enter(engine, copy)
+    decode(engine, copies, TOKENS)
+    return {seq: tuple(copy.ids) for seq, copy in zip(rows, copies, strict=True)}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3_next"])
+def test_states_that_wait_are_read_when_they_are_many(
+    models: dict[str, LoadedModel], family: str
+) -> None:
+    """A row that has no drafts keeps few of them, and its next drafts are right all the same."""
+    loaded = models[family]
+    engine = engine_of(loaded)
+    head, seq = head_of(engine), sequence(3, 5)
+    enter(engine, seq)
+    most = 0
+    for _ in range(MAX_WAITING + 9):
+        decode(engine, [seq], 1)
+        one = head._rows[seq]
+        most = max(most, sum(some.count for some in one.waiting))
+        assert all(some.array.shape[0] <= 4 for some in one.waiting)
+    assert most <= MAX_WAITING + 1
+    assert head.drafts({seq: 3})[seq] == wanted(loaded, seq, 3)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3_5_moe"])
+def test_a_row_begins_anew_behind_a_cached_prefix(
+    models: dict[str, LoadedModel], family: str
+) -> None:
+    """The prefix cache has no states, so drafts are those of the inputs behind its prefix."""
+    loaded = models[family]
+    engine = engine_of(loaded, prefix="tree")
+    head, first = head_of(engine), sequence(4, 300)
+    first.restore_at = 256
+    enter(engine, first)
+    decode(engine, [first], 2)
+    engine.release(first)
+    assert not head.ready(first)
+    again = Sequence(b"", 1, (*first.tokens, 7, 8, 9), first.options, 4, TOKENS)
+    enter(engine, again)
+    assert again.cached > 200
+    decode(engine, [again], 1)
+    assert head.ready(again)
+    assert head.drafts({again: 3})[again] == wanted(loaded, again, 3, again.cached)
+
+
+def test_a_row_that_goes_back_forgets_what_was_behind(models: dict[str, LoadedModel]) -> None:
+    loaded = models["glm4_moe_lite"]
+    engine = engine_of(loaded)
+    head, seq = head_of(engine), sequence(5, 90)
+    enter(engine, seq)
+    decode(engine, [seq], 20)
+    assert head.drafts({seq: 2})[seq] == wanted(loaded, seq, 2)
+    assert not head.ready(seq) and head.drafts({seq: 2}) == {}  # nothing has come since
+    for kept in (100, 60):
+        assert engine.rewind(seq, kept)
+        del seq.ids[max(0, kept + 1 - 90) :]
+        if seq.unread > 1:
+            step(engine, [Span(seq, kept, seq.unread - 1, 0)])
+        decode(engine, [seq], 2)
+        assert head.drafts({seq: 3})[seq] == wanted(loaded, seq, 3)
+
+
+def test_a_failed_pass_costs_drafts_and_nothing_else(models: dict[str, LoadedModel]) -> None:
+    """After some of them there are none any more."""
+    engine = engine_of(models["glm4_moe_lite"])
+    head, seq = head_of(engine), sequence(6)
+    enter(engine, seq)
+    decode(engine, [seq], 2)
+    whole = head._head
+
+    class Failing:
+        def __call__(self, *inputs: Any) -> Any:
+            raise RuntimeError("the device has no memory left")
+
+    for failures in range(1, MAX_FAILURES + 1):
+        head._head = cast(Any, Failing())
+        assert head.drafts({seq: 2}) == {} and head.nbytes == 0
+        head._head = whole
+        decode(engine, [seq], 1)
+        assert head.ready(seq) == (failures < MAX_FAILURES)
+    assert len(seq.ids) == 2 + MAX_FAILURES
+
+
+def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path: Path) -> None:
+    """Its keys and values take their part of the blocks, and are in the report of the rows'."""
+    path = write_predicting(tmp_path, "glm4_moe_lite")
+    with_head, without = models["glm4_moe_lite"], load(inspect(path))
+    assert with_head.weight_bytes > without.weight_bytes
+    engine, plain = engine_of(with_head, limit=2**34), engine_of(without, limit=2**34)
+    assert engine._head_block_bytes > 0 == plain._head_block_bytes
+    assert plain.predictor is None
+    assert engine._free_blocks() < plain._free_blocks()
+    seq = sequence(7, 200)
+    enter(engine, seq)
+    assert head_of(engine).nbytes > 0
+    assert engine.kv_use()[1] == engine._rows[seq].nbytes + head_of(engine).nbytes
+
+
+def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedModel]) -> None:
+    """Those of the model; the head's own stay as they are computed."""
+    loaded = models["qwen3_next"]
+    engine, seq = engine_of(loaded, kv=INT8), sequence(5)
+    head = head_of(engine)
+    enter(engine, seq)
+    decode(engine, [seq], 1)
+    for _ in range(4):
+        drafts = head.drafts({seq: 2})[seq]
+        assert drafts == wanted(loaded, seq, 2, kv=INT8)
+        for one in step(engine, [Span.check(seq, drafts)]):
+            seq.ids.append(one.token)
+    own = head._rows[seq].row
+    assert own.arrays() and {array.dtype for array in own.arrays()} == {loaded.dtype}
+    assert mx.int8 in {array.dtype for array in cast(RowCache, engine._rows[seq]).arrays()}
+
+
+def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedModel]) -> None:
+    loaded = models["qwen3_next"]
+    engine = engine_of(loaded)
+    shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, engine.chunk)
+    assert engine._row_bytes == shape.fixed_bytes + engine.limits.drafts * shape.state_bytes
+    seq = sequence(8, 20)
+    enter(engine, seq)
+    drafts = (1,) * engine.limits.drafts
+    for _ in range(4):
+        engine.submit([Span.check(seq, drafts)])
+        mx.eval(engine._rows[seq].arrays())
+        held = sum(
+            sum(
+                array.nbytes for state in (layer.arrays, *layer._before.values()) for array in state
+            )
+            for layer in cast(RowCache, engine._rows[seq])._layers
+            if isinstance(layer, StateLayer)
+        )
+        assert held <= engine._row_bytes
+        for one in engine.collect().drawn:
+            seq.ids.append(one.token)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_warm_up_has_the_head_draft(models: dict[str, LoadedModel], family: str) -> None:
+    """It leaves no rows, and serves the smallest context."""
+    for context in (4, 512):
+        engine = engine_of(models[family], context=context, blocks=8, max_sequences=2)
+        engine.warm_up(lambda: None)
+        assert head_of(engine).nbytes == 0 and not head_of(engine)._rows

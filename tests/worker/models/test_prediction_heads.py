@@ -1,0 +1,186 @@
+"""The heads that predict further tokens (MTP) against NumPy, and the names of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from support.predicting_models import FAMILIES, REFERENCES, settings, weights_with_head
+from support.stored_checkpoints import after, converted, one_by_one
+from support.worker_checkpoints import write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.worker import models  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.layers.model_plan import PredictingModel, Prediction  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+
+Weights = dict[str, np.ndarray]
+TOKENS = 19
+TOLERANCE = 2e-4  # of the largest number
+
+
+def head_of(path: Path) -> tuple[Prediction, RowShape]:
+    """The head of a stored model, and the shape of its rows."""
+    loaded = load(inspect(path, predicts=True))
+    cache = loaded.folder.plan.prediction_cache
+    assert cache is not None
+    head = cast(PredictingModel, loaded.model).prediction
+    return head, RowShape((cache,), loaded.dtype, 512, 64)
+
+
+def computed(path: Path, tokens: list[int], states: np.ndarray, parts: list[int]) -> Any:
+    """States and logits of the tokens, read in parts of these sizes."""
+    head, shape = head_of(path)
+    row, found = RowCache(shape), []
+    begin = 0
+    for count in parts:
+        ids = mx.array(tokens[begin : begin + count], dtype=mx.int32)
+        given = mx.array(states[begin : begin + count].astype(np.float32))
+        batch = RowBatch([RowSpan(row, count)], None)
+        found.append(head(ids, given, batch))
+        batch.done()
+        begin += count
+    out = mx.concatenate(found)
+    return np.array(out), np.array(head.logits_of(out))
+
+
+def require_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+def inputs(seed: int, width: int) -> tuple[list[int], np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return draw.integers(0, 256, TOKENS).tolist(), draw.standard_normal((TOKENS, width))
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("glm4_moe_lite", {"own": True}),
+    ("qwen3_5", {"tie_word_embeddings": True}),
+    ("qwen3_next", {"num_experts": None}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+@pytest.mark.parametrize("parts", [[TOKENS], [1, 1, 12, 1, 4]])
+def test_a_head_computes_what_numpy_does(
+    family: str, changes: dict[str, Any], parts: list[int], tmp_path: Path
+) -> None:
+    """Read at once or in parts, with keys and values of its own."""
+    own = changes.get("own", False)
+    others = {key: value for key, value in changes.items() if key != "own"}
+    stored = converted(weights_with_head(family, 3, own=own, **others))
+    whole = settings(family, **others)
+    path = write_checkpoint(tmp_path, weights=stored, **{**FAMILIES[family], **others})
+    tokens, states = inputs(5, whole["hidden_size"])
+    wanted = REFERENCES[family](stored, whole, tokens, states)
+    for ours, theirs in zip(computed(path, tokens, states, parts), wanted, strict=True):
+        require_close(ours, theirs)
+
+
+def glm_released(weights: Weights) -> Weights:
+    """Each expert by itself, both projections of latents as one weight."""
+    stored: Weights = {}
+    for name, array in one_by_one(weights).items():
+        if name.endswith(".embed_q.weight"):
+            values = weights[name.replace("embed_q", "unembed_out")]
+            both = np.concatenate([array.swapaxes(1, 2), values], axis=1)
+            stored[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
+        elif not name.endswith(".unembed_out.weight"):
+            stored[name] = array
+    return stored
+
+
+def qwen_released(weights: Weights) -> Weights:
+    """Norm weights less one, convolutions with their axes swapped, each expert by itself."""
+    return {
+        name: array - 1 if _shifted(name) else array for name, array in one_by_one(weights).items()
+    }
+
+
+def _shifted(name: str) -> bool:
+    return "norm" in name and "linear_attn.norm" not in name
+
+
+def multimodal(weights: Weights) -> Weights:
+    """As a released multimodal checkpoint names its text part: the head is outside of it."""
+    return {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
+        for name, x in weights.items()
+    }
+
+
+def inside(weights: Weights) -> Weights:
+    """As conversions of multimodal checkpoints name it."""
+    return {f"language_model.{name}": array for name, array in weights.items()}
+
+
+STORED: dict[str, tuple[str, Callable[[Weights], Mapping[str, np.ndarray]], bool]] = {
+    "GLM": ("glm4_moe_lite", glm_released, False),
+    "GLM with tokens and output of its own": ("glm4_moe_lite", glm_released, True),
+    "Qwen3-Next": ("qwen3_next", qwen_released, False),
+    "Qwen3.5, multimodal": ("qwen3_5", after(qwen_released, multimodal), False),
+    "Qwen3.5, converted": ("qwen3_5_moe", after(converted, inside), False),
+}
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_a_released_checkpoint_has_the_same_head(form: str, tmp_path: Path) -> None:
+    family, stored, own = STORED[form]
+    weights = weights_with_head(family, 4, own=own)
+    ours = write_checkpoint(tmp_path / "ours", weights=converted(weights), **FAMILIES[family])
+    other = write_checkpoint(tmp_path / "other", weights=stored(weights), **FAMILIES[family])
+    tokens, states = inputs(6, settings(family)["hidden_size"])
+    found = [computed(path, tokens, states, [TOKENS]) for path in (ours, other)]
+    for one, same in zip(*found, strict=True):
+        np.testing.assert_allclose(one, same, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_is_read_only_if_it_is_asked_for(family: str, tmp_path: Path) -> None:
+    """Without it the folder is the same, and the model's digest does not change."""
+    path = write_checkpoint(
+        tmp_path, weights=converted(weights_with_head(family)), **FAMILIES[family]
+    )
+    without, whole = inspect(path), inspect(path, predicts=True)
+    assert without.plan.prediction_cache is None and whole.plan.prediction_cache is not None
+    assert without.digest == whole.digest
+    assert without.weight_bytes < whole.weight_bytes
+    assert without.plan.caches == whole.plan.caches
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_that_a_head_lacks_is_named(family: str, tmp_path: Path) -> None:
+    stored = converted(weights_with_head(family))
+    lost = next(name for name in stored if name.endswith(("hnorm.weight", "mtp.norm.weight")))
+    del stored[lost]
+    path = write_checkpoint(tmp_path, weights=stored, **FAMILIES[family])
+    inspect(path)
+    with pytest.raises(ModelLoadFailed, match=f"the weights lack the tensor '{lost}'"):
+        inspect(path, predicts=True)
+
+
+def test_further_heads_are_left_out(tmp_path: Path) -> None:
+    """The first one drafts at every depth."""
+    changes = {**FAMILIES["glm4_moe_lite"], "num_nextn_predict_layers": 2}
+    stored = weights_with_head("glm4_moe_lite", num_nextn_predict_layers=2)
+    stored["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    inspect(write_checkpoint(tmp_path / "glm", weights=stored, **changes), predicts=True)
+    stored = converted(weights_with_head("qwen3_next"))
+    stored["mtp.layers.1.mlp.gate.weight"] = np.ones((4, 8), np.float32)
+    path = write_checkpoint(tmp_path / "qwen", weights=stored, **FAMILIES["qwen3_next"])
+    inspect(path, predicts=True)
+
+
+def test_models_without_a_head_have_no_plan_of_one() -> None:
+    changed = settings("glm4_moe_lite", num_nextn_predict_layers=0)
+    assert models.plan(changed).prediction is None

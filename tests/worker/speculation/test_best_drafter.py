@@ -1,0 +1,140 @@
+"""Drafts of several drafters: for each row of the one that is expected to go furthest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from mlxpool.common.options import Options
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.speculation.best_drafter import COMPARED, BestDrafter, expected_right
+from mlxpool.worker.speculation.drafter import Drafts
+
+
+class KnownDrafter:
+    """Proposes one token, with given chances for each sequence; `takes` seconds for a row."""
+
+    def __init__(self, name: str, token: int, takes: float = 0.0) -> None:
+        self.name, self.token, self.takes = name, token, takes
+        self.known: dict[Sequence, tuple[float, ...]] = {}
+        self.asked: list[Mapping[Sequence, int]] = []
+        self.followed: list[Sequence] = []
+        self.lags = False
+        self.resets = 0
+
+    def follow(self, seq: Sequence) -> bool:
+        self.followed.append(seq)
+        return not self.lags
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        return self.known.get(seq, ())[:most]
+
+    def seconds(self, rows: int, depth: int) -> float:
+        return self.takes * rows * depth
+
+    def reading(self, seq: Sequence, depth: int) -> float:
+        return self.takes
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        self.asked.append(depths)
+        return {seq: (self.token,) * count for seq, count in depths.items()}
+
+    def sure(self, seq: Sequence) -> tuple[float, ...]:
+        return (0.3, 0.2) if self.takes else ()
+
+    def forget(self, seq: Sequence) -> None:
+        self.known.pop(seq, None)
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def sequence() -> Sequence:
+    return Sequence(b"", 1, (1,), Options(), 0, 9)
+
+
+def three() -> tuple[KnownDrafter, KnownDrafter, KnownDrafter, BestDrafter]:
+    """One that takes no time, one whose time is part of the step, and one that predicts its own."""
+    free, head, model = KnownDrafter("ngram", 1), KnownDrafter("mtp", 2), KnownDrafter("draft", 3)
+    model.takes = 0.5
+    return free, head, model, BestDrafter([free, head, model])
+
+
+def chosen(drafter: BestDrafter, seq: Sequence, most: int = 3) -> tuple[float, ...]:
+    assert drafter.follow(seq)
+    return drafter.chances(seq, most)
+
+
+def test_each_row_has_drafts_of_the_one_that_goes_furthest() -> None:
+    free, head, model, drafter = three()
+    one, two, other, none = (sequence() for _ in range(4))
+    free.known = {one: (0.9, 0.9, 0.9), two: (0.5, 0.5), other: (0.6, 0.1)}
+    head.known = {one: (0.8, 0.1), two: (0.8, 0.1), other: (0.6, 0.1)}
+    model.known = {one: (0.7,) * 3, two: (0.3,) * 3, other: (0.7,) * 3}
+    assert chosen(drafter, one) == (0.9, 0.9, 0.9)
+    assert free.followed == head.followed == model.followed == [one]
+    assert chosen(drafter, two) == (0.8, 0.1)
+    assert chosen(drafter, other) == (0.7, 0.7, 0.7)
+    assert chosen(drafter, none) == ()
+    assert drafter.seconds(3, 4) == drafter.seconds(1, 4) == model.seconds(1, 4) == 2.0
+    assert [drafter.reading(seq, 1) for seq in (one, two, other, none)] == [0, 0, 0.5, 0]
+    found = drafter.drafts({one: 3, two: 1, other: 2})
+    assert found == {one: (1, 1, 1), two: (2,), other: (3, 3)}
+    assert (free.asked, head.asked, model.asked) == ([{one: 3}], [{two: 1}], [{other: 2}])
+    assert [drafter.sure(seq) for seq in (one, two, other)] == [(), (), (0.3, 0.2)]
+    model.known[other] = (0.1,)
+    assert chosen(drafter, other) == (0.6, 0.1) and drafter.seconds(3, 4) == 0.0
+
+
+def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
+    """It takes no time, so others are not asked without need."""
+    free, head, model, drafter = three()
+    seq = sequence()
+    free.known = head.known = model.known = {seq: (0.5, 0.5)}
+    assert chosen(drafter, seq, 2) == (0.5, 0.5)
+    assert drafter.seconds(1, 2) == drafter.reading(seq, 2) == 0.0
+    assert drafter.drafts({seq: 1}) == {seq: (1,)} and not head.asked and not model.asked
+
+
+def test_only_the_first_drafts_are_compared() -> None:
+    """A row has more of them than that seldom."""
+    free, head, _, drafter = three()
+    seq = sequence()
+    free.known, head.known = {seq: (0.9,) * 16}, {seq: (0.95,) * COMPARED}
+    assert chosen(drafter, seq, 16) == (0.95,) * COMPARED
+
+
+def test_one_that_lags_behind_a_long_prompt_does_not_hinder_the_others() -> None:
+    free, head, model, drafter = three()
+    seq = sequence()
+    free.known, head.known, model.known = {seq: (0.9,)}, {seq: (0.4,)}, {}
+    free.lags = True
+    assert chosen(drafter, seq) == (0.4,)
+    free.lags = False
+    assert chosen(drafter, seq) == (0.9,)
+    for one in (free, head, model):
+        one.lags = True
+    assert not drafter.follow(seq) and drafter.chances(seq, 3) == ()
+    assert [len(one.followed) for one in (free, head, model)] == [3, 3, 3]
+
+
+def test_what_is_kept_goes_in_all() -> None:
+    free, head, model, drafter = three()
+    seq = sequence()
+    free.known, head.known, model.known = {seq: (0.1,)}, {seq: (0.2,)}, {seq: (0.9,)}
+    assert chosen(drafter, seq) == (0.9,)
+    drafter.forget(seq)
+    assert not free.known and not head.known and not model.known
+    assert drafter.seconds(1, 1) == 0.0 and drafter.chances(seq, 1) == ()
+    drafter.forget(seq)
+    model.known = {seq: (0.9,)}
+    assert chosen(drafter, seq) == (0.9,)
+    drafter.reset()
+    assert drafter.seconds(1, 1) == 0.0 and drafter.chances(seq, 1) == ()
+    assert free.resets == head.resets == model.resets == 1
+
+
+def test_the_right_drafts_that_are_expected() -> None:
+    assert expected_right(()) == 0.0
+    assert expected_right((0.5, 0.5, 1.0)) == pytest.approx(1.0)

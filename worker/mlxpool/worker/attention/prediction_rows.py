@@ -1,0 +1,228 @@
+"""Drafts of a model's own head (MTP): keys and values of the head's layer, and the passes of it.
+
+Entry i of a row of the head is of input `first` + i of the sequence: of its state, which a pass of
+the model gave, and of the token behind it. The states of few inputs wait until drafts are wanted
+and are read in the pass that gives the first of them. A row whose states have a gap begins anew
+behind it, as does one whose sequence had a prefix from the cache: drafts may then be worse, and
+never make a token another one. All is dropped with the sequence's row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
+from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.layers.model_plan import Prediction
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
+
+log = logging.getLogger("mlxpool.worker")
+
+MAX_WAITING = 32  # inputs of a row whose states wait for drafts; then the head reads them
+MAX_FAILURES = 3  # of its passes, after which it gives no more drafts
+
+
+@dataclass(slots=True)
+class _States:
+    """The states of the inputs [start, start + count): rows of an array from `line` on."""
+
+    start: int
+    count: int
+    array: mx.array
+    line: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the head has of a sequence: entries in `row`, and behind them states that wait."""
+
+    row: RowCache
+    first: int
+    waiting: list[_States] = field(default_factory=list)
+
+    @property
+    def read(self) -> int:
+        """The first input that has no entry."""
+        return self.first + self.row.offset
+
+    @property
+    def end(self) -> int:
+        """The first input whose state is not known."""
+        return self.waiting[-1].end if self.waiting else self.read
+
+    def cut(self, to: int) -> None:
+        """Drops what is known of the inputs from `to` on."""
+        while self.waiting and self.waiting[-1].start >= to:
+            self.waiting.pop()
+        if self.waiting and self.waiting[-1].end > to:
+            self.waiting[-1].count = to - self.waiting[-1].start
+        if self.read > to:
+            self.row.trim(max(0, to - self.first))
+
+    def take(self, count: int) -> list[mx.array]:
+        """Takes the first `count` states that wait."""
+        found = []
+        while count:
+            some = self.waiting[0]
+            taken = min(count, some.count)
+            found.append(some.array[some.line : some.line + taken])
+            some.start, some.line = some.start + taken, some.line + taken
+            some.count, count = some.count - taken, count - taken
+            if not some.count:
+                self.waiting.pop(0)
+        return found
+
+
+class Predictions:
+    """Implements speculation.mtp.Predictor; used by the engine and the compute thread alone."""
+
+    def __init__(self, head: Prediction, shape: RowShape) -> None:
+        """`shape`: of the head's rows, which have one layer."""
+        self._head = head
+        self._shape = shape
+        self._rows: dict[Sequence, _Row] = {}
+        self._failures = 0  # of passes, one after the other
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the head's rows."""
+        return sum(one.row.nbytes for one in self._rows.values())
+
+    def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
+        """Takes the states [T, d] of all inputs of a pass over spans, in their order.
+
+        Where many wait, the head reads them. Returns the arrays to evaluate with the pass.
+        """
+        if self._failures >= MAX_FAILURES:
+            return []
+        line, inside = 0, []
+        for span in spans:
+            self._append(span, states, line)
+            line += span.count
+            inside.append(self._rows[span.sequence])
+        due = {}
+        for span, one in zip(spans, inside, strict=True):
+            if one.end - one.read > MAX_WAITING:
+                known = min(one.end, span.sequence.length - 1)
+                if known > one.read:
+                    due[span.sequence] = known - one.read
+        written = self._read(due) if due else []
+        return [*written, *self._compact(inside, states, line)]
+
+    def _append(self, span: Span, states: mx.array, line: int) -> None:
+        one = self._rows.get(span.sequence)
+        if one is not None:
+            one.cut(span.start)
+            if one.end < span.start or one.first > span.start:
+                one.row.release()
+                one = None
+        if one is None:
+            one = self._rows[span.sequence] = _Row(RowCache(self._shape), span.start)
+        one.waiting.append(_States(span.start, span.count, states, line))
+
+    def _read(self, counts: Mapping[Sequence, int]) -> list[mx.array]:
+        """Has the head read so many states of these sequences; returns what is written."""
+        spans = self._spans(counts)
+        tokens, states = self._inputs(counts)
+        batch = RowBatch(spans, [])
+        self._head(tokens, states, batch)
+        batch.done()
+        return [array for span in spans for array in span.row.arrays()]
+
+    def _compact(self, rows: Iterable[_Row], states: mx.array, lines: int) -> list[mx.array]:
+        """Keeps of the states of a pass those that wait; returns them."""
+        left = [some for one in rows for some in one.waiting if some.array is states]
+        kept = [line for some in left for line in range(some.line, some.line + some.count)]
+        if not kept:
+            return []
+        if len(kept) == lines:
+            return [states]
+        array, line = states[mx.array(kept, dtype=mx.int32)], 0
+        for some in left:
+            some.array, some.line = array, line
+            line += some.count
+        return [array]
+
+    def _spans(self, counts: Mapping[Sequence, int]) -> list[RowSpan]:
+        return [RowSpan(self._rows[seq].row, count) for seq, count in counts.items()]
+
+    def _inputs(self, counts: Mapping[Sequence, int]) -> tuple[mx.array, mx.array]:
+        """Returns the tokens [T] behind the first inputs that wait, and these inputs' states."""
+        tokens: list[int] = []
+        states: list[mx.array] = []
+        for seq, count in counts.items():
+            one = self._rows[seq]
+            tokens += seq.token_range(one.read + 1, one.read + 1 + count)
+            states += one.take(count)
+        return mx.array(np.array(tokens, np.int32)), mx.concatenate(states)
+
+    def ready(self, seq: Sequence) -> bool:
+        """See Predictor."""
+        one = self._rows.get(seq)
+        return one is not None and one.read < seq.length - 1 <= one.end
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """See Predictor."""
+        for seq in depths:
+            one = self._rows.get(seq)
+            if one is not None:
+                one.cut(seq.length - 1)
+        ready = {seq: depth for seq, depth in depths.items() if self.ready(seq) and depth > 0}
+        if not ready:
+            return {}
+        try:
+            found = self._computed(ready)
+        except Exception as error:
+            self._failures += 1
+            self.clear()
+            more = "" if self._failures < MAX_FAILURES else "; it gives no more drafts"
+            log.warning(f"a pass of the model's head failed{more}", exc_info=error)
+            return {}
+        self._failures = 0
+        return found
+
+    def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """One pass for each depth over all rows that go so far; the deepest are first."""
+        rows = sorted(depths, key=lambda seq: -depths[seq])
+        counts = {seq: seq.length - 1 - self._rows[seq].read for seq in rows}
+        spans, (tokens, states) = self._spans(counts), self._inputs(counts)
+        read = [self._rows[seq].row.offset + count for seq, count in counts.items()]
+        drawn: list[mx.array] = []
+        for depth in range(depths[rows[0]]):
+            live = sum(depths[seq] > depth for seq in rows)
+            if depth:
+                spans = [RowSpan(span.row, 1) for span in spans[:live]]
+                tokens, states = drawn[-1][:live], states[:live]
+            batch = RowBatch(spans, range(live))
+            states = self._head(tokens, states, batch)
+            batch.done()
+            drawn.append(mx.argmax(self._head.logits_of(states), axis=-1).astype(mx.int32))
+        for seq, offset in zip(rows, read, strict=True):
+            self._rows[seq].row.trim(offset)
+        written = [array for seq in rows for array in self._rows[seq].row.arrays()]
+        mx.eval(*drawn, *written)
+        tokens_of: list[Any] = [one.tolist() for one in drawn]
+        return {
+            seq: tuple(tokens_of[depth][number] for depth in range(depths[seq]))
+            for number, seq in enumerate(rows)
+        }
+
+    def release(self, seq: Sequence) -> None:
+        """Drops what is kept of a sequence; ignores an unknown one."""
+        self._rows.pop(seq, None)
+
+    def clear(self) -> None:
+        """Drops what is kept of all sequences."""
+        self._rows.clear()

@@ -1,0 +1,64 @@
+"""Draws the drafts of a draft model, and tells how sure it is of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+
+import mlx.core as mx
+
+from mlxpool.worker.engine.engine import Mask
+from mlxpool.worker.engine.row_engine import Flight
+from mlxpool.worker.engine.token_draws import TokenDraws
+from mlxpool.worker.sampling.batch import SamplerOutput, SamplingBatch
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
+
+GROUP = 64  # tokens of a group, whose largest logits are compared first
+
+
+class DraftDraws(TokenDraws):
+    """As TokenDraws, but where all rows are greedy it computes no probabilities.
+
+    These would take longer than the model on a CPU. In the place of log-probabilities it gives the
+    distance of the two largest logits; where tokens are random it gives nothing.
+    """
+
+    def draw(
+        self,
+        spans: Many[Span],
+        logits: mx.array,
+        before: Flight | None,
+        masks: Mapping[Sequence, Mask],
+    ) -> SamplerOutput:
+        """See TokenDraws.draw."""
+        if any(span.sequence.options.temperature > 0 for span in spans):
+            return super().draw(spans, logits, before, masks)
+        return SamplerOutput(*likeliest(logits))
+
+    def _batch(self, rows: list[Sequence]) -> SamplingBatch:
+        found = super()._batch(rows)
+        found.logprobs = False
+        return found
+
+
+def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns the tokens [R] with the largest of logits [R, V], and the distances to the second.
+
+    The second is of another group of tokens than the first where V can be divided into groups.
+    """
+    rows, size = logits.shape
+    if size % GROUP or size == GROUP:
+        tokens = mx.argmax(logits, axis=-1)
+        others = mx.where(mx.arange(size) == tokens[:, None], -mx.inf, logits)
+        second = mx.max(others, axis=-1)
+        top = mx.max(logits, axis=-1)
+    else:
+        grouped = logits.reshape(rows, -1, GROUP)
+        tops = mx.max(grouped, axis=-1)
+        group = mx.argmax(tops, axis=-1)
+        inside = mx.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
+        tokens = group * GROUP + mx.argmax(inside, axis=-1)
+        ordered = mx.sort(tops, axis=-1)
+        top, second = ordered[:, -1], ordered[:, -2]
+    return tokens.astype(mx.int32), (top - second).astype(mx.float32)

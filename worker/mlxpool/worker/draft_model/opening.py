@@ -1,0 +1,101 @@
+"""Checks that a model can draft for another, and loads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.encoders.folder import is_encoder
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer, read_tokenizer
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
+from mlxpool.worker.weights.locate import find_files
+
+if TYPE_CHECKING:  # it needs MLX
+    from mlxpool.worker.draft_model.engine import DraftModelEngine
+
+SHOWN = 60  # characters of a token in an error
+
+
+def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
+    """Returns the checked folder of the draft model at `path`, without loading it.
+
+    Raises ModelLoadFailed where it is no model of ours that generates text, or its tokenizer is not
+    that of `target`, with the first id that differs.
+    """
+    try:
+        files = find_files(path)
+        if is_encoder(files, ""):
+            raise ModelLoadFailed("it is a model of texts, which generates no tokens")
+        folder = inspect(files)
+        if folder.uses_mlx_lm:
+            raise ModelLoadFailed("mlx-lm's code computes it, which drafts nothing")
+        if folder.vision is not None:
+            raise ModelLoadFailed("it reads images; a draft model reads text only")
+        require_same_tokens(target, folder)
+    except ModelLoadFailed as error:
+        raise ModelLoadFailed(f"draft is {path!r}: {error}") from error
+    return folder
+
+
+def require_same_tokens(target: ModelFolder, draft: ModelFolder) -> None:
+    """Raises ModelLoadFailed where an id means another token in one of the models.
+
+    Ids that one of the models has no row for are not compared: sizes of one family are padded
+    differently.
+    """
+    ours, theirs = (tokens_by_id(folder) for folder in (target, draft))
+    rows = min(target.plan.embedding_rows, draft.plan.embedding_rows)
+    for token in sorted(ours.keys() | theirs.keys()):
+        if token >= rows:
+            break
+        one, other = ours.get(token), theirs.get(token)
+        if one != other:
+            raise ModelLoadFailed(
+                f"its tokenizer has {_shown(other)} for the id {token}, that of the model has"
+                f" {_shown(one)}; a draft model must have the tokenizer of its model"
+            )
+
+
+def tokens_by_id(folder: ModelFolder) -> dict[int, tuple[str, bool]]:
+    """Returns each token of a tokenizer, added ones included, and whether it is a special one."""
+    tokenizer, _ = read_tokenizer(folder.files / "tokenizer.json")
+    added = tokenizer.get_added_tokens_decoder()
+    found = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=False).items()}
+    every = {token: (text, False) for token, text in found.items()}
+    return {**every, **{token: (one.content, one.special) for token, one in added.items()}}
+
+
+def _shown(token: tuple[str, bool] | None) -> str:
+    if token is None:
+        return "no token"
+    text, special = token
+    return f"{'the special token ' if special else ''}{json.dumps(text[:SHOWN])}"
+
+
+def load_draft(
+    folder: ModelFolder,
+    on_progress: Callable[[int, int], None],
+    *,
+    rows: int,
+    limit: int,
+) -> DraftModelEngine:
+    """Loads a draft model for `rows` sequences in a process of `limit` bytes.
+
+    Raises ModelLoadFailed where its rows cannot give up wrong drafts.
+    """
+    from mlxpool.worker.draft_model.engine import DraftModelEngine
+    from mlxpool.worker.kernels import device
+    from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+    from mlxpool.worker.weights.load import load
+
+    dequantise: Any = dequantises_at_load(
+        folder, limit=device.memory_limit(limit), float32=not device.on_gpu()
+    )
+    loaded = load(folder, on_progress, dequantise=dequantise)
+    text = ChatTokenizer.from_folder(folder).table(folder.plan.vocab_size)
+    engine = DraftModelEngine(loaded, text, rows=rows, limit=limit)
+    if engine.no_drafts:
+        raise ModelLoadFailed(f"the draft model of {folder.files.where}: {engine.no_drafts}")
+    return engine

@@ -1,0 +1,332 @@
+"""Drafts that a smaller model with the same tokenizer draws. Pure.
+
+Every stream that has drafts has a row of the draft model, over the newest tokens of the stream. The
+rows of all streams are computed together, one pass for each draft. What the model answers does not
+depend on them: a row may be dropped at any time, and is read again when it is needed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from mlxpool.worker.scheduling.context_policy import ContextShift
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.speculation.drafter import DRAFT, Drafts
+
+# Weights of the newest draft in the average of a stream, and in that of all streams.
+NEW_STREAM = 0.08
+NEW_MODEL = 0.02  # or more while all streams had few
+FEW = 8  # drafts as which what is assumed at first counts
+NEW_SECONDS = 0.1  # of the newest passes in the average of their seconds
+# The averages have a class for each range of the distance between the two largest logits of a
+# draft: the lower bound of all but the first, and the chance that is assumed at first. The last
+# class is of random tokens, of which no distance is known.
+BOUNDS = (0.25, 0.5, 1.0, 2.0, 4.0)
+FIRST_CHANCES = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95, 0.6)
+UNKNOWN = len(FIRST_CHANCES) - 1
+FIRST_RATE = 0.75  # of all classes together: so much that they are tried
+# Tokens without a draft after which a stream may have some again, though they did not pay: doubled
+# each time that the first of these is wrong.
+FIRST_PROBE, LONGEST_PROBE = 128, 8192
+PROBE_DRAFTS = 2
+PROBE_READING = 25.0  # how much more what is read for a probe counts: few are followed by others
+UNREAD_TOKENS = 8  # that the first pass for drafts reads in any case
+
+
+class DraftEngine(Protocol):
+    """Computes the draft model; used by the thread that computes the model."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a row."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows, and sequences of a pass."""
+
+    @property
+    def max_lines(self) -> int:
+        """The most inputs of a pass."""
+
+    def admit(self, seq: Sequence) -> None:
+        """Gives a sequence an empty row."""
+
+    def holds(self, seq: Sequence) -> bool:
+        """Returns whether a sequence has a row; it may lose it at any time between two calls."""
+
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """Has a row keep its first `count` inputs."""
+
+    def release(self, seq: Sequence) -> None:
+        """Frees the row of a sequence; ignores one without."""
+
+    def read(self, spans: Many[Span]) -> None:
+        """Computes a pass that draws nothing."""
+
+    def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
+        """Computes a pass over spans that draw one token, and `count` - 1 over what they drew.
+
+        Returns the `count` tokens of each sequence. In the place of its log-probability a token has
+        the distance of the two largest logits, or nothing. A sequence whose logits were no numbers
+        is left out.
+        """
+
+    def seconds(self, rows: int, lines: int) -> float:
+        """Predicts the time of a pass of so many rows and inputs, from those of the warm-up."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of weights, all rows and a step, which are kept for it."""
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of weights and rows that are allocated."""
+
+    def warm_up(self, on_progress: Callable[[], None]) -> None:
+        """Computes each kind of pass once."""
+
+    def make_room(self, size: int) -> None:
+        """Gives up rows, of `size` bytes or all; they are read again when they are needed."""
+
+    def close(self) -> None:
+        """Frees all rows and arrays."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A sequence and its row in the draft model.
+
+    `proposed`: the newest drafts, each with its class, behind the first `known` inputs of the row.
+    """
+
+    row: Sequence
+    rate: float  # of drafts that were right
+    chances: list[float]  # by class
+    proposed: tuple[tuple[int, int], ...] = ()
+    known: int = 0
+    idle: int = 0  # tokens since it had drafts
+    next_probe: int = FIRST_PROBE  # so many of them, until it has some again
+    before: float | None = None  # in a probe: the rate before it
+
+
+@dataclass(slots=True)
+class ModelDrafter:
+    """The Drafter that asks a draft model; `vocab_size` is that of the model."""
+
+    engine: DraftEngine
+    vocab_size: int
+    clock: Callable[[], float]
+    name: str = DRAFT
+    rate_of_all: float = FIRST_RATE
+    chances_of_all: list[float] = field(default_factory=lambda: [*FIRST_CHANCES])
+    _streams: dict[Sequence, _Stream] = field(default_factory=dict)
+    _learned: int = 0  # drafts of all streams
+    _ratios: dict[int, float] = field(default_factory=dict)  # measured by predicted seconds
+
+    def follow(self, seq: Sequence) -> bool:
+        """See Drafter. Computes nothing."""
+        stream = self._streams.get(seq)
+        if stream is None:
+            row = _row_of(seq, self.engine.context)
+            self._streams[seq] = _Stream(row, self.rate_of_all, [*self.chances_of_all])
+            return True
+        row = stream.row
+        new = seq.ids[len(row.ids) :]
+        if stream.proposed:
+            right = self._learn(stream, new)
+            row.ids += new
+            # The row has the drafts but the last; those from the first wrong one on are dropped.
+            # The newest token is read with the next drafts in any case.
+            kept = min(stream.known + min(right, len(stream.proposed) - 1), row.length - 1)
+            if self.engine.holds(row) and kept < row.submitted:
+                self.engine.rewind(row, kept)
+            stream.proposed = ()
+        elif new:
+            row.ids += new
+            stream.idle += len(new)
+            if stream.idle >= stream.next_probe and stream.before is None:
+                stream.before, stream.rate = stream.rate, max(stream.rate, FIRST_RATE)
+        return True
+
+    def _learn(self, stream: _Stream, new: Many[int]) -> int:
+        """Learns from drafts whose places have tokens now. Returns how many were right."""
+        count = 0
+        for (token, kind), found in zip(stream.proposed, new, strict=False):
+            right = token == found
+            self._learned += 1
+            new_of_all = max(NEW_MODEL, 1 / (FEW + self._learned))
+            for some, weight in ((stream.chances, NEW_STREAM), (self.chances_of_all, NEW_MODEL)):
+                some[kind] += weight * (right - some[kind])
+            stream.rate += NEW_STREAM * (right - stream.rate)
+            self.rate_of_all += new_of_all * (right - self.rate_of_all)
+            if not right:
+                break
+            count += 1
+        if new and stream.before is not None:
+            if not count:
+                stream.rate = stream.before
+                stream.next_probe = min(2 * stream.next_probe, LONGEST_PROBE)
+            stream.before = None
+        stream.idle = 0
+        return count
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        """See Drafter."""
+        stream = self._streams.get(seq)
+        if stream is None:
+            return ()
+        most = min(most, self.engine.context // 2)
+        return (stream.rate,) * (most if stream.before is None else min(most, PROBE_DRAFTS))
+
+    def sure(self, seq: Sequence) -> tuple[float, ...]:
+        """See Drafter."""
+        stream = self._streams[seq]
+        return tuple(stream.chances[kind] for _, kind in stream.proposed)
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """See Drafter."""
+        ratio = self._ratios.get(rows.bit_length(), 1.0)
+        return depth * self.engine.seconds(rows, rows) * ratio
+
+    def reading(self, seq: Sequence, depth: int) -> float:
+        """See Drafter."""
+        stream = self._streams.get(seq)
+        if stream is None:
+            return 0.0
+        row = stream.row
+        unread = row.length - row.submitted
+        if row.length + depth > self.engine.context:
+            unread = self.engine.context // 2
+        elif not self.engine.holds(row):
+            unread = row.length
+        if unread <= UNREAD_TOKENS:
+            return 0.0
+        seconds = self.engine.seconds(1, unread)
+        return seconds if stream.before is None else PROBE_READING * seconds
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        """See Drafter."""
+        if not depths:
+            return {}
+        most = max(depths.values())
+        rows = {seq: self._ready_row(seq, most, depths) for seq in depths}
+        self._read(list(rows.values()))
+        began = self.clock()
+        spans = [Span(row, row.submitted, row.length - row.submitted, 1) for row in rows.values()]
+        lengths = {row: row.length for row in rows.values()}
+        drawn = self.engine.propose(spans, most)
+        self._measure(len(rows), most, self.clock() - began)
+        found = {}
+        for seq, row in rows.items():
+            stream = self._streams[seq]
+            stream.known = lengths[row]
+            stream.proposed = self._checked(drawn.get(row, ()))
+            tokens = tuple(token for token, _ in stream.proposed[: depths[seq]])
+            if tokens:
+                found[seq] = tokens
+            else:
+                self.engine.release(row)
+        return found
+
+    def _checked(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
+        """Returns drafts with their classes, up to one that the model has no row for."""
+        found = []
+        for one in drawn:
+            if one.token >= self.vocab_size:
+                break
+            sure = one.logprob
+            kind = UNKNOWN if sure is None else bisect_right(BOUNDS, sure.logprob)
+            found.append((one.token, kind))
+        return tuple(found)
+
+    def _ready_row(self, seq: Sequence, depth: int, others: Mapping[Sequence, int]) -> Sequence:
+        """Returns the row of a sequence, with room for so many drafts."""
+        stream = self._streams[seq]
+        row = stream.row
+        if row.length + depth > self.engine.context:
+            self.engine.release(row)
+            row = stream.row = _row_of(seq, self.engine.context)
+        if not self.engine.holds(row):
+            self._make_place(others)
+            row.submitted = row.awaited = 0
+            self.engine.admit(row)
+            row.phase = Phase.RUNNING
+        return row
+
+    def _make_place(self, needed: Mapping[Sequence, int]) -> None:
+        """Frees a row where there is none for one more: of a stream that does not run, if any."""
+        held = [
+            (seq.phase is Phase.RUNNING, number, stream.row)
+            for number, (seq, stream) in enumerate(self._streams.items())
+            if seq not in needed and self.engine.holds(stream.row)
+        ]
+        taken = sum(self.engine.holds(self._streams[seq].row) for seq in needed)
+        if held and taken + len(held) >= self.engine.max_rows:
+            self.engine.release(min(held)[2])
+
+    def _read(self, rows: Many[Sequence]) -> None:
+        """Reads what rows lack but for their last UNREAD_TOKENS, in passes of bounded size."""
+        lacking = [row for row in rows if row.length - row.submitted > UNREAD_TOKENS]
+        while lacking:
+            left, spans = self.engine.max_lines, []
+            for row in lacking:
+                count = min(left, row.length - 1 - row.submitted)
+                if count > 0:
+                    spans.append(Span(row, row.submitted, count, 0))
+                    left -= count
+            self.engine.read(spans)
+            lacking = [row for row in lacking if row.length - 1 > row.submitted]
+
+    def _measure(self, rows: int, depth: int, seconds: float) -> None:
+        """Learns how long passes for drafts take, compared with what the engine predicts."""
+        predicted = depth * self.engine.seconds(rows, rows)
+        if predicted <= 0:
+            return
+        size = rows.bit_length()
+        known = self._ratios.get(size, 1.0)
+        ratio = min(2 * known, seconds / predicted)  # others use the machine as well
+        self._ratios[size] = known + NEW_SECONDS * (ratio - known)
+
+    def forget(self, seq: Sequence) -> None:
+        """See Drafter."""
+        stream = self._streams.pop(seq, None)
+        if stream is not None:
+            self.engine.release(stream.row)
+
+    def reset(self) -> None:
+        """See Drafter."""
+        for seq in [*self._streams]:
+            self.forget(seq)
+
+
+def _row_of(seq: Sequence, context: int) -> Sequence:
+    """Returns the sequence of a row over the newest tokens of a stream, half of `context` at most.
+
+    It draws with the options and the noise of the stream, so that random choices of both models
+    agree as often as they can; penalties would need tokens that are not drawn yet.
+    """
+    size = len(seq.prompt) + len(seq.ids)
+    options = replace(
+        seq.options,
+        repeat_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logprobs=True,
+        top_logprobs=0,
+    )
+    return Sequence(
+        seq.id,
+        seq.run_number,
+        seq.prompt,
+        options,
+        seq.seed,
+        seq.max_tokens,
+        [*seq.ids],
+        shift=ContextShift(context, 0),
+        discarded=max(0, size - context // 2),
+    )
