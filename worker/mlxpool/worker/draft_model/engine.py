@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
+import mlx.core as mx
+
+from mlxpool.worker.attention.row_batch import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
-from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.model_engine import NO_TOKEN, ModelEngine
+from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
@@ -42,6 +46,7 @@ class DraftModelEngine(ModelEngine):
             batch=batch,
         )
         self.max_rows = rows
+        self._embedding_rows = loaded.folder.plan.embedding_rows
         self._draws = DraftDraws(self.vocab_size, self._upload)
 
     @property
@@ -91,6 +96,16 @@ class DraftModelEngine(ModelEngine):
     def _take(self, found: Mapping[Sequence, list[SampledToken]]) -> None:
         for one in self.collect().drawn:
             found[one.sequence].append(one)
+
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
+        """As that of ModelEngine, with another token in place of one that has no embedding here.
+
+        The model that is served may have more tokens, see opening.require_same_tokens.
+        """
+        ids, drawn = super()._inputs(wants)
+        if isinstance(ids, list):
+            ids = [one if one < self._embedding_rows else NO_TOKEN for one in ids]
+        return ids, drawn
 
     def seconds(self, rows: int, lines: int) -> float:
         """See DraftEngine."""
