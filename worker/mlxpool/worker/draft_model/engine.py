@@ -14,26 +14,26 @@ from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
+from mlxpool.worker.scheduling.memory_estimate import MAX_DRAFT_CONTEXT
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.weights.load import LoadedModel
 
-MAX_CONTEXT = 1024  # tokens of a row: the newest of a stream are nearly all that drafts depend on
 MAX_IN_FLIGHT = 2  # passes: the host's memory of a third is read when the first has ended
 
 
 class DraftModelEngine(ModelEngine):
     """The DraftEngine of speculation/model_drafter.py; used by one thread.
 
-    Each of `rows` rows may have MAX_CONTEXT tokens, or the context of the draft model.
+    Each of `rows` rows may have MAX_DRAFT_CONTEXT tokens, or the context of the draft model.
     """
 
     def __init__(
         self, loaded: LoadedModel, text: TokenTable, *, rows: int, limit: int, batch: int = 0
     ) -> None:
         """`limit` bounds the bytes of the process, see ModelEngine."""
-        context = min(loaded.folder.context, MAX_CONTEXT)
+        context = min(loaded.folder.context, MAX_DRAFT_CONTEXT)
         super().__init__(
             loaded,
             text,
