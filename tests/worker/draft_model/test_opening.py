@@ -82,6 +82,7 @@ def test_another_tokenizer_is_refused_by_the_first_id_that_differs(
     [
         ("builtin:demo-chat", "for the id 0"),
         ("builtin:demo-embed", "generates no tokens"),
+        ("builtin:counting", "the counting model drafts nothing"),
         ("builtin:none", "there is no 'builtin:none'"),
         ("/nowhere/at/all", "nowhere"),
     ],

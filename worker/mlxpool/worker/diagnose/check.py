@@ -27,6 +27,7 @@ from mlxpool.worker.compute.model_source import (
     require_context,
     require_group_settings,
     require_head,
+    require_ngrams,
     require_no_disk,
     require_no_draft,
     uses_head,
@@ -109,6 +110,7 @@ def check(
             report["notes"].append(note)
         draft = problems.attempt(draft_of, folder, config)
         problems.attempt(require_head, config, folder)
+        problems.attempt(require_ngrams, config, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:
