@@ -33,6 +33,17 @@ def test_locations_follow_links_and_broken_links_weigh_nothing(tmp_path: Path) -
     assert weights_bytes(ModelConfig(path=str(model))) == 0
 
 
+def test_a_worker_needs_the_weights_of_its_draft_model_as_well(tmp_path: Path) -> None:
+    model, draft = model_folder(tmp_path / "m"), model_folder(tmp_path / "d")
+    (model / "model.safetensors").write_bytes(bytes(100))
+    (draft / "model.safetensors").write_bytes(bytes(7))
+    paths = {str(draft): 107, "": 100, "builtin:demo-draft": 100, str(tmp_path / "none"): 100}
+    for path, size in paths.items():
+        found = ModelConfig(path=str(model), draft=path, speculation="auto")
+        assert weights_bytes(found) == size
+    assert weights_bytes(ModelConfig(path="org/name", draft=str(draft))) == 0  # read later
+
+
 def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path: Path) -> None:
     """Else a name that is refused would be served by the workers of one that is allowed."""
     border, outside = tmp_path / "models", model_folder(tmp_path / "outside")

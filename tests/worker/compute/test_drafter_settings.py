@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -120,3 +121,23 @@ def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedMode
     blocks = drafts.held_bytes / beside._block_bytes
     assert blocks - 2 <= less <= blocks + 2 + 2**26 / beside._block_bytes
     assert plain.memory().draft == 0 < draft.weight_bytes <= beside.memory().draft
+
+
+def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
+    loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool takes all memory that is left, and what the draft model's passes take is not known."""
+    drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
+    made = ModelEngine(
+        loaded, demo()[1], layout="pool", limit=2**30, prefix_bytes=2**20, draft=drafts
+    )
+    before, blocks = made._layout.blocks, []
+    warm_up = drafts.warm_up
+
+    def observed(on_progress: Callable[[], None]) -> None:
+        blocks.append(made._layout.blocks)
+        warm_up(on_progress)
+
+    monkeypatch.setattr(drafts, "warm_up", observed)
+    made.warm_up()
+    assert len(blocks) == 1 and blocks[0] < before and blocks[0] < made._layout.blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from mlxpool.common.protocol.resume import Facts  # noqa: E402
 from mlxpool.worker.compute.generations import Generation, Generations  # noqa: E402
 from mlxpool.worker.compute.messages import Admit  # noqa: E402
 from mlxpool.worker.compute.progress import Progress  # noqa: E402
-from mlxpool.worker.compute.steps import Steps  # noqa: E402
+from mlxpool.worker.compute.steps import DeviceLost, Steps  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
@@ -27,6 +28,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for  # n
 from mlxpool.worker.scheduling.scheduler import StepLimits  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.speculation.drafter import Drafts  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 
 REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
@@ -92,6 +94,56 @@ class CopyingEngine(CountingEngine):
     def submit(self, spans: Many[Span]) -> bool:
         self._speculator.now += STEP
         return super().submit(spans)
+
+
+class LosingEngine(CopyingEngine):
+    """Its device may be lost."""
+
+    works = True
+
+    def device_works(self) -> bool:
+        return self.works
+
+
+class LosingDrafter(OracleDrafter):
+    """Notes the phase in which drafts are made, and makes none.
+
+    The device is lost when `losing` is not None.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__({}, random.Random(1), 256)
+        self._progress = progress
+        self.losing: LosingEngine | None = None
+        self.phases: list[str] = []
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        self.phases.append(self._progress.phase)
+        if self.losing is not None:
+            self.losing.works = False
+            raise RuntimeError("the device is gone")
+        return {}
+
+
+def test_a_device_that_is_lost_or_hangs_while_drafts_are_made_is_found() -> None:
+    """The prompt of the only request is in the cache, so its first step has drafts already."""
+    progress = Progress(lambda: None)
+    progress.enter("idle")
+    drafter = LosingDrafter(progress)
+    engine = LosingEngine(0, ClockedSpeculator())
+    generations = Generations(engine)
+    steps = Steps(engine, generations, progress, EagerSpeculator(drafter))
+    seq = Sequence(b"1" * 16, 1, tuple(b"prompt"), Options(), 1, 50)
+    generations.add(Generation.begin(Admit(seq, Facts(), Detokenizer(piece, ()), 0.0), piece))
+    engine.blocks.give(seq, 1)
+    assert not steps.admit(seq)
+    steps.run()
+    assert drafter.phases == ["decode"]  # in "idle" no time would be too long for the broker
+    drafter.losing = engine
+    count = len(seq.ids)
+    with pytest.raises(DeviceLost, match="the device is gone") as lost:
+        steps.run()
+    assert lost.value.request is None and len(seq.ids) == count
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

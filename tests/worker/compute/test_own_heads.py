@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_what_cannot_draft_with_a_head_is_refused(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("speculation", ["off", "ngram", "auto", "mtp"])
 def test_weights_of_a_head_are_read_where_it_may_draft(speculation: str, tmp_path: Path) -> None:
-    path = write_predicting(tmp_path, "qwen3_next")
+    path = write_predicting(tmp_path, "glm4_moe_lite")
     source = open_source(asking(path, speculation))
     assert isinstance(source, ModelSource)
     plain = open_source(asking(path, "off"))
@@ -76,3 +77,36 @@ def test_auto_leaves_a_head_out_that_cannot_draft(tmp_path: Path) -> None:
     plain, auto = (open_source(asking(path, one, devices=2)) for one in ("off", "auto"))
     assert isinstance(plain, ModelSource) and isinstance(auto, ModelSource)
     assert auto.weight_bytes == plain.weight_bytes
+
+
+RECURRENT = "recurrent states, and rows with these cannot give up wrong drafts"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_next", {"speculation": "ngram"}, f"speculation is 'ngram', but .*{RECURRENT}"),
+        (
+            "qwen3_5",
+            {"speculation": "draft", "draft": "some"},
+            f"draft is 'some', but .*{RECURRENT}",
+        ),
+        ("", {"speculation": "ngram", "deterministic": True}, "'ngram', but deterministic is true"),
+        ("", {"speculation": "ngram", "devices": 2}, "'ngram', but devices is 2"),
+    ],
+)
+def test_a_model_that_checks_no_drafts_is_refused_before_its_weights_are_read(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """`mlxpool check` says the same."""
+    path = write_predicting(tmp_path, family) if family else write_checkpoint(tmp_path)
+    with pytest.raises(ModelLoadFailed, match=words):
+        open_source(asking(path, **changes))
+    problems = check("some", asking(path, **changes))["problems"]
+    assert any(re.search(words, one) for one in problems), problems
+
+
+def test_n_grams_draft_where_the_files_do_not_forbid_it(tmp_path: Path) -> None:
+    path = write_predicting(tmp_path, "glm4_moe_lite")
+    open_source(asking(path, "ngram"))
+    assert check("some", asking(path, "ngram"))["problems"] == []

@@ -31,6 +31,9 @@ from mlxpool.worker.draft_model.engine import DraftModelEngine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.speculation.best_drafter import (  # noqa: E402
+    MAX_FAILURES as BEST_FAILURES,
+)
 from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -394,6 +397,26 @@ def test_a_draft_model_that_fails_disturbs_no_answer(
     for number, answer in wanted.items():
         require_same(found[number], answer)
     assert len(asked) == MAX_FAILURES
+
+
+def test_other_drafts_go_on_where_the_draft_model_fails(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(models, "slabs", drafter="auto")
+    asked = []
+
+    def fails(*_: Any) -> None:
+        asked.append(1)
+        raise RuntimeError("the draft model fails")
+
+    assert made.draft is not None
+    monkeypatch.setattr(made.draft, "submit", fails)
+    speculator = eager("auto", made)
+    batch = Answers(made, speculator)
+    row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=40, ignore_eos=True)
+    batch.run()
+    assert len(asked) == BEST_FAILURES and len(row.ids) == 40
+    assert batch.steps._drafting._speculator is speculator and speculator.accepted > 0
 
 
 def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:

@@ -14,8 +14,12 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.options import Options
 from mlxpool.worker.compute.model_source import draft_of, open_source
 from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
+from mlxpool.worker.engine.model_engine import NO_TOKEN
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS
 
@@ -78,6 +82,7 @@ def test_another_tokenizer_is_refused_by_the_first_id_that_differs(
     [
         ("builtin:demo-chat", "for the id 0"),
         ("builtin:demo-embed", "generates no tokens"),
+        ("builtin:counting", "the counting model drafts nothing"),
         ("builtin:none", "there is no 'builtin:none'"),
         ("/nowhere/at/all", "nowhere"),
     ],
@@ -115,3 +120,18 @@ def test_the_settings_name_the_draft_model() -> None:
         found = draft_of(folder, config(speculation=setting))
         assert found is not None and found.path == FOLDERS[DEMO_DRAFT]
     assert draft_of(folder, config(speculation="auto", draft="")) is None
+
+
+def test_a_token_that_the_draft_model_has_no_row_for_is_read_as_another() -> None:
+    """Models of one family are padded differently: the larger one may have more tokens."""
+    folder = inspect_draft(DEMO_DRAFT, inspect(DEMO_FOLDER))
+    engine = load_draft(folder, lambda tensors, size: None, rows=2, limit=0)
+    beyond, known = ((5, 6, token, 7, 8) for token in (folder.plan.embedding_rows, NO_TOKEN))
+    options = Options.parse({"temperature": 0.0, "logprobs": True})
+    rows = [Sequence(b"", 1, prompt, options, 1, 50) for prompt in (beyond, known)]
+    for row in rows:
+        engine.admit(row)
+        row.phase = Phase.RUNNING
+    found = engine.propose([Span(row, 0, row.length, 1) for row in rows], 3)
+    drafts = [[(one.token, one.logprob) for one in found[row]] for row in rows]
+    assert len(drafts[0]) == 3 and drafts[0] == drafts[1]

@@ -204,6 +204,23 @@ def test_a_failed_pass_costs_drafts_and_nothing_else(models: dict[str, LoadedMod
     assert len(seq.ids) == 2 + MAX_FAILURES
 
 
+def test_a_failed_pass_on_a_lost_device_is_no_failed_draft(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(models["glm4_moe_lite"])
+    head, seq = head_of(engine), sequence(6)
+    enter(engine, seq)
+    decode(engine, [seq], 2)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(head, "_head", fails)
+    monkeypatch.setattr("mlxpool.worker.kernels.device.device_computes", lambda: False)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        head.drafts({seq: 2})
+
+
 def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path: Path) -> None:
     """Its keys and values take their part of the blocks, and are in the report of the rows'."""
     path = write_predicting(tmp_path, "glm4_moe_lite")

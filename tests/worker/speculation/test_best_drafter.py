@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.best_drafter import COMPARED, BestDrafter, expected_right
+from mlxpool.worker.speculation.best_drafter import (
+    COMPARED,
+    MAX_FAILURES,
+    BestDrafter,
+    expected_right,
+)
 from mlxpool.worker.speculation.drafter import Drafts
 
 
@@ -22,6 +28,7 @@ class KnownDrafter:
         self.followed: list[Sequence] = []
         self.lags = False
         self.resets = 0
+        self.fails = False
 
     def follow(self, seq: Sequence) -> bool:
         self.followed.append(seq)
@@ -38,6 +45,8 @@ class KnownDrafter:
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         self.asked.append(depths)
+        if self.fails:
+            raise RuntimeError("it fails")
         return {seq: (self.token,) * count for seq, count in depths.items()}
 
     def sure(self, seq: Sequence) -> tuple[float, ...]:
@@ -117,6 +126,33 @@ def test_one_that_lags_behind_a_long_prompt_does_not_hinder_the_others() -> None
         one.lags = True
     assert not drafter.follow(seq) and drafter.chances(seq, 3) == ()
     assert [len(one.followed) for one in (free, head, model)] == [3, 3, 3]
+
+
+def test_one_that_fails_again_and_again_drafts_no_more() -> None:
+    """Though the drafts of others between its failures are made."""
+    free, head, model, drafter = three()
+    one, two = sequence(), sequence()
+    free.known, head.known, model.known = {one: (0.5,), two: (0.9,)}, {}, {one: (0.9,)}
+    model.fails = True
+    for _ in range(MAX_FAILURES):
+        assert chosen(drafter, two) == (0.9,) and drafter.drafts({two: 1}) == {two: (1,)}
+        assert chosen(drafter, one) == (0.9,)
+        with pytest.raises(RuntimeError):
+            drafter.drafts({one: 1})
+        drafter.reset()
+    assert chosen(drafter, one) == (0.5,) and drafter.drafts({one: 1}) == {one: (1,)}
+    assert len(model.asked) == MAX_FAILURES
+
+
+def test_a_failure_between_drafts_is_forgotten() -> None:
+    _, _, model, drafter = three()
+    seq = sequence()
+    model.known = {seq: (0.9,)}
+    for _ in range(MAX_FAILURES):
+        for model.fails in (True, False):
+            assert chosen(drafter, seq) == (0.9,)
+            with pytest.raises(RuntimeError) if model.fails else nullcontext():
+                drafter.drafts({seq: 1})
 
 
 def test_what_is_kept_goes_in_all() -> None:

@@ -11,12 +11,23 @@ Fingerprints = tuple[tuple[str, int, int], ...]  # name, time and size of each f
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Bytes of the model's weights on the disk; 0 where they cannot be seen."""
-    folder = Path(model.path)
-    if model.path.startswith(BUILTIN_PREFIX) or not folder.is_dir():
+    """Bytes of the model's weights on the disk, and of its draft model's; 0 where they cannot be
+    seen.
+    """
+    if not _is_folder(model.path):
         return model.counting.load_bytes
+    size = _stored_bytes(model.path)
+    drafting = size and model.draft and _is_folder(model.draft)
+    return size + (_stored_bytes(model.draft) if drafting else 0)
+
+
+def _is_folder(path: str) -> bool:
+    return not path.startswith(BUILTIN_PREFIX) and Path(path).is_dir()
+
+
+def _stored_bytes(folder: str) -> int:
     try:
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     except OSError:  # a broken link; the worker reports it
         return 0
 

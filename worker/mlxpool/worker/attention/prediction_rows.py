@@ -20,6 +20,7 @@ import numpy as np
 
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.kernels import device
 from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
@@ -185,8 +186,10 @@ class Predictions:
         try:
             found = self._computed(ready)
         except Exception as error:
-            self._failures += 1
             self.clear()
+            if not device.device_computes():
+                raise
+            self._failures += 1
             more = "" if self._failures < MAX_FAILURES else "; it gives no more drafts"
             log.warning(f"a pass of the model's head failed{more}", exc_info=error)
             return {}

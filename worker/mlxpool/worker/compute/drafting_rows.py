@@ -120,11 +120,14 @@ class DraftingRows:
         generations: Generations,
         constrained: ConstrainedRows,
         speculator: Speculator | None,
+        require_device: Callable[[Exception], None],
     ) -> None:
+        """`require_device` raises DeviceLost where the device no longer computes."""
         self._engine = engine
         self._generations = generations
         self._constrained = constrained
         self._speculator = speculator
+        self._require_device = require_device
         self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
         self._waited = False  # whether passes in flight were waited for before the next step
         self._failures = 0  # of `drafts`, in a row
@@ -144,11 +147,12 @@ class DraftingRows:
         return self.depths(live, limits)
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns the drafts of the next step, with no pass in flight."""
+        """Returns the drafts of the next step, with no pass in flight. Raises DeviceLost."""
         assert self._speculator is not None
         try:
             found = self._speculator.drafts(depths)
         except Exception as error:  # no request depends on drafts
+            self._require_device(error)
             self._failures += 1
             log.warning("drafts could not be made", extra={"times": self._failures}, exc_info=error)
             self._speculator.drafter.reset()

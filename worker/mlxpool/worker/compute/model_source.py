@@ -11,6 +11,7 @@ from typing import TypedDict
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.worker import versions
+from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
 from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
 from mlxpool.worker.encoders.text import OpenedEncoder
@@ -24,7 +25,7 @@ from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF
 from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
@@ -213,6 +214,7 @@ def require_head(config: ModelConfig, folder: ModelFolder) -> None:
 def _require_settings(config: ModelConfig, folder: ModelFolder) -> None:
     """Raises ModelLoadFailed where the model does not have what a setting asks for."""
     require_head(config, folder)
+    require_ngrams(config, folder)
     if config.devices > 1:
         require_group_settings(config)
     if config.deterministic:
@@ -296,6 +298,31 @@ def _folder(
     return ModelSource(opened, load, config.sequences, folder.weight_bytes + draft_bytes)
 
 
+def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
+    """Returns why no step checks drafts, where files or settings tell; empty: they do not."""
+    if folder.uses_mlx_lm:
+        return "mlx-lm's code computes this model, and checks no drafts"
+    if config.devices > 1:
+        return f"devices is {config.devices}, and a group of devices checks no drafts"
+    if config.deterministic:
+        return "deterministic is true: log-probabilities of drafts differ in their last bits"
+    plan = folder.plan
+    recurrent = any(isinstance(cache, RecurrentSpec) for cache in plan.caches)
+    if recurrent and plan.prediction_cache is None:
+        return "its layers have recurrent states, and rows with these cannot give up wrong drafts"
+    return ""
+
+
+def require_ngrams(config: ModelConfig, folder: ModelFolder) -> None:
+    """Raises ModelLoadFailed where drafts of n-grams are asked for and none can be checked."""
+    if config.speculation != NGRAM:
+        return
+    if why := why_no_drafts(folder, config):
+        raise ModelLoadFailed(
+            f"speculation is {NGRAM!r}, but {why}; leave speculation out, or set it to {AUTO!r}"
+        )
+
+
 def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
     """Returns the checked draft model of the settings; None: there is none.
 
@@ -314,14 +341,7 @@ def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
             f"{unused} speculation is {config.speculation!r}: set it to {DRAFT!r} or {AUTO!r}, or"
             " leave draft out"
         )
-    why = ""
-    if folder.uses_mlx_lm:
-        why = "mlx-lm's code computes this model, and checks no drafts"
-    elif config.devices > 1:
-        why = f"devices is {config.devices}, and a group of devices checks no drafts"
-    elif config.deterministic:
-        why = "deterministic is true: log-probabilities of drafts differ in their last bits"
-    if why:
+    if why := why_no_drafts(folder, config):
         raise ModelLoadFailed(f"{unused} {why}: leave draft and speculation out")
     return inspect_draft(config.draft, folder)
 

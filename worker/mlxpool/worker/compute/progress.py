@@ -84,6 +84,15 @@ class Progress:
         self.enter("prefill" if tokens else "decode")
         self._started = self._clock()
 
+    def drafts(self) -> None:
+        """Drafts of the next step are made from now on; passes may compute them.
+
+        The broker bounds the time of every phase but "idle", in which a worker that had no request
+        is until its first step.
+        """
+        if self.phase == "idle":
+            self.enter("decode")
+
     def compiles(self, *, fresh: bool) -> None:
         """Whether the awaited pass has a shape that is new, and so may take longer."""
         self.block.write("fresh", fresh)

@@ -92,7 +92,13 @@ class Steps:
         self._progress = progress
         self._flights: deque[StepInFlight] = deque()
         self._constrained = ConstrainedRows(engine, generations)
-        self._drafting = DraftingRows(engine, generations, self._constrained, speculator)
+        self._drafting = DraftingRows(
+            engine,
+            generations,
+            self._constrained,
+            speculator,
+            lambda error: self._require_device(error, None),
+        )
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
 
@@ -177,7 +183,10 @@ class Steps:
             if self._engine.blocks.lacking(live):
                 return deltas  # forced tokens were appended: the next turn gives blocks for them
             depths = self._drafting.depths_after_wait(live, limits)
-        drafts = self._drafting.drafts(depths) if depths else NO_DRAFTS
+        drafts = NO_DRAFTS
+        if depths:
+            self._progress.drafts()
+            drafts = self._drafting.drafts(depths)
         step = schedule(
             live,
             limits,

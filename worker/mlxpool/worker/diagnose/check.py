@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from mlxpool.worker.compute.model_source import (
     require_context,
     require_group_settings,
     require_head,
+    require_ngrams,
     require_no_disk,
     require_no_draft,
     uses_head,
@@ -51,7 +52,11 @@ from mlxpool.worker.engine.kv_kinds import (
     resume_note,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
-from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
+from mlxpool.worker.scheduling.memory_estimate import (
+    MemoryEstimate,
+    estimate_draft,
+    estimate_memory,
+)
 from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
@@ -103,14 +108,15 @@ def check(
         problems.attempt(require_kv, config.kv, folder)
         if note := resume_note(config.kv, deterministic=config.deterministic):
             report["notes"].append(note)
-        problems.attempt(draft_of, folder, config)
+        draft = problems.attempt(draft_of, folder, config)
         problems.attempt(require_head, config, folder)
+        problems.attempt(require_ngrams, config, folder)
         problems.attempt(require_batch, config)
         problems.attempt(require_context, config)
         if config.devices > 1:
             problems.attempt(require_group_settings, config)
         if machine:
-            report.update(_machine(folder, config, memory_limit))
+            report.update(_machine(folder, config, memory_limit, draft))
     report["problems"] = list(problems.found)
     return report
 
@@ -177,8 +183,13 @@ def _machine_of_encoder(
     return {"machine": machine}
 
 
-def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dict[str, Any]:
-    """`memory`, what the model needs, and `machine`, whether this machine has it."""
+def _machine(
+    folder: ModelFolder, config: ModelConfig, memory_limit: int, draft: ModelFolder | None = None
+) -> dict[str, Any]:
+    """`memory`, what the model needs, and `machine`, whether this machine has it.
+
+    `draft`: its draft model, whose weights and rows count as weights.
+    """
     try:
         from mlxpool.worker.kernels import device
     except ImportError as error:
@@ -198,7 +209,14 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         deterministic=config.deterministic,
         kv=config.kv,
     )
-    why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
+    floor = folder.weight_bytes
+    if draft is not None:
+        beside = estimate_draft(
+            draft, sequences=config.sequences, limit=limit, float32=not device.on_gpu()
+        )
+        need = replace(need, weights=need.weights + beside)
+        floor += draft.weight_bytes
+    why = [*memory_problems(need, limit, pool, config.memory_limit or floor)]
     if config.deterministic and "deterministic" in features(folder) and device.on_gpu():
         why.append(NOT_ON_A_GPU)
     cuda = device.on_cuda()

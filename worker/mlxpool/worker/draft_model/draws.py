@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
-from mlxpool.worker.sampling.batch import SamplerOutput, SamplingBatch
+from mlxpool.worker.sampling.batch import NO_TOKEN, SamplerOutput, SamplingBatch
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
@@ -45,7 +45,8 @@ class DraftDraws(TokenDraws):
 def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Returns the tokens [R] with the largest of logits [R, V], and the distances to the second.
 
-    The second is of another group of tokens than the first where V can be divided into groups.
+    The second is of another group of tokens than the first where V can be divided into groups. The
+    token is NO_TOKEN where the logits are no numbers.
     """
     rows, size = logits.shape
     if size % GROUP or size == GROUP:
@@ -60,5 +61,6 @@ def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
         inside = mx.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
         tokens = group * GROUP + mx.argmax(inside, axis=-1)
         ordered = mx.sort(tops, axis=-1)
-        top, second = ordered[:, -1], ordered[:, -2]
-    return tokens.astype(mx.int32), (top - second).astype(mx.float32)
+        top, second = mx.max(tops, axis=-1), ordered[:, -2]
+    tokens = mx.where(mx.isfinite(top), tokens.astype(mx.int32), NO_TOKEN)
+    return tokens, (top - second).astype(mx.float32)

@@ -5,31 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
+import mlx.core as mx
+
+from mlxpool.worker.attention.row_batch import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
-from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.model_engine import NO_TOKEN, ModelEngine
+from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
+from mlxpool.worker.scheduling.memory_estimate import MAX_DRAFT_CONTEXT
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.weights.load import LoadedModel
 
-MAX_CONTEXT = 1024  # tokens of a row: the newest of a stream are nearly all that drafts depend on
 MAX_IN_FLIGHT = 2  # passes: the host's memory of a third is read when the first has ended
 
 
 class DraftModelEngine(ModelEngine):
     """The DraftEngine of speculation/model_drafter.py; used by one thread.
 
-    Each of `rows` rows may have MAX_CONTEXT tokens, or the context of the draft model.
+    Each of `rows` rows may have MAX_DRAFT_CONTEXT tokens, or the context of the draft model.
     """
 
     def __init__(
         self, loaded: LoadedModel, text: TokenTable, *, rows: int, limit: int, batch: int = 0
     ) -> None:
         """`limit` bounds the bytes of the process, see ModelEngine."""
-        context = min(loaded.folder.context, MAX_CONTEXT)
+        context = min(loaded.folder.context, MAX_DRAFT_CONTEXT)
         super().__init__(
             loaded,
             text,
@@ -42,6 +46,7 @@ class DraftModelEngine(ModelEngine):
             batch=batch,
         )
         self.max_rows = rows
+        self._embedding_rows = loaded.folder.plan.embedding_rows
         self._draws = DraftDraws(self.vocab_size, self._upload)
 
     @property
@@ -91,6 +96,16 @@ class DraftModelEngine(ModelEngine):
     def _take(self, found: Mapping[Sequence, list[SampledToken]]) -> None:
         for one in self.collect().drawn:
             found[one.sequence].append(one)
+
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
+        """As that of ModelEngine, with another token in place of one that has no embedding here.
+
+        The model that is served may have more tokens, see opening.require_same_tokens.
+        """
+        ids, drawn = super()._inputs(wants)
+        if isinstance(ids, list):
+            ids = [one if one < self._embedding_rows else NO_TOKEN for one in ids]
+        return ids, drawn
 
     def seconds(self, rows: int, lines: int) -> float:
         """See DraftEngine."""

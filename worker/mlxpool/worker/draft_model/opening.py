@@ -10,7 +10,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.encoders.folder import is_encoder
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer, read_tokenizer
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
-from mlxpool.worker.weights.locate import find_files
+from mlxpool.worker.weights.locate import COUNTING, find_files
 
 if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.draft_model.engine import DraftModelEngine
@@ -25,6 +25,8 @@ def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
     that of `target`, with the first id that differs.
     """
     try:
+        if path == COUNTING:
+            raise ModelLoadFailed("the counting model drafts nothing")
         files = find_files(path)
         if is_encoder(files, ""):
             raise ModelLoadFailed("it is a model of texts, which generates no tokens")

@@ -64,7 +64,7 @@ ROWS_STAY = (
     "its layers have states or windows here, and rows with these cannot give up wrong drafts"
 )
 OTHER_BITS = "deterministic is true: log-probabilities of drafts differ in their last bits"
-NO_TOKEN = 0  # in place of an input of an image, whose features replace its embedding
+NO_TOKEN = 0  # in place of an input that has no embedding: of an image, features replace it
 
 
 class ModelEngine(WarmedEngine):

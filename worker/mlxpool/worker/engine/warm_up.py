@@ -117,8 +117,6 @@ class WarmedEngine(RowEngine[CacheRow]):
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws."""
-        if self.draft is not None:
-            self.draft.warm_up(on_progress)
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
@@ -128,6 +126,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         pooled = self._layout.holds_prefixes and self._fixed_blocks is None
         if pooled:  # a small pool leaves memory for the measurement
             self._remake_layout(blocks_for(sizes[-1] + 3))
+        if self.draft is not None:
+            self.draft.warm_up(on_progress)
         small, large = map(self._measure_chunk, sizes)
         on_progress()
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)

@@ -13,6 +13,8 @@ from mlxpool.worker.weights.safetensors_header import Tensor
 
 MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
 PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of what weights leave
+# Tokens of a draft model's row: the newest of a stream are nearly all that drafts depend on.
+MAX_DRAFT_CONTEXT = 1024
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -81,6 +83,22 @@ def estimate_memory(
         all_sequences=sequence * sequences,
         prefix_cache=0 if prefix_cache == "off" else cache,
     )
+
+
+def estimate_draft(folder: ModelFolder, *, sequences: int, limit: int, float32: bool) -> int:
+    """Returns the bytes of the weights and of all rows of a draft model; see estimate_memory."""
+    context = min(folder.context, MAX_DRAFT_CONTEXT)
+    need = estimate_memory(
+        folder,
+        context=context,
+        sequences=sequences,
+        prefix_cache="off",
+        prefix_bytes=0,
+        limit=limit,
+        chunk=context,
+        float32=float32,
+    )
+    return need.weights + need.all_sequences
 
 
 def default_prefix_cache_bytes(limit: int, weights: int) -> int:

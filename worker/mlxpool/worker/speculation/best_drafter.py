@@ -8,6 +8,9 @@ from collections.abc import Sequence as Many
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import AUTO, Drafter, Drafts
 
+# Of a drafter, one after the other; then the others draft alone. Fewer than those of all together
+# after which there are no more drafts, see compute/drafting_rows.py.
+MAX_FAILURES = 2
 COMPARED = 6  # drafts of each drafter at most, of which the right ones that are expected count
 
 
@@ -24,10 +27,17 @@ class BestDrafter:
         self._ready: dict[Sequence, list[int]] = {}  # the numbers of those that follow a sequence
         self._chosen: dict[Sequence, int] = {}  # the number of the one that drafts for a sequence
         self._counts = [0] * len(drafters)  # sequences for which each is chosen
+        self._failures = [0] * len(drafters)  # of each, since its newest drafts
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter. One that lags behind a long prompt does not hinder the others."""
-        ready = [number for number, one in enumerate(self._drafters) if one.follow(seq)]
+        """See Drafter. One that lags behind a long prompt does not hinder the others, and neither
+        does one that fails.
+        """
+        ready = [
+            number
+            for number, one in enumerate(self._drafters)
+            if self._failures[number] < MAX_FAILURES and one.follow(seq)
+        ]
         self._ready[seq] = ready
         return bool(ready)
 
@@ -62,8 +72,11 @@ class BestDrafter:
         found: dict[Sequence, tuple[int, ...]] = {}
         for number, one in enumerate(self._drafters):
             own = {seq: depth for seq, depth in depths.items() if self._chosen[seq] == number}
-            if own:
-                found.update(one.drafts(own))
+            if not own:
+                continue
+            self._failures[number] += 1
+            found.update(one.drafts(own))
+            self._failures[number] = 0
         return found
 
     def sure(self, seq: Sequence) -> tuple[float, ...]:

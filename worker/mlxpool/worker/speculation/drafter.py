@@ -7,8 +7,8 @@ from typing import Protocol, TypeAlias
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
-# Values of the setting `speculation`; the fifth is "ngram".
-OFF, MTP, DRAFT, AUTO = "off", "mtp", "draft", "auto"
+# Values of the setting `speculation`.
+OFF, NGRAM, MTP, DRAFT, AUTO = "off", "ngram", "mtp", "draft", "auto"
 
 Drafts: TypeAlias = Mapping[Sequence, tuple[int, ...]]
 

@@ -30,7 +30,8 @@ class Predictor(Protocol):
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns so many likely next tokens of each of these sequences, with no pass in flight.
 
-        Those that are not ready are left out, and all where its pass fails.
+        Those that are not ready are left out, and all where its pass fails. Raises what the pass
+        raised where the device no longer computes.
         """
 
 
