@@ -64,12 +64,12 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
     would have drawn in their place: each position has one id, and the text is that of the ids.
     """
     prompts = ["def main(arguments):\n    " * 8, "import os\n", "class Reader:\n    " * 30]
-    killed, far = threading.Lock(), threading.Barrier(len(prompts))
+    far = threading.Barrier(len(prompts), action=lambda: pool.kill_worker("rounded/0"))
 
     def read(prompt: str) -> tuple[Result, list[int], str]:
         ids: list[int] = []
         text = ""
-        asked: GenerateOptions = {**ASKED, "max_tokens": 90, "window": 8}
+        asked: GenerateOptions = {**ASKED, "max_tokens": 600}
         with client.stream("rounded", prompt, **asked) as stream:
             for delta in stream:
                 assert delta.pos == len(ids)
@@ -77,15 +77,15 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
                 text += delta.text
                 if len(ids) - len(delta.ids) < 20 <= len(ids):  # the others are as far
                     far.wait(timeout=120)
-                    if killed.acquire(blocking=False):
-                        pool.kill_worker("rounded/0")
             return stream.result, ids, text
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         found = list(threads.map(read, prompts))
+    # A worker computes on while its readers wait, so some of the streams may have been over.
+    assert max(result.attempts for result, _, _ in found) == 2
     for result, ids, text in found:
-        assert result.attempts == 2 and result.reason == "length"
-        assert ids == list(result.ids) and len(ids) == 90 == result.usage["completion_tokens"]
+        assert result.reason == "length"
+        assert ids == list(result.ids) and len(ids) == 600 == result.usage["completion_tokens"]
         assert text == result.text == client.detokenize("rounded", ids)
 
 

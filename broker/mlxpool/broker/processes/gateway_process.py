@@ -144,12 +144,15 @@ def _listen(address: str, records: ProcessRecords) -> socket.socket:
     """Listen; ends an earlier broker's gateway that does not stop to listen."""
     host, port = host_port(address, "pool.http")
     give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME
+    waits = True
     while True:
         try:
             return listening.listen(host, port)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and records.any_alive():
-                if time.monotonic() >= give_up_at:
+            if error.errno == errno.EADDRINUSE and waits:
+                # Once more after it was found to have ended, for that may have been just now.
+                waits = records.any_alive()
+                if waits and time.monotonic() >= give_up_at:
                     records.kill_survivors()
                 time.sleep(RETRY_INTERVAL)
                 continue
