@@ -64,7 +64,11 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
     would have drawn in their place: each position has one id, and the text is that of the ids.
     """
     prompts = ["def main(arguments):\n    " * 8, "import os\n", "class Reader:\n    " * 30]
-    far = threading.Barrier(len(prompts), action=lambda: pool.kill_worker("rounded/0"))
+
+    def kill() -> None:
+        pool.kill_worker("rounded/0")
+
+    far = threading.Barrier(len(prompts), action=kill)
 
     def read(prompt: str) -> tuple[Result, list[int], str]:
         ids: list[int] = []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes import gateway_process
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import listening
@@ -31,7 +30,7 @@ def test_a_gateway_that_has_just_ended_frees_its_address(
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         return listen(host, port)
 
-    monkeypatch.setattr(gateway_process.listening, "listen", busy_once)
+    monkeypatch.setattr(listening, "listen", busy_once)
     with GatewayProcess(config(tmp_path)) as gateway:
         assert tries == [2] and gateway.url.startswith("http://127.0.0.1:")
 
