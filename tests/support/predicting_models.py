@@ -10,7 +10,14 @@ import numpy as np
 
 from mlxpool.worker import models
 from support.numpy_heads import glm_head, qwen_head
-from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, write_checkpoint
+from support.worker_checkpoints import (
+    GLM,
+    QWEN3_5,
+    QWEN3_NEXT,
+    config,
+    random_weights,
+    write_checkpoint,
+)
 
 EXPERTS = {
     "num_experts": 4,
@@ -18,22 +25,6 @@ EXPERTS = {
     "norm_topk_prob": True,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
-}
-QWEN3_5: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "full_attention_interval": 2,
-    "head_dim": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "rope_theta": None,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 50000.0,
-        "partial_rotary_factor": 0.5,
-    },
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**GLM, "num_nextn_predict_layers": 1},

@@ -34,3 +34,16 @@ def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
         for expert, each in enumerate(array):
             stored[f"{layer}.experts.{expert}.{kind}"] = each
     return stored
+
+
+def glm_released(weights: Mapping[str, np.ndarray]) -> Weights:
+    """As GLM releases it: every expert by itself, both projections of latents as one weight."""
+    stored: Weights = {}
+    for name, array in one_by_one(weights).items():
+        if name.endswith(".embed_q.weight"):
+            values = weights[name.replace("embed_q", "unembed_out")]
+            both = np.concatenate([array.swapaxes(1, 2), values], axis=1)
+            stored[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
+        elif not name.endswith(".unembed_out.weight"):
+            stored[name] = array
+    return stored

@@ -40,6 +40,22 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
 }
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 50000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
 GLM: dict[str, Any] = {
     "model_type": "glm4_moe_lite",
     "num_key_value_heads": 4,

@@ -158,6 +158,13 @@ class _Reader:
         self._no_runs += 1
         return None
 
+    def _runs(self, place: int, brackets: str, add: Callable[[Any], None]) -> int:
+        """Adds all runs of values that follow each other from here on. Returns where they end."""
+        while (run := self._run(place, brackets)) is not None:
+            add(run[0])
+            place = run[1]
+        return place
+
     def _list(self, place: int) -> tuple[list[Any], int]:
         values: list[Any] = []
         try_at = 0  # where a run of values is looked for again
@@ -165,13 +172,9 @@ class _Reader:
         if self._text[place : place + 1] == "]":
             return values, place + 1
         while True:
-            while place >= try_at:
-                run = self._run(place, "[]")
-                if run is None:
-                    try_at = place + PART
-                    break
-                values += run[0]
-                place = run[1]
+            if place >= try_at:
+                place = self._runs(place, "[]", values.extend)
+                try_at = place + PART
             value, place = self.value(place)
             values.append(value)
             place = self.skip(place)
@@ -186,13 +189,9 @@ class _Reader:
         if self._text[place : place + 1] == "}":
             return members, place + 1
         while True:
-            while place >= try_at:
-                run = self._run(place, "{}")
-                if run is None:
-                    try_at = place + PART
-                    break
-                members |= run[0]
-                place = run[1]
+            if place >= try_at:
+                place = self._runs(place, "{}", members.update)
+                try_at = place + PART
             if self._text[place : place + 1] != '"':
                 why = "Expecting property name enclosed in double quotes"
                 raise json.JSONDecodeError(why, self._text, place)

@@ -136,6 +136,14 @@ def ask(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> list[int]:
     return seq.ids
 
 
+def saved(model: LoadedModel, path: Path, prompt: Many[int], **settings: Any) -> list[int]:
+    """Answers a prompt and saves its prefix on the disk. Returns the ids of the answer."""
+    engine = opened(model, path, **settings)
+    answer = ask(engine, sequence(prompt))
+    closed(engine)
+    return answer
+
+
 def plain(loaded: LoadedModel, prompt: Many[int], **settings: Any) -> list[int]:
     return ask(
         ModelEngine(loaded, lookahead=False, prefix="off", blocks=64, **settings), sequence(prompt)
@@ -226,9 +234,7 @@ def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) ->
 @pytest.mark.parametrize("layout", ["slabs", "pool"])
 def test_damaged_segments_cost_time_and_no_token(loaded: Any, tmp_path: Path, layout: str) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path, layout=layout)
-    answer = ask(engine, sequence(prompt))
-    closed(engine)
+    answer = saved(model, tmp_path, prompt, layout=layout)
     (path,) = tmp_path.rglob("*.seg")
     data, draw = path.read_bytes(), np.random.default_rng(3)
     cached = []
@@ -289,9 +295,7 @@ def test_records_that_leave_the_memory_are_saved_while_sequences_run(
 
 def test_a_tree_without_space_takes_what_fits(loaded: Any, tmp_path: Path) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path, layout="rows")
-    answer = ask(engine, sequence(prompt))
-    closed(engine)
+    answer = saved(model, tmp_path, prompt, layout="rows")
     token = 2 * 2 * 2 * 8 * 4
     small = opened(model, tmp_path, layout="rows", prefix_bytes=600 * token)
     looked_at(small)
@@ -366,9 +370,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path)
-    answer = ask(engine, sequence(prompt))
-    closed(engine)
+    answer = saved(model, tmp_path, prompt)
     other = opened(model, tmp_path)
     disk = disk_of(other)
     looked_at(other)
@@ -455,9 +457,7 @@ def test_a_sequence_goes_on_when_the_one_that_reads_for_it_leaves(
     loaded: Any, tmp_path: Path
 ) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path)
-    answer = ask(engine, sequence(prompt))
-    closed(engine)
+    answer = saved(model, tmp_path, prompt)
     other = opened(model, tmp_path)
     disk = disk_of(other)
     looked_at(other)
@@ -497,9 +497,7 @@ def test_a_request_waits_for_the_first_look_at_the_folder(
 ) -> None:
     """The first request after a restart may come before all segments were scanned."""
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path)
-    answer = ask(engine, sequence(prompt))
-    closed(engine)
+    answer = saved(model, tmp_path, prompt)
     scan, may_scan = tier.DiskTier._refresh, threading.Event()
 
     def refresh(one: tier.DiskTier, now: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.stored_checkpoints import glm_released
 from support.worker_checkpoints import GLM, config, random_weights, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -47,22 +48,6 @@ def settings(**changes: Any) -> dict[str, Any]:
     return config(**{**SIZES, **changes})
 
 
-def released(weights: Weights) -> Weights:
-    """As released: each expert by itself, both projections of latents as one weight."""
-    stored: Weights = {}
-    for name, array in weights.items():
-        if ".switch_mlp." in name:
-            for expert, one in enumerate(array):
-                stored[name.replace("switch_mlp", f"experts.{expert}")] = one
-        elif name.endswith(".embed_q.weight"):
-            values = weights[name.replace("embed_q", "unembed_out")]
-            both = np.concatenate([array.swapaxes(1, 2), values], axis=1)
-            stored[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
-        elif not name.endswith(".unembed_out.weight"):
-            stored[name] = array
-    return stored
-
-
 def unchanged(weights: Weights) -> Weights:
     """As mlx-lm's conversions."""
     return weights
@@ -72,19 +57,19 @@ def with_a_layer_ahead(weights: Weights) -> Weights:
     """With the layer behind the last one, which predicts further tokens."""
     ahead = {
         name.replace("layers.1", "layers.2"): array
-        for name, array in released(weights).items()
+        for name, array in glm_released(weights).items()
         if ".layers.1." in name
     }
     more = {"model.layers.2.eh_proj.weight": np.ones((4, 8), np.float32)}
-    return {**released(weights), **ahead, **more}
+    return {**glm_released(weights), **ahead, **more}
 
 
-def case(stored: Callable[[Weights], Weights] = released, **changes: Any) -> Case:
+def case(stored: Callable[[Weights], Weights] = glm_released, **changes: Any) -> Case:
     return Case({**SIZES, **changes}, stored)
 
 
 CASES: dict[str, Case] = {
-    "as released": case(with_a_layer_ahead),
+    "as glm_released": case(with_a_layer_ahead),
     "as converted, with biases": case(unchanged, attention_bias=True, n_shared_experts=2),
     "queries in one step": case(q_lora_rank=None, n_shared_experts=None),
     "groups of experts": case(n_group=4, topk_group=2),
@@ -117,9 +102,9 @@ def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Chec
 
 
 def test_a_quantised_kv_b_proj_is_split(tmp_path: Path) -> None:
-    """As other tools quantise a released checkpoint: derived weights are dequantised."""
+    """As other tools quantise a glm_released checkpoint: derived weights are dequantised."""
     said = {"mode": "affine", "bits": 8, "group_size": 32}
-    plain = released(random_weights(settings(**WHOLE)))
+    plain = glm_released(random_weights(settings(**WHOLE)))
     stored: Weights = {}
     for name, array in list(plain.items()):
         if "kv_b_proj" not in name:
@@ -139,7 +124,7 @@ def test_a_tied_head_is_the_token_embedding(tmp_path: Path) -> None:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     one = write_checkpoint(tmp_path / "1", weights=weights, **settings())
     tied = settings(tie_word_embeddings=True)
-    other = write_checkpoint(tmp_path / "2", weights=released(weights), **tied)
+    other = write_checkpoint(tmp_path / "2", weights=glm_released(weights), **tied)
     assert np.abs(logits_of(one) - logits_of(other)).max() < 1e-5
 
 

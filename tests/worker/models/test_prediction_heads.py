@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.predicting_models import FAMILIES, REFERENCES, settings, weights_with_head
-from support.stored_checkpoints import after, converted, one_by_one
+from support.stored_checkpoints import after, converted, glm_released, one_by_one
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -85,19 +85,6 @@ def test_a_head_computes_what_numpy_does(
     wanted = REFERENCES[family](stored, whole, tokens, states)
     for ours, theirs in zip(computed(path, tokens, states, parts), wanted, strict=True):
         require_close(ours, theirs)
-
-
-def glm_released(weights: Weights) -> Weights:
-    """Each expert by itself, both projections of latents as one weight."""
-    stored: Weights = {}
-    for name, array in one_by_one(weights).items():
-        if name.endswith(".embed_q.weight"):
-            values = weights[name.replace("embed_q", "unembed_out")]
-            both = np.concatenate([array.swapaxes(1, 2), values], axis=1)
-            stored[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
-        elif not name.endswith(".unembed_out.weight"):
-            stored[name] = array
-    return stored
 
 
 def qwen_released(weights: Weights) -> Weights:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
+from support.stored_checkpoints import one_by_one
 from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -35,18 +35,6 @@ MOE: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 WHOLE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # groups of every mode
-
-
-def one_by_one(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As released: every expert by itself."""
-    stored = {}
-    for name, array in weights.items():
-        layer, stacked, kind = name.partition(".switch_mlp.")
-        if stacked:
-            stored.update({f"{layer}.experts.{i}.{kind}": each for i, each in enumerate(array)})
-        else:
-            stored[name] = array
-    return stored
 
 
 CASES: dict[str, Case] = {

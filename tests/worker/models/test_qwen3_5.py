@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.worker_checkpoints import config
+from support.worker_checkpoints import QWEN3_5, config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -20,22 +20,13 @@ from support.stored_checkpoints import Weights, after, converted
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
 
 TEXT: dict[str, Any] = {
+    **QWEN3_5,
     "model_type": "qwen3_5",
     "num_hidden_layers": 3,
-    "full_attention_interval": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "rope_theta": None,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 50000.0,
-        "partial_rotary_factor": 0.5,
+        **QWEN3_5["rope_parameters"],
         "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     },
