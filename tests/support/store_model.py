@@ -137,7 +137,9 @@ class StoreModel:
             left = None if row.job.deadline is None else row.job.deadline - now
             ids = b"".join(chunk.ids for chunk in row.chunks)
             fed.append(rec.FedJob(row.job, row.request, row.blobs, ids, left, self.damaged))
-        later = [row.job.due for row in waiting if row.job.due > now]
+        later = [
+            row.job.due for row in waiting if row.job.due > now and row.job.starts >= o.min_starts
+        ]
         return rec.Fed(tuple(fed), last, min(later, default=None), now)
 
     def _unfit(self, id: bytes, gen: int, chunk: Chunk | None) -> Result | None:

@@ -543,6 +543,46 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
     assert worker.runs, "the others go on"
 
 
+def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None:
+    story = JobStory()
+    story.submit("bad")
+    story.settle()
+    for _ in range(3):
+        story.ready_worker()
+        story.pass_time(0.3)
+        story = story.restart()
+    worker, bad = story.ready_worker(), story.job("bad").id
+    story.pass_time(0.3)
+    assert bad in worker.runs
+    worker.fail(bad, "model_load_failed")
+    worker.credit()
+    story.pass_time(0.3)
+    job = story.assert_state("bad", JobState.WAITING)
+    assert job.starts == 3 and job.due > story.now + story.offset
+    story.pass_time(5.0)
+    assert bad in worker.runs
+
+
+def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
+    """Streams may have all workers for as long as the pool runs; the core finds it a place."""
+    story = JobStory()
+    story.submit("bad")
+    story.settle()
+    for _ in range(3):
+        story.ready_worker()
+        story.pass_time(0.3)
+        story = story.restart()
+    stream = story.generate()
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    begin = story.now
+    while bad not in story.manager.runs.active:
+        assert story.now < begin + SUSPECT_WAIT + 10, "it was held up"
+        worker.tokens(stream, 1)
+        story.ack(stream, 1)  # its client is there
+        story.pass_time(1.0)
+    assert story.now >= begin + SUSPECT_WAIT and stream in worker.runs
+
+
 def test_a_deadline_counts_while_the_job_waits_and_while_the_broker_is_down() -> None:
     story = JobStory()
     story.submit("a", deadline_ms=10_000)

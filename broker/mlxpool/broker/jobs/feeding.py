@@ -39,8 +39,7 @@ class Backlog:
     """What is known of the jobs that wait in one group. The store has the jobs themselves."""
 
     due: float = math.inf  # when the earliest may be run; the past: now
-    suspects: bool = False  # there may be some that have to run alone
-    suspects_since: float = math.inf  # they came, or the last one of them was read
+    suspects_due: float = math.inf  # there may be some from then on that have to run alone
     last_owner: str = ""
     feeding: bool = False  # a FeedNext is under way
     due_since: float = math.inf  # the earliest of those that came while it is
@@ -66,13 +65,13 @@ class Feeder:
         backlog = self.groups.setdefault(group, Backlog())
         backlog.due = min(backlog.due, due)
         backlog.due_since = min(backlog.due_since, due)
-        backlog.suspects |= suspect
         if suspect:
-            backlog.suspects_since = min(backlog.suspects_since, due)
+            backlog.suspects_due = min(backlog.suspects_due, due)
 
     def next_due(self, now: float) -> float:
         """When a job becomes due that is not; infinity: none is known of."""
-        return min((one.due for one in self.groups.values() if one.due > now), default=math.inf)
+        times = (time for one in self.groups.values() for time in (one.due, one.suspects_due))
+        return min((time for time in times if time > now), default=math.inf)
 
     def hungry(self, now: float) -> set[str]:
         """The names of models for which jobs are due."""
@@ -91,8 +90,6 @@ class Feeder:
             if plan is not None:
                 backlog.feeding, backlog.due_since = True, math.inf
                 backlog.planned_at = now
-                if plan.min_starts:
-                    backlog.suspects_since = now
                 model = view.model_of(plan.model)
                 if model is not None and view.may_answer(model):
                     backlog.calls = model, plan.count
@@ -126,7 +123,8 @@ class Feeder:
         if count > 0 and view.may_answer(model):
             count = min(count, self._call_room(model))
         waited = self._suspects_waited(name, now)
-        if backlog.due <= now and count > 0 and not waited:
+        due = backlog.due <= now and not waited
+        if due and count > 0:
             return FeedNext(
                 name,
                 priority,
@@ -136,8 +134,7 @@ class Feeder:
                 below_starts=ALONE_STARTS,
                 max_bytes=FEED_BYTES,
             )
-        due = backlog.due <= now and not waited
-        if backlog.suspects and not due and self._alone(name, view, now, waited=waited):
+        if backlog.suspects_due <= now and not due and self._alone(name, view, now, waited=waited):
             return FeedNext(
                 name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
             )
@@ -150,15 +147,16 @@ class Feeder:
         other jobs does not hold them up for ever.
         """
         return any(
-            one.suspects and one.suspects_since + SUSPECT_WAIT <= now
-            for (other, _), one in self.groups.items()
-            if other == name
+            one.suspects_due + SUSPECT_WAIT <= now
+            for (other, priority), one in self.groups.items()
+            if other == name and priority != IDLE
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Whether a job of this model would run alone: nothing else of it runs or is read.
+        """Whether a job of this model would run alone: no other of it runs, is read or is due.
 
-        Nor is anything else due, unless it has `waited` for long enough.
+        One that has `waited` for long enough goes before those that are due, and is given to the
+        core also where streams have all workers.
         """
         of_model = [one for (other, _), one in self.groups.items() if other == name]
         model = view.model_of(name)
@@ -166,7 +164,9 @@ class Feeder:
             one.active or one.leaving or one.feeding or (one.due <= now and not waited)
             for one in of_model
         )
-        return model is not None and not busy and view.idle(model)
+        if model is None or busy:
+            return False
+        return view.idle(model) or (waited and view.available(model, now))
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
         """How many jobs of this priority the core may have."""
@@ -190,9 +190,7 @@ class Feeder:
             return  # the store was lost meanwhile
         backlog.feeding, backlog.calls = False, ("", 0)
         if plan.min_starts:
-            backlog.suspects = bool(found.jobs)
-            if not found.jobs:
-                backlog.suspects_since = math.inf
+            backlog.suspects_due = backlog.planned_at if found.jobs else due
         else:
             backlog.last_owner = found.last_owner
             size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in found.jobs)
@@ -231,10 +229,10 @@ class Feeder:
 
     def _drop_if_empty(self, group: Group) -> None:
         backlog = self.groups[group]
-        in_use = backlog.active or backlog.leaving or backlog.suspects or backlog.feeding
-        if math.isinf(backlog.due) and not in_use:
+        in_use = backlog.active or backlog.leaving or backlog.feeding
+        if math.isinf(min(backlog.due, backlog.suspects_due)) and not in_use:
             del self.groups[group]
 
 
 def _waits(backlog: Backlog, now: float) -> bool:
-    return backlog.due <= now or backlog.suspects
+    return backlog.due <= now or backlog.suspects_due <= now

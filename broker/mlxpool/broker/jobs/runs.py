@@ -360,7 +360,7 @@ class Runs:
         if isinstance(result, Fate):
             self._readers.job_changed(result.job, now)
             if result.job.state is JobState.WAITING:
-                self._feeder.came(_group(result.job), now)
+                self._feeder.came(_group(result.job), now, suspect=_suspect(result.job))
             else:
                 self._notices.came(result.job.notify, now)
 
@@ -382,8 +382,7 @@ class Runs:
         self._readers.job_changed(job, now)
         outcome = active.outcome
         if isinstance(outcome, Defer):
-            suspect = job.starts >= retries.ALONE_STARTS
-            self._feeder.came(_group(job), now + outcome.delay, suspect=suspect)
+            self._feeder.came(_group(job), now + outcome.delay, suspect=_suspect(job))
         elif isinstance(outcome, NewGeneration):
             self._feeder.came(_group(job), now)
         else:
@@ -417,6 +416,11 @@ def _event_of(outcome: Operation) -> str:
 
 def _group(job: JobView) -> Group:
     return (job.model, job.priority)
+
+
+def _suspect(job: JobView) -> bool:
+    """Whether a job has to run alone: it may have ended the broker."""
+    return job.starts >= retries.ALONE_STARTS
 
 
 def _work(fed: FedJob, left: float) -> Work:

@@ -122,11 +122,12 @@ def _next_due(database: Database, asked: FeedNext, owners: list[str], now: float
     for owner in owners:
         row = database.one(
             "SELECT due FROM job WHERE state = 'waiting' AND model = ? AND priority = ?"
-            " AND owner = ? AND due > ? ORDER BY due LIMIT 1",
+            " AND owner = ? AND due > ? AND starts >= ? ORDER BY due LIMIT 1",
             asked.model,
             asked.priority,
             owner,
             now,
+            asked.min_starts,
         )
         if row is not None:
             found.append(row[0])
