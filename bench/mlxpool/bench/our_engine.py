@@ -13,6 +13,7 @@ import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.kernels import device
@@ -66,16 +67,20 @@ class OurEngine:
         plan = self._loaded.folder.plan
         return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
 
-    def engine(self, streams: int, context: int, prefix: str = "off") -> ModelEngine:
-        """A new engine for at most `streams` rows."""
+    def engine(
+        self, streams: int, context: int, prefix: str = "off", kv: str = AUTO
+    ) -> ModelEngine:
+        """A new engine for at most `streams` rows; `kv`: as the setting of this name."""
         context = min(context, self.longest)
-        return ModelEngine(self._loaded, prefix=prefix, context=context, max_sequences=streams)
+        return ModelEngine(
+            self._loaded, prefix=prefix, context=context, max_sequences=streams, kv=kv
+        )
 
     def running(
-        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
+        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY, kv: str = AUTO
     ) -> tuple[ModelEngine, list[EngineSequence]]:
         """An engine and its rows after prefill: prompts of these lengths, each with a seed."""
-        engine = self.engine(len(lengths), max(lengths) + self._spare)
+        engine = self.engine(len(lengths), max(lengths) + self._spare, kv=kv)
         settings = Options.parse({**options, "ignore_eos": True})
         sequences = []
         for number, length in enumerate(lengths):
@@ -85,10 +90,10 @@ class OurEngine:
         return engine, sequences
 
     def steps(
-        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
+        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY, kv: str = AUTO
     ) -> Callable[[], object]:
         """A function whose call decodes one token of each row."""
-        engine, sequences = self.running(lengths, options)
+        engine, sequences = self.running(lengths, options, kv)
 
         return partial(decode, engine, sequences)
 
