@@ -93,9 +93,10 @@ class Generation:
         packed = _pack_id(token)
         id, number = sequence.id, sequence.run_number
         goes_on = position + 1 < sequence.max_tokens and not detokenizer.stopped
-        if goes_on and self.facts_sent and drawn.logprob is None and constraint is None:
+        if goes_on and self.facts_sent and drawn.logprob is None:
             self.plain = not detokenizer.stops and sequence.shift is None
-            return new_delta((id, number, position, text, packed, None, None, None))
+            if constraint is None:
+                return new_delta((id, number, position, text, packed, None, None, None))
         if goes_on and constraint is not None and not sequence.options.logprobs:
             run = constraint.forced(find=find)
             if len(run) >= least:
@@ -105,15 +106,19 @@ class Generation:
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
 
-    def append(self, token: int, eos: frozenset[int]) -> Delta | None:
+    def append(self, token: int, eos: frozenset[int], least: int) -> Delta | None:
         """Append one token of a completion that is `plain`, and goes on. Returns its delta.
 
-        Returns None and does nothing where the token may be the last one: `commit` takes it.
+        Returns None and does nothing where the token may be the last one, or where `least` or more
+        forced tokens may follow: `commit` takes it.
         """
         sequence = self.sequence
         ids = sequence.ids
         position = len(ids)
         if token in eos or position + 1 >= sequence.max_tokens:
+            return None
+        constraint = self.constraint
+        if constraint is not None and not constraint.goes_on(token, least):
             return None
         ids.append(token)
         text, packed = self.detokenizer.push(token), _pack_id(token)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix_disk.folder import DiskSettings
+from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import (
@@ -30,9 +32,6 @@ from mlxpool.worker.speculation.mtp import Predictor
 
 if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
-
-# [draws, ceil(vocabulary / 32)]: token i may be drawn where bit i % 32 of word i // 32 is set.
-Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +185,21 @@ class Engine(Protocol):
         NotImplementedError where passes and draws are one.
         """
 
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         """Draws the tokens of the newest pass, which `forward` started.
 
         A sequence in `masks` draws only tokens that its mask allows, at least one for each line;
-        with none it fails. What was collected since `forward` counts in its penalties.
+        with none it fails. What was collected since `forward` counts in its penalties. The table of
+        the masks may be overwritten when the pass has ended.
+        """
+
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """Returns memory for so many masks that the device addresses itself; None: it has none."""
+
+    def drawn(self) -> list[SampledToken] | None:
+        """Returns the tokens of the oldest pass in flight, where they are known by now.
+
+        `collect` returns them again. None: the device still computes the pass, or nobody can tell.
         """
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:

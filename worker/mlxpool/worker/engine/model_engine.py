@@ -9,7 +9,7 @@ waits for nothing, so no pass is submitted ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,8 +27,9 @@ from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
 from mlxpool.worker.engine.description import require_deterministic
-from mlxpool.worker.engine.engine import Mask, StepResult
+from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.image_spans import add_images
 from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
@@ -46,16 +47,22 @@ from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SamplerOutput, last_token
+from mlxpool.worker.sampling.row_masks import NO_MASKS, RowMasks
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
-from mlxpool.worker.scheduling.sequence import PromptLogprobs, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.sequence import (
+    PromptLogprobs,
+    SampledToken,
+    Sequence,
+    SequenceFailed,
+)
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.speculation.mtp import Predictor
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import Download, Downloads
-from mlxpool.worker.transfers.uploads import Uploads, upload_copy
+from mlxpool.worker.transfers.uploads import SharedTable, Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
 MAX_STATE_DRAFTS = 3  # that a row checks, where it has a state behind each
@@ -282,7 +289,7 @@ class ModelEngine(WarmedEngine):
         """See Engine.forward."""
         return self._start(spans, at_once=False)
 
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         """See Engine.draw."""
         flight = self._flights[-1]
         assert flight.undrawn is not None, "the newest pass has drawn its tokens"
@@ -295,6 +302,17 @@ class ModelEngine(WarmedEngine):
         self._flights[-1] = replace(
             flight, undrawn=None, sampled=sampled, done=done, download=download
         )
+
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """See Engine.mask_memory."""
+        if self._uploads is None:
+            return None
+        shared = SharedTable(lines, words_of_mask(self.vocab_size))
+        return MaskTable(shared.lines, shared)
+
+    def drawn(self) -> list[SampledToken] | None:
+        """See Engine.drawn."""
+        return self._flights[0].drawn() if self._flights else None
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
         """See Engine.withdraw."""
@@ -329,7 +347,7 @@ class ModelEngine(WarmedEngine):
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
             states, hidden = (found.hidden, None) if reports else (None, found.hidden)
             if at_once and asking:
-                sampled = self._draws.draw(asking, found.logits, newest, {})
+                sampled = self._draws.draw(asking, found.logits, newest, NO_MASKS)
             done, download = self._results(
                 found.logits, sampled, hidden if at_once else None, states
             )
