@@ -67,26 +67,27 @@ class ConstrainedRows:
         self, drawn: Many[SampledToken], drafts: Container[Sequence]
     ) -> list[tuple[Constraint, int]]:
         """Returns the tokens that constraints take."""
-        of, running, eos = self._generations.of, Phase.RUNNING, self._engine.eos
+        of, running, eos = self._generations.constrained_of, Phase.RUNNING, self._engine.eos
         found: list[tuple[Constraint, int]] = []
         for sequence, token, _ in drawn:
-            if sequence.phase is running and token not in eos:
-                constraint = of(sequence).constraint
-                if constraint is not None and (not drafts or sequence not in drafts):
-                    found.append((constraint, token))
+            row = of(sequence)
+            if row is None or token in eos or sequence.phase is not running:
+                continue
+            if row.constraint is not None and sequence not in drafts:
+                found.append((row.constraint, token))
         return found
 
-    def begin_behind_runs(self, drawn: Many[SampledToken]) -> None:
+    def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
         """Begins the masks of rows that got forced tokens: a pass reads these before it draws."""
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
-        of, running = self._generations.of, Phase.RUNNING
-        rows = {  # each once, though a row that checked drafts may have several tokens
-            of(one.sequence).constraint: None
-            for one in drawn
-            if one.sequence.phase is running and one.sequence.unread
+        running = Phase.RUNNING
+        found = {  # each once, though a row that checked drafts may have several tokens
+            row.constraint: None
+            for row in rows
+            if row.sequence.phase is running and row.sequence.has_unread
         }
-        self._masks.begin_early([one for one in rows if one is not None])
+        self._masks.begin_early([one for one in found if one is not None])
 
     def masks(
         self, rows: Iterable[Generation], drafts: Mapping[Sequence, Many[int]] = NO_DRAFTS
@@ -101,7 +102,7 @@ class ConstrainedRows:
             constraint, sequence = row.constraint, row.sequence
             if constraint is None or sequence.phase is not Phase.RUNNING:
                 continue
-            if sequence.unread:
+            if sequence.has_unread:
                 self._engine.withdraw(sequence, again=False)
             else:
                 asking[constraint] = row

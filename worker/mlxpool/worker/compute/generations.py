@@ -223,7 +223,8 @@ class Generations:
         self._by_sequence: dict[Sequence, Generation] = {}
         self.of = self._by_sequence.__getitem__  # the generation of a live sequence
         self._next_deadline = math.inf  # none is earlier; that of one that has left may be it
-        self._constrained = 0  # generations with a constraint
+        self._constrained: dict[Sequence, Generation] = {}  # those with a constraint
+        self.constrained_of = self._constrained.get  # the generation of a sequence that has one
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -231,7 +232,8 @@ class Generations:
     def add(self, generation: Generation) -> None:
         self._by_key[generation.key] = self._by_sequence[generation.sequence] = generation
         self._next_deadline = min(self._next_deadline, generation.deadline)
-        self._constrained += generation.constraint is not None
+        if generation.constraint is not None:
+            self._constrained[generation.sequence] = generation
 
     def get(self, key: RunKey) -> Generation | None:
         return self._by_key.get(key)
@@ -244,13 +246,17 @@ class Generations:
         """The generations that draw a token in these spans and have a constraint."""
         if not self._constrained:
             return []
-        drawing = [self.of(span.sequence) for span in spans if span.draws]
-        return [one for one in drawing if one.constraint is not None]
+        constrained = self._constrained
+        return [
+            constrained[span.sequence]
+            for span in spans
+            if span.draws and span.sequence in constrained
+        ]
 
     @property
     def constrained_count(self) -> int:
         """The number of generations with a constraint."""
-        return self._constrained
+        return len(self._constrained)
 
     def finish(self, generation: Generation, reason: str) -> Delta:
         """End it without a further token. Returns its last delta."""
@@ -279,7 +285,7 @@ class Generations:
         """Remove it without a delta."""
         generation.sequence.phase = Phase.FINISHED
         del self._by_key[generation.key], self._by_sequence[generation.sequence]
-        self._constrained -= generation.constraint is not None
+        self._constrained.pop(generation.sequence, None)
         self.release(generation.sequence)
 
     def forget_all(self) -> None:

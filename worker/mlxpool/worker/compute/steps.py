@@ -328,6 +328,7 @@ class Steps:
         now, least = monotonic(), self._constrained.min_run()
         self._constrained.take(drawn, least, drafts)
         newest = {one.sequence: one for one in drawn} if drafts else {}
+        committed: list[Generation] = []  # that may have got forced tokens
         for one in drawn:  # in every step, so with as few calls as possible
             sequence, token, _ = one
             if sequence.phase is not running:
@@ -338,13 +339,14 @@ class Steps:
                     delta = generation.append(token, eos, least)
                 if delta is None:
                     last = newest.get(sequence, one) is one
+                    committed.append(generation)
                     delta = self._commit_one(generation, one, now, least if last else NO_RUN)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent
                 delta = self._generations.fail(sequence, as_pool_error(error))
             deltas.append(delta)
-        self._constrained.begin_behind_runs(drawn)
+        self._constrained.begin_behind_runs(committed)
         return deltas
 
     def _commit_one(

@@ -118,6 +118,7 @@ def _set_ends(one: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
     masks[:, columns] = masks[:, columns] & one.others[columns] | ends
 
 
+@cache
 def threads() -> int:
     """Returns how many threads the library makes masks in."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -5,6 +5,7 @@ Each has the masks in a table, and says where, when it is made.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from _thread import allocate_lock
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
-from time import monotonic, thread_time
+from time import monotonic, process_time, thread_time
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from mlxpool.worker.constraints.mask_batch import FilledTable
 from mlxpool.worker.constraints.mask_table import MaskTable
 
 MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are of that size
+USUAL = 0.0002  # seconds of a mask among others that are made at once, on a machine that is busy
 Found = Words | int | Exception  # a mask [1, words], the line of a row without one, or an error
 
 
@@ -160,17 +162,18 @@ class Batch:
     def _fill_table(self, begins: Callable[[], None]) -> None:
         """Makes the masks.
 
-        The seconds are those that one may have taken: where all took too long, each of them has to
-        show that it is quick by itself.
+        The seconds are those that one may have taken: where the process has worked far too long for
+        all of them, each has to show that it is quick by itself.
         """
         if len(self.constraints) == 1:
             begins()
             self.filled, self.seconds = _filled_by(self.constraints[0], self.table)
             return
-        began = monotonic()
+        began = process_time()
         self.filled = mask_batch.fill_table(self.constraints, self.table, begins)
-        seconds = monotonic() - began
-        self.seconds = 0.0 if seconds <= MAX_WAIT else seconds
+        seconds = process_time() - began
+        usual = USUAL * self.filled.used
+        self.seconds = 0.0 if seconds <= max(MAX_WAIT, usual) else seconds
 
 
 class SingleMask:
@@ -227,16 +230,23 @@ class _Helper:
     """A thread that does what it is given, one after the other."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="mask batches", daemon=True).start()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mask batches", daemon=True)
+        self._thread.start()
+        # The library must not ask for Python's lock when the interpreter is gone.
+        atexit.register(self._stop)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Has the thread call a function, which must not raise."""
         self._jobs.put(job)
 
     def _run(self) -> None:
-        while True:
-            self._jobs.get()()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _stop(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
 
 
 @cache

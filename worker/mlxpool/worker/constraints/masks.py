@@ -223,10 +223,10 @@ class Masks:
         for place, table in enumerate(self._free):
             if len(table.words) >= lines and table.words.shape[1] == words:
                 return self._free.pop(place)
-        lines = max(LEAST_LINES, 1 << (lines - 1).bit_length())
         found = self._memory(lines)
-        fits = found is not None and found.words.shape[1] == words
-        return found if found is not None and fits else new_table(lines, words)
+        if found is not None and found.words.shape[1] == words:
+            return found
+        return new_table(max(LEAST_LINES, 1 << (lines - 1).bit_length()), words)
 
     def _collected(
         self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]

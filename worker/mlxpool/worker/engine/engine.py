@@ -194,7 +194,10 @@ class Engine(Protocol):
         """
 
     def mask_memory(self, lines: int) -> MaskTable | None:
-        """Returns memory for so many masks that the device addresses itself; None: it has none."""
+        """Returns memory for so many masks, or more, that the device addresses itself.
+
+        The caller keeps it, and uses it again. None: the device addresses no memory of the host.
+        """
 
     def drawn(self) -> list[SampledToken] | None:
         """Returns the tokens of the oldest pass in flight, where they are known by now.

@@ -165,6 +165,7 @@ class ModelEngine(WarmedEngine):
         if folder.vision is not None and folder.vision.plan.crossed:
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
+        self._mask_tables: list[MaskTable] = []  # that are allocated, and nobody has
         self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
         self._rows_before: list[RowSpan] = []  # of that pass
         self._steps = 0
@@ -307,6 +308,10 @@ class ModelEngine(WarmedEngine):
         """See Engine.mask_memory."""
         if self._uploads is None:
             return None
+        for place, table in enumerate(self._mask_tables):
+            if len(table.words) >= lines:
+                return self._mask_tables.pop(place)
+        lines = max(lines, self._most_rows())
         shared = SharedTable(lines, words_of_mask(self.vocab_size))
         return MaskTable(shared.lines, shared)
 

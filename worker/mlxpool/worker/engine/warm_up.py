@@ -16,7 +16,7 @@ from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
 from mlxpool.worker.attention.prediction_rows import Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
-from mlxpool.worker.constraints.mask_table import new_table, words_of_mask
+from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
@@ -39,6 +39,7 @@ CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
+MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
@@ -84,6 +85,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     _uploads: Uploads | None
     _predictions: Predictions | None
     _draws: TokenDraws
+    _mask_tables: list[MaskTable]
     _target: StepTarget
     _step_seconds: float
     _dtype: mx.Dtype  # of logits
@@ -236,9 +238,11 @@ class WarmedEngine(RowEngine[CacheRow]):
         return min(self._max_sequences, most)
 
     def _warm_up_masks(self, count: int, options: Options | None = None) -> None:
-        """Draws tokens of so many rows with masks, which allocates what they are sent with."""
+        """Draws tokens of so many rows with masks, and allocates the memory that they are in."""
         rows = self._dummy_rows(count, 1, options)
-        table = self.mask_memory(count) or new_table(count, words_of_mask(self.vocab_size))
+        given = [self.mask_memory(count) for _ in range(MASK_TABLES)]
+        self._mask_tables = [one for one in given if one is not None]
+        table = given[0] or new_table(count, words_of_mask(self.vocab_size))
         table.masks[:] = self._whole_mask()
         masks = RowMasks(table, count, {seq: line for line, seq in enumerate(rows)})
         for _ in range(SETS):
