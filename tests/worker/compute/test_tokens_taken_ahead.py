@@ -50,7 +50,8 @@ def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         if flight.sampled is None or flight.checks or flight.sampled.logprobs is not None:
             return None
         flight.wait()
-        return sampled_tokens(SampledNumbers(flight.sampled.tokens.tolist()), flight.rows)[0]
+        tokens: Any = flight.sampled.tokens.tolist()
+        return sampled_tokens(SampledNumbers(tokens), flight.rows)[0]
 
     counts: list[int] = []
     true = Masks.take_ahead

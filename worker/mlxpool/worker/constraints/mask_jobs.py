@@ -22,8 +22,10 @@ from mlxpool.worker.constraints.constraint import Constraint, Words
 from mlxpool.worker.constraints.mask_batch import FilledTable
 from mlxpool.worker.constraints.mask_table import MaskTable
 
-MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are of that size
-USUAL = 0.0002  # seconds of a mask among others that are made at once, on a machine that is busy
+# Processor seconds of masks that are made together, of which none is called slow: the library's
+# bounds of one are of that size. USUAL: of each of them, where they are many.
+TOGETHER = 0.005
+USUAL = 0.0002
 Found = Words | int | Exception  # a mask [1, words], the line of a row without one, or an error
 
 
@@ -173,7 +175,7 @@ class Batch:
         self.filled = mask_batch.fill_table(self.constraints, self.table, begins)
         seconds = process_time() - began
         usual = USUAL * self.filled.used
-        self.seconds = 0.0 if seconds <= max(MAX_WAIT, usual) else seconds
+        self.seconds = 0.0 if seconds <= max(TOGETHER, usual) else seconds
 
 
 class SingleMask:

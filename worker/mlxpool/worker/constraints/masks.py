@@ -20,7 +20,6 @@ from time import monotonic
 from mlxpool.worker.constraints import mask_batch
 from mlxpool.worker.constraints.constraint import Constraint, MaskRecord
 from mlxpool.worker.constraints.mask_jobs import (
-    MAX_WAIT,
     Batch,
     Found,
     MadeMasks,
@@ -32,6 +31,7 @@ from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of
 
 QUICK = 0.001  # seconds of processor time; most masks take a hundredth of that
 QUICK_MASKS = 4  # one after the other, after which a constraint is taken to be quick
+MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are of that size
 IDLE_WAIT = 0.02  # seconds that are waited for a mask when there is nothing else to do
 BEGIN_WAIT = 0.001  # seconds that are waited for another thread to begin
 THREADS = 4
