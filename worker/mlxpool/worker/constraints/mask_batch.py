@@ -20,7 +20,7 @@ from mlxpool.worker.constraints.mask_table import MaskTable, only
 
 SHARE = 2  # of the cores, one in so many: others run the steps, and wait less for each other
 MAX_THREADS = 8  # more make no mask sooner
-MANY = 32  # tokens that are taken with Python's lock free
+MANY = 16  # tokens that are taken with Python's lock free
 FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
 
 
