@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,8 @@ class DrawingEngine:
         self._flights: deque[list[Sequence]] = deque()
         self._drawn: deque[list[SampledToken]] = deque()
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
+        built()
         began = time.thread_time()
         for span in spans:
             one = span.sequence

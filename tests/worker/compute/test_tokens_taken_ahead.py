@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_every_row_gets_what_it_gets_alone(
     assert max(taken) >= 3
 
 
-@pytest.mark.parametrize("fails", ["_start", "collect"])
+@pytest.mark.parametrize("fails", ["_submitted", "collect"])
 def test_a_pass_that_fails_gives_the_tokens_back(
     loaded: LoadedModel,
     alone: list[Answer],

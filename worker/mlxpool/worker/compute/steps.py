@@ -220,11 +220,12 @@ class Steps:
         if not self._flights:
             self._progress.awaits(flight.request, flight.tokens, flight.rows)
         constrained = self._generations.constrained(step.spans)
-        if constrained:
-            self._take_ahead()
         self._flights.append(flight)
         try:
-            fresh = (self._engine.forward if constrained else self._engine.submit)(step.spans)
+            if constrained:
+                fresh = self._engine.forward(step.spans, self._take_ahead)
+            else:
+                fresh = self._engine.submit(step.spans)
         except Exception as error:
             return self._failed(error)
         self._flights[-1] = replace(flight, fresh=fresh)
@@ -233,11 +234,11 @@ class Steps:
         return self._draw(constrained, drafts) if constrained else []
 
     def _take_ahead(self) -> None:
-        """Has constraints take the tokens of the pass in flight, if the device has drawn them.
+        """Has constraints take the tokens of the pass before, if the device has drawn them by now.
 
-        This thread begins the next pass meanwhile, and commits the tokens then.
+        This thread hands the newest pass over meanwhile, and commits the tokens then.
         """
-        if len(self._flights) == 1 and not self._flights[0].drafts:
+        if len(self._flights) == 2 and not self._flights[0].drafts:
             drawn = self._engine.drawn()
             if drawn:
                 self._constrained.take_ahead(drawn)

@@ -143,7 +143,7 @@ class CountingEngine:
         prompts = [_reported(s) for s in spans if s.hidden and s.sequence in self.rows]
         return StepResult([self._draw(seq) for seq in drawing], [], prompts=tuple(prompts))
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         raise NotImplementedError("the counting model draws tokens in the pass itself")
 
     def draw(self, masks: RowMasks) -> None:

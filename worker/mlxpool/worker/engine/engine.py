@@ -178,8 +178,11 @@ class Engine(Protocol):
         drafts of a sequence with a pass in flight, or of a row that cannot go back; hidden states.
         """
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """As `submit`, but the pass draws nothing until `draw` is called.
+
+        `built` is called when the pass is built, and before it is handed to the device, which takes
+        a time in which Python's lock is free.
 
         That must happen before the next pass is submitted, and before this one is collected. Raises
         NotImplementedError where passes and draws are one.

@@ -9,7 +9,7 @@ waits for nothing, so no pass is submitted ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
@@ -286,9 +286,9 @@ class ModelEngine(WarmedEngine):
         """See Engine.submit."""
         return self._start(spans, at_once=True)
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
-        return self._start(spans, at_once=False)
+        return self._start(spans, at_once=False, built=built)
 
     def draw(self, masks: RowMasks) -> None:
         """See Engine.draw."""
@@ -330,7 +330,9 @@ class ModelEngine(WarmedEngine):
             seq.submitted = span.end - (span.draws if again else len(span.drafts))
             self._rows[seq].trim(seq.submitted)
 
-    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+    def _start(
+        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
+    ) -> bool:
         """Starts one pass; unless it draws its tokens at once, its logits wait for `draw`."""
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
@@ -356,6 +358,7 @@ class ModelEngine(WarmedEngine):
             done, download = self._results(
                 found.logits, sampled, hidden if at_once else None, states
             )
+            built()
             mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
         self._spans_before, self._rows_before = wants, rows

@@ -106,7 +106,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Returns the arrays whose evaluation ends a pass, and the download of its results."""
 
     @abstractmethod
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
 
     @abstractmethod

@@ -183,7 +183,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             seq.awaited -= 1
         return flight.result()
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
