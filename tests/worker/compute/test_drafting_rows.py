@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
