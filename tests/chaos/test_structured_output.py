@@ -45,7 +45,7 @@ def arm(engine):
     draw = engine.draw
 
     def draw_or_end(self, masks):
-        for row in masks:
+        for row in masks.lines:
             if len(row.ids) >= {PLACES!r}[row.seed]:
                 try:
                     mark = os.path.join(os.environ["MARKS"], str(row.seed))

@@ -20,16 +20,18 @@ def write(
     shape: str,
     *,
     layers: int = 0,
+    vocabulary: int = 0,
     quantise: str = "",
     dtype: str = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write the folder and return it.
 
-    `layers` 0: as many as the shape has. `quantise`: a quantisation mode, "" for none. Raises
-    ValueError for an unknown shape or mode.
+    `layers` and `vocabulary` 0: as many as the shape has. `quantise`: a quantisation mode, "" for
+    none. Raises ValueError for an unknown shape or mode.
     """
     config = config_of(shape, layers, quantise)
+    config["vocab_size"] = vocabulary or config["vocab_size"]
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     last = config["vocab_size"] - 1

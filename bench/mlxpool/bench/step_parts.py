@@ -15,7 +15,6 @@ from mlxpool.worker.compute import steps
 from mlxpool.worker.compute.constrained_rows import ConstrainedRows
 from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.steps import Steps
-from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
@@ -30,8 +29,9 @@ PARTS: Mapping[str, tuple[Any, str]] = {
     "wait for the device": (Flight, "wait"),
     "read the tokens": (ModelEngine, "collect"),
     "deltas": (Generation, "commit"),
-    "take tokens": (Constraint, "take"),
-    "find forced tokens": (Constraint, "forced"),
+    "take tokens ahead": (ConstrainedRows, "take_ahead"),
+    "take tokens": (ConstrainedRows, "take"),
+    "begin masks behind runs": (ConstrainedRows, "begin_behind_runs"),
     "masks": (ConstrainedRows, "masks"),
     "rest": (Steps, "run"),
 }

@@ -39,6 +39,7 @@ class Rows:
 def test_runs_are_read_where_no_row_loses_by_it(
     run_lines: int, rows: int, constrained: int, least: int
 ) -> None:
-    engine: Any = SimpleNamespace(limits=SimpleNamespace(run_lines=run_lines))
+    limits = SimpleNamespace(run_lines=run_lines)
+    engine: Any = SimpleNamespace(limits=limits, mask_memory=lambda lines: None)
     found = ConstrainedRows(engine, cast("Any", Rows(rows, constrained)))
     assert found.min_run() == least

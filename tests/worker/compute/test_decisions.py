@@ -184,10 +184,10 @@ class CountsInputs(ModelEngine):
         self.spans: list[int] = []
         ENGINES.append(self)
 
-    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+    def _start(self, spans: Many[Span], *, at_once: bool, **named: Any) -> bool:
         self.inputs.append(sum(span.count for span in spans))
         self.spans.append(len(spans))
-        return super()._start(spans, at_once=at_once)
+        return super()._start(spans, at_once=at_once, **named)
 
 
 ENGINES: list[CountsInputs] = []
@@ -286,10 +286,10 @@ class FailsWith(ModelEngine):
 
     count = 2
 
-    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+    def _start(self, spans: Many[Span], *, at_once: bool, **named: Any) -> bool:
         if len(spans) == self.count:
             raise RuntimeError("this pass fails")
-        return super()._start(spans, at_once=at_once)
+        return super()._start(spans, at_once=at_once, **named)
 
 
 class FailsAlone(FailsWith):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,11 @@ STEP, COPY = 0.01, 5.0  # seconds
 class BoundedEngine(ModelEngine):
     """Refuses passes that write behind the blocks that a sequence was given."""
 
-    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+    def _start(self, spans: Many[Span], *, at_once: bool, **named: Any) -> bool:
         for span in spans:
             given = self.blocks.given(span.sequence)
             assert blocks_for(span.end) <= given, f"{span.end} tokens in {given} blocks"
-        return super()._start(spans, at_once=at_once)
+        return super()._start(spans, at_once=at_once, **named)
 
 
 def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:

@@ -17,6 +17,7 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.constraints import masks  # noqa: E402
 from mlxpool.worker.constraints.constraint import Constraint, Words  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.sampling.row_masks import NO_MASKS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -201,7 +202,7 @@ def test_a_row_with_states_reads_its_last_input_again(tmp_path: Any) -> None:
             if every is found and number % 2:
                 engine.forward(decode_spans(found))
                 engine.withdraw(found[0], again=True)
-                engine.draw({})
+                engine.draw(NO_MASKS)
                 for one in engine.collect().drawn:
                     one.sequence.ids.append(one.token)
                 decode(engine, found[:1])

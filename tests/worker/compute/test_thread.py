@@ -253,8 +253,10 @@ def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
 ) -> None:
     append = Generation.append
 
-    def fails_late(generation: Generation, token: int, eos: frozenset[int]) -> Delta | None:
-        delta = append(generation, token, eos)
+    def fails_late(
+        generation: Generation, token: int, eos: frozenset[int], least: int
+    ) -> Delta | None:
+        delta = append(generation, token, eos, least)
         if generation.sequence.id[0] == 2 and len(generation.sequence.ids) == 3:
             raise RuntimeError("broken text")
         return delta

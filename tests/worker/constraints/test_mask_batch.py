@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mlxpool.worker.constraints import mask_batch, masks
-from mlxpool.worker.constraints.constraint import Constraint
-from mlxpool.worker.constraints.mask_batch import masks_of
+from mlxpool.worker.constraints import mask_batch, mask_jobs, masks
+from mlxpool.worker.constraints.constraint import Constraint, Words
+from mlxpool.worker.constraints.mask_batch import fill_table
+from mlxpool.worker.constraints.mask_jobs import MadeMasks
+from mlxpool.worker.constraints.mask_table import new_table, only_token, words_of_mask
 from mlxpool.worker.constraints.masks import Masks
 from support.constrained_answers import constraint, tokens_of
 
@@ -20,6 +23,24 @@ FORMATS: list[dict[str, Any]] = [
     {"type": "json"},
 ]
 MOST = 12  # masks of each row
+NO_RUN = 99  # forced tokens
+
+
+def masks_of(constraints: list[Constraint]) -> list[Words | Exception]:
+    """The masks that are made together, or why one could not be."""
+    table = new_table(len(constraints), words_of_mask(constraints[0].tokens))
+    filled = fill_table(constraints, table)
+    made = MadeMasks(table, filled.used, dict(zip(constraints, filled.lines, strict=True)))
+    return [filled.failed.get(at) or mask_in(made, one) for at, one in enumerate(constraints)]
+
+
+def mask_in(made: MadeMasks, one: Constraint) -> Words:
+    """The mask [1, words] that was made of a constraint."""
+    line = made.lines[one]
+    token = only_token(line)
+    if token is not None:
+        return one.mask_of(token)
+    return made.table.masks[line : line + 1, : one.others.size].copy()
 
 
 def test_masks_made_together_are_those_made_one_by_one() -> None:
@@ -30,7 +51,7 @@ def test_masks_made_together_are_those_made_one_by_one() -> None:
     compared = 0
     while len(single) > 1 and compared < MOST:
         compared += 1
-        masks = masks_of(together, together[0].tokens)
+        masks = masks_of(together)
         for number in reversed(range(len(together))):
             found, wanted = masks[number], single[number].mask()
             assert not isinstance(found, Exception) and (found == wanted).all()
@@ -46,16 +67,17 @@ def test_a_mask_that_fails_is_an_error_of_its_own_row() -> None:
     wrong, right = constraint(FORMATS[0]), constraint(FORMATS[0])
     expected = right.mask()
     assert not wrong.matcher.consume_token(tokens_of(~expected)[0])
-    failed, found = masks_of([wrong, right], right.tokens)
+    failed, found = masks_of([wrong, right])
     assert isinstance(failed, Exception) and str(failed).startswith("format: ")
     assert not isinstance(found, Exception) and (found == expected).all()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("many", [0, 99])
 def test_tokens_taken_ahead_are_those_taken_one_by_one(
-    many: int, monkeypatch: pytest.MonkeyPatch
+    many: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the library's threads or by one; masks are begun before the constraints are told."""
+    """By the library's threads or by one, before the constraints are told, or `ahead` of that."""
     monkeypatch.setattr(mask_batch, "MANY", many)
     monkeypatch.setattr(masks, "few", lambda: 0)
     monkeypatch.setattr(masks, "MAX_WAIT", 60.0)
@@ -70,12 +92,13 @@ def test_tokens_taken_ahead_are_those_taken_one_by_one(
         found = maker.make([one for one, _ in rows])
         tokens: dict[Constraint, int] = {}
         for one, single in rows:
-            wanted, mask = single.mask(), found[one]
-            assert not isinstance(mask, Exception) and (mask == wanted).all()
+            wanted = single.mask()
+            assert (mask_in(found, one) == wanted).all()
             tokens[one] = int(drawn.choice(tokens_of(wanted)))
-        taken = maker.take([*tokens.items()])
-        assert taken == [*tokens]
-        maker.begin_together([one for one in taken if not one.finished])
+        if ahead:
+            maker.take_ahead([*tokens.items()], NO_RUN)
+        maker.take([*tokens.items()], NO_RUN)
+        assert not any(one.takes_ahead for one in tokens)
         for one, single in rows:
             one.take(tokens[one])
             single.take(tokens[one])
@@ -95,21 +118,74 @@ def test_a_token_that_may_not_follow_is_refused_when_it_is_taken() -> None:
         wrong.take(token)
 
 
-def test_a_mask_that_is_late_keeps_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of masks is used again when all of them were handed out, and not before."""
+def quick_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Constraint], Masks]:
+    """Three rows of one format, whose masks another thread makes together."""
     monkeypatch.setattr(masks, "few", lambda: 0)
     monkeypatch.setattr(masks, "MAX_WAIT", 60.0)
     monkeypatch.setattr(masks, "QUICK", 60.0)
     rows, maker = [constraint(FORMATS[1]) for _ in range(3)], Masks()
     while not all(map(maker.is_quick, rows)):
         maker.make(rows)
-    wanted = constraint(FORMATS[1]).mask()
+    return rows, maker
+
+
+def test_a_mask_that_is_not_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the table is used again, and the mask is the same when it is asked for."""
+    rows, maker = quick_rows(monkeypatch)
+    wanted = [constraint(FORMATS[1]).mask()]
     first = maker.make(rows)
-    assert all(np.array_equal(mask, wanted) for mask in first.values())  # type: ignore[arg-type]
-    maker.begin_together(rows)
-    kept = maker.make(rows[:2])  # the third one's is not handed out
-    maker.begin_together(rows[:2])
-    again = maker.make(rows[:2])
-    assert not np.shares_memory(kept[rows[0]], again[rows[0]])
-    left = maker.make(rows[2:])
-    assert np.array_equal(left[rows[2]], wanted)  # type: ignore[arg-type]
+    assert all(np.array_equal(mask_in(first, one), wanted[0]) for one in rows)
+    maker.begin_early(rows)
+    some = maker.make(rows[:2])
+    assert [*some.lines] == rows[:2] and some.table is first.table
+    for one in rows[:2]:
+        one.take(tokens_of(wanted[0])[0])
+    wanted.append(rows[0].copy().mask())
+    assert not np.array_equal(wanted[0], wanted[1])
+    again = maker.make(rows)
+    assert all(np.array_equal(mask_in(again, one), wanted[1]) for one in rows[:2])
+    assert np.array_equal(mask_in(again, rows[2]), wanted[0])
+
+
+def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the other thread has begun to take them, or not."""
+    rows, maker = quick_rows(monkeypatch)
+    wanted = rows[0].mask()
+    for helps in (True, False):
+        with monkeypatch.context() as patch:
+            if not helps:
+                patch.setattr(mask_jobs, "helper", lambda: SimpleNamespace(submit=lambda job: None))
+                patch.setattr(masks, "helper", mask_jobs.helper)
+            maker.take_ahead([(one, tokens_of(wanted)[at]) for at, one in enumerate(rows)], NO_RUN)
+            assert not maker.is_quick(rows[0]) or rows[0].record.making is not None
+            maker.give_back()
+        found = maker.make(rows)
+        assert all(np.array_equal(mask_in(found, one), wanted) for one in rows)
+    for one in rows:
+        one.take(tokens_of(wanted)[-1])  # any token may still be the next one
+
+
+def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
+    one = constraint({"type": "choice", "choices": ["something that is forced"]})
+    forced = one.forced(find=True)
+    assert len(forced) > 3
+    for taken in range(2):
+        assert mask_batch.take_together([(one, forced[taken])], find=True) == [one]
+        one.give_back()
+        assert one.forced(find=True) == forced[taken:]
+        one.take(forced[taken])
+    assert one.forced(find=True) == forced[2:]
+
+
+def test_masks_of_several_makers_come_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch, of a later one, and one that a constraint made by itself; in any room."""
+    rows, maker = quick_rows(monkeypatch)
+    slow = constraint(FORMATS[0])
+    forced = constraint({"type": "choice", "choices": ["nothing else"]})
+    wanted = {one: one.copy().mask() for one in (*rows, slow, forced)}
+    maker.begin_early(rows[:2])
+    maker.begin_early(rows[2:])
+    found = maker.make([slow, *rows, forced])
+    assert {*found.lines} == {*wanted} and not found.failed and not found.late
+    for one, mask in wanted.items():
+        assert np.array_equal(mask_in(found, one), mask)

@@ -14,6 +14,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.sampling.row_masks import NO_MASKS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -113,7 +114,7 @@ def test_a_late_draw_beside_hidden_states(models: dict[str, LoadedModel]) -> Non
     enter(engine, stream)
     engine.admit(text)
     engine.forward([*decode_spans([stream]), Span(text, 0, 9, 0, hidden=True)])
-    engine.draw({})
+    engine.draw(NO_MASKS)
     found = engine.collect()
     want = states_of(loaded, text)
     assert len(found.drawn) == 1

@@ -14,9 +14,9 @@ from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.engine.engine import Mask  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.sampling.row_masks import NO_MASKS, Mask, RowMasks  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -90,7 +90,7 @@ def test_a_late_draw_gives_the_tokens_of_an_immediate_one(loaded: LoadedModel, o
         if order == "collected before" and engine.in_flight > 1:
             commit(engine)
         if late:
-            engine.draw({})
+            engine.draw(NO_MASKS)
         if engine.in_flight > 1 or order == "no pass ahead":
             commit(engine)
     while engine.in_flight:
@@ -126,7 +126,7 @@ def test_masks_exclude_tokens_before_all_filters(
         last = rows[0].ids[-1] if rows[0].ids else 0
         allowed.append([(last * 7 + step) % VOCABULARY for step in range(0, 90, 9)])
         masks = {rows[0]: mask_of(allowed[-1]), rows[1]: mask_of(range(100, 164))}
-        engine.draw(masks)
+        engine.draw(RowMasks.of(masks))
         if not lookahead:
             commit(engine)
     while engine.in_flight:
@@ -143,7 +143,7 @@ def test_a_mask_without_tokens_fails_its_sequence_alone(loaded: LoadedModel) -> 
     engine = ModelEngine(loaded, prefix="off", lookahead=False)
     rows = running(engine)
     engine.forward(decode_spans(rows))
-    engine.draw({rows[1]: mask_of([])})
+    engine.draw(RowMasks.of({rows[1]: mask_of([])}))
     found = engine.collect()
     assert [failure.sequence for failure in found.failed] == [rows[1]]
     assert [one.sequence for one in found.drawn] == [rows[0], *rows[2:]]
@@ -154,7 +154,7 @@ def test_a_row_may_leave_between_forward_and_draw(loaded: LoadedModel) -> None:
     rows = running(engine)
     engine.forward(decode_spans(rows))
     engine.release(rows[1])
-    engine.draw({rows[1]: mask_of([5]), rows[0]: mask_of([7])})
+    engine.draw(RowMasks.of({rows[1]: mask_of([5]), rows[0]: mask_of([7])}))
     found = engine.collect()
     assert [one.sequence for one in found.drawn] == [rows[0], *rows[2:]]
     assert found.drawn[0].token == 7
@@ -168,9 +168,9 @@ def test_a_draw_comes_before_the_next_pass_and_before_its_results(loaded: Loaded
         engine.submit(decode_spans(rows))
     with pytest.raises(AssertionError, match="before `collect`"):
         engine.collect()
-    engine.draw({})
+    engine.draw(NO_MASKS)
     with pytest.raises(AssertionError, match="has drawn"):
-        engine.draw({})
+        engine.draw(NO_MASKS)
     assert len(engine.collect().drawn) == len(rows)
 
 
@@ -186,7 +186,7 @@ def test_a_failed_draw_loses_the_rows_of_its_pass(
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
         patch.setattr(mx, "async_eval", fails)
-        engine.draw({})
+        engine.draw(NO_MASKS)
     assert engine.in_flight == 0
     assert [engine.lost(seq) for seq in rows] == [True, True, False, False]
 
@@ -205,7 +205,7 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
         engine = ModelEngine(loaded, prefix="off", lookahead=False)
         row = running(engine)[0]
         engine.forward([Span.check(row, (first, second))])
-        engine.draw({row: np.concatenate(lines)})
+        engine.draw(RowMasks.of({row: np.concatenate(lines)}))
         tokens = [one.token for one in engine.collect().drawn]
         assert len(tokens) == count and tokens[0] == first
         assert (tokens == [first, second, third]) == (count == 3)
@@ -226,7 +226,7 @@ def test_a_row_that_is_withdrawn_gives_up_its_drafts(tmp_path: Any, again: bool)
     engine.forward([Span.check(seq, drafts[seq]) for seq in rows])
     engine.withdraw(rows[0], again=again)
     assert (rows[0].awaited, rows[0].submitted) == (0, read + (not again))
-    engine.draw({})
+    engine.draw(NO_MASKS)
     commit(engine)
     assert [seq.ids for seq in rows[1:]] == [seq.ids for seq in expected[1:]] and not rows[0].ids
     if not again:

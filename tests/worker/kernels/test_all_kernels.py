@@ -20,6 +20,7 @@ from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
 from mlxpool.worker.kernels import kernel_cache  # noqa: E402
+from mlxpool.worker.sampling.row_masks import RowMasks  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -254,7 +255,10 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
         assert two.ids == other[:2]
         without = np.full((1, 9), 2**32 - 1, np.uint32)
         without[0, right[3] // 32] ^= np.uint32(1 << right[3] % 32)
-        engine.draw({one: without})
+        table = engine.mask_memory(1)
+        assert table is not None
+        table.masks[0] = without
+        engine.draw(RowMasks(table, 1, {one: 0}))
         take(engine)
         assert one.ids[3] != right[3] and 0 <= one.ids[3] < 288
         del one.ids[3]  # as if it had not been drawn

@@ -16,6 +16,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
+from mlxpool.worker.constraints.mask_table import ANY, only  # noqa: E402
 from mlxpool.worker.kernels import (  # noqa: E402
     block_write,
     dequantise,
@@ -589,7 +590,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def test_the_sampling_kernel_samples_the_same_tokens(
     size: int, spread: float, dtype: str, masked: bool
 ) -> None:
-    """Samples the same tokens, except for near-ties; with a mask only some that it allows."""
+    """Samples the same tokens, except for near-ties; masks allow some of them, or one."""
     picked = random.Random(size)
     rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
     seeds = [picked.randrange(2**64) for _ in rows]
@@ -603,7 +604,8 @@ def test_the_sampling_kernel_samples_the_same_tokens(
     wide[:, :size] = allowed
     words = np.packbits(wide, axis=1, bitorder="little").view(np.int32)
     lines = np.arange(len(rows), dtype=np.int32) // 2  # of every second row
-    lines[1::2] = -1
+    lines[1::4] = [only(row % size) for row in range(len(rows) // 4)]
+    lines[3::4] = ANY
     numbers = mx.array(np.concatenate([lines, words.reshape(-1)]))
     masks = TokenMasks(numbers, len(rows)) if masked else None
     others = (positions, histories, None, (), masks)
@@ -614,7 +616,8 @@ def test_the_sampling_kernel_samples_the_same_tokens(
     if masked:
         assert all(allowed[range(len(allowed)), fast[::2]])
         free: Any = sampler.sample_batch(logits, company, *others[:-1]).tokens.tolist()
-        assert fast[1::2] == free[1::2]
+        assert fast[1::4] == [row % size for row in range(len(rows) // 4)]
+        assert fast[3::4] == free[3::4]
     differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
     assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
 

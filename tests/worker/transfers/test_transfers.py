@@ -10,7 +10,12 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from mlxpool.worker.transfers import downloads  # noqa: E402
 from mlxpool.worker.transfers.downloads import Downloads  # noqa: E402
 from mlxpool.worker.transfers.shared_array import SETS  # noqa: E402
-from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table  # noqa: E402
+from mlxpool.worker.transfers.uploads import (  # noqa: E402
+    SharedTable,
+    Uploads,
+    upload_copy,
+    upload_table,
+)
 
 NUMBERS = [
     np.arange(7, dtype=np.int32) - 3,
@@ -38,15 +43,18 @@ def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
                 assert np.array_equal(np.array(found), given)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_table_goes_behind_its_head(shared: bool) -> None:
-    head = np.array([-1, 1], dtype=np.int32)
-    masks = [np.full((n, 3), 2**32 - n, dtype=np.uint32) for n in (1, 2)]
-    uploads = Uploads(4)
+@pytest.mark.parametrize("way", ["copied", "uploaded", "shared", "shared, but a long head"])
+def test_a_table_goes_behind_its_head(way: str) -> None:
+    head = np.array([-1, 1] * (500 if "long" in way else 1), dtype=np.int32)
+    uploads, shared = Uploads(4), SharedTable(4, 3)
     uploads.begin()
-    found = upload_table(uploads if shared else upload_copy, head, masks)
-    assert found.dtype == mx.int32 and found[:2].tolist() == [-1, 1]
-    assert found[2:].tolist() == [-1] * 3 + [-2] * 6
+    for number in range(3):
+        lines = shared.lines if "shared" in way else np.empty((4, 3), dtype=np.int32)
+        lines[:] = np.arange(12, dtype=np.int32).reshape(4, 3) - 10 * number
+        upload = upload_copy if way == "copied" else uploads
+        found = upload_table(upload, head, lines[:2], shared if "shared" in way else None)
+        assert found.dtype == mx.int32 and found[: head.size].tolist() == head.tolist()
+        assert found[head.size :].tolist() == [n - 10 * number for n in range(6)]
 
 
 def test_a_pass_in_flight_keeps_its_numbers() -> None:
@@ -91,3 +99,18 @@ def test_what_was_read_stays_when_the_memory_is_used_again() -> None:
         mx.eval(download.done)
         found += download.read()
     assert [one.tolist() for one in found] == [[n] * 4 for n in range(2 * SETS)]
+
+
+@pytest.mark.usefixtures("machine")
+def test_numbers_are_there_when_the_device_has_written_them() -> None:
+    owner = Downloads(8)
+    for number in range(2 * SETS):
+        tokens = mx.full((3,), number, dtype=mx.int32)
+        download = owner.begin([tokens, tokens + 1])
+        mx.eval(download.done)
+        download._into.numbers[1] = downloads.NOT_THERE
+        assert download.arrived() is None, "one of them is on its way"
+        download._into.numbers[1] = number
+        found = download.arrived()
+        assert found is not None and found.tolist() == [number] * 3
+        assert [one.tolist() for one in download.read()] == [[number] * 3, [number + 1] * 3]

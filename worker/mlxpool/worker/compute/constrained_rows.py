@@ -7,8 +7,10 @@ from collections.abc import Sequence as Many
 
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.constraints.constraint import MAX_RUN, Constraint
-from mlxpool.worker.constraints.masks import Found, Masks
+from mlxpool.worker.constraints.mask_table import only_token
+from mlxpool.worker.constraints.masks import Masks
 from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.sampling.row_masks import NO_MASKS, Mask, RowMasks
 from mlxpool.worker.scheduling.scheduler import NO_DRAFTS
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
@@ -25,7 +27,7 @@ class ConstrainedRows:
     def __init__(self, engine: Engine, generations: Generations) -> None:
         self._engine = engine
         self._generations = generations
-        self._masks = Masks()
+        self._masks = Masks(engine.mask_memory)
         self._held: list[Generation] = []  # their masks were late
 
     def min_run(self) -> int:
@@ -40,6 +42,13 @@ class ConstrainedRows:
             return MIN_RUN_OF_ALL if everyone else MIN_RUN
         return MIN_RUN_OF_ALL if everyone and rows < limits.run_lines else NO_RUN
 
+    def take_ahead(self, drawn: Many[SampledToken]) -> None:
+        """Begins to give constraints tokens that will be committed behind the next forward pass.
+
+        Another thread does so, and makes the masks behind them, while this one begins the pass.
+        """
+        self._masks.take_ahead(self._tokens(drawn, ()), self.min_run())
+
     def take(self, drawn: Many[SampledToken], least: int, drafts: Container[Sequence] = ()) -> None:
         """Gives the constraints of rows the tokens that were drawn, before these are committed.
 
@@ -47,64 +56,74 @@ class ConstrainedRows:
         masks behind these tokens, where other threads make masks, except for rows that append
         `least` or more forced tokens.
         """
-        if not self._generations.constrained_count:
-            return
-        of, running, eos = self._generations.of, Phase.RUNNING, self._engine.eos
-        tokens: dict[Constraint, int] = {}
-        for one in drawn:
-            if (
-                one.sequence.phase is running
-                and one.token not in eos
-                and one.sequence not in drafts
-            ):
-                constraint = of(one.sequence).constraint
-                if constraint is not None:
-                    tokens.setdefault(constraint, one.token)
-        taken = self._masks.take([*tokens.items()])
-        self._masks.begin_together(
-            [one for one in taken if len(one.forced(find=False)) < least and not one.finished]
-        )
+        if self._generations.constrained_count:
+            self._masks.take(self._tokens(drawn, drafts), least)
 
-    def begin_behind_runs(self, drawn: Many[SampledToken]) -> None:
+    def give_back(self) -> None:
+        """Takes back the tokens of `take_ahead`, which are not committed: a pass has failed."""
+        self._masks.give_back()
+
+    def _tokens(
+        self, drawn: Many[SampledToken], drafts: Container[Sequence]
+    ) -> list[tuple[Constraint, int]]:
+        """Returns the tokens that constraints take."""
+        of, running, eos = self._generations.constrained_of, Phase.RUNNING, self._engine.eos
+        found: list[tuple[Constraint, int]] = []
+        for sequence, token, _ in drawn:
+            row = of(sequence)
+            if row is None or token in eos or sequence.phase is not running:
+                continue
+            if row.constraint is not None and sequence not in drafts:
+                found.append((row.constraint, token))
+        return found
+
+    def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
         """Begins the masks of rows that got forced tokens: a pass reads these before it draws."""
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
-        of, running = self._generations.of, Phase.RUNNING
-        rows = {  # each once, though a row that checked drafts may have several tokens
-            of(one.sequence).constraint: None
-            for one in drawn
-            if one.sequence.phase is running and one.sequence.unread
+        running = Phase.RUNNING
+        found = {  # each once, though a row that checked drafts may have several tokens
+            row.constraint: None
+            for row in rows
+            if row.sequence.phase is running and row.sequence.has_unread
         }
-        self._masks.begin_early([one for one in rows if one is not None])
+        self._masks.begin_early([one for one in found if one is not None])
 
     def masks(
         self, rows: Iterable[Generation], drafts: Mapping[Sequence, Many[int]] = NO_DRAFTS
-    ) -> dict[Generation, Found]:
-        """Returns the masks with which rows of the newest pass draw, or why there is none.
+    ) -> tuple[RowMasks, list[tuple[Generation, Exception]]]:
+        """Returns the masks with which rows of the newest pass draw, and why some have none.
 
         A row whose next tokens are known by now draws none, and one whose mask is late neither: its
         last input is read again when it is made. A row that checks `drafts` has a mask behind each.
         """
         asking: dict[Constraint, Generation] = {}
         for row in rows:
-            if row.constraint is None or row.sequence.phase is not Phase.RUNNING:
+            constraint, sequence = row.constraint, row.sequence
+            if constraint is None or sequence.phase is not Phase.RUNNING:
                 continue
-            if row.sequence.unread:
-                self._engine.withdraw(row.sequence, again=False)
+            if sequence.has_unread:
+                self._engine.withdraw(sequence, again=False)
             else:
-                asking[row.constraint] = row
-        found = self._masks.make(asking)
-        for constraint, row in asking.items():
-            if constraint not in found:
-                self._engine.withdraw(row.sequence, again=True)
-            if constraint not in found or self._masks.is_late(constraint):
-                row.sequence.held = True
-                self._held.append(row)
-        for constraint, mask in found.items() if drafts else ():
-            behind = drafts.get(asking[constraint].sequence)
-            if behind and not isinstance(mask, Exception):
-                found[constraint] = constraint.masks_behind(mask, behind)
-        return {asking[constraint]: made for constraint, made in found.items()}
+                asking[constraint] = row
+        if not asking:
+            return NO_MASKS, []
+        made = self._masks.make([*asking])
+        failed = [(asking[constraint], error) for constraint, error in made.failed.items()]
+        for constraint in made.late:
+            self._hold(asking[constraint], draws=constraint in made.lines)
+        lines = {asking[constraint].sequence: line for constraint, line in made.lines.items()}
+        masks = RowMasks(made.table, made.used, lines)
+        if drafts:
+            masks = _with_drafts(masks, {row.sequence: one for one, row in asking.items()}, drafts)
+        return masks, failed
+
+    def _hold(self, row: Generation, *, draws: bool) -> None:
+        """Has steps leave out a row whose masks are late, and the newest one, unless it `draws`."""
+        if not draws and row.sequence.phase is Phase.RUNNING:
+            self._engine.withdraw(row.sequence, again=True)
+        row.sequence.held = True
+        self._held.append(row)
 
     def finds_forced(self, row: Generation) -> bool:
         """Whether the forced tokens of a row are found in this thread."""
@@ -134,3 +153,20 @@ class ConstrainedRows:
         """Waits for a bounded time until a row can be released; returns at once if none is held."""
         if self._held:
             self._masks.wait()
+
+
+def _with_drafts(
+    masks: RowMasks,
+    constraints: Mapping[Sequence, Constraint],
+    drafts: Mapping[Sequence, Many[int]],
+) -> RowMasks:
+    """Returns masks in which rows that check drafts have one behind each of them as well."""
+    found: dict[Sequence, Mask] = {}
+    for sequence, line in masks.lines.items():
+        assert masks.table is not None
+        constraint, token = constraints[sequence], only_token(line)
+        mask = constraint.mask_of(token) if token is not None else masks.table.masks[line]
+        mask = mask.reshape(1, -1)[:, : constraint.others.size]
+        behind = drafts.get(sequence)
+        found[sequence] = constraint.masks_behind(mask, behind) if behind else mask
+    return RowMasks.of(found)

@@ -93,9 +93,10 @@ class Generation:
         packed = _pack_id(token)
         id, number = sequence.id, sequence.run_number
         goes_on = position + 1 < sequence.max_tokens and not detokenizer.stopped
-        if goes_on and self.facts_sent and drawn.logprob is None and constraint is None:
+        if goes_on and self.facts_sent and drawn.logprob is None:
             self.plain = not detokenizer.stops and sequence.shift is None
-            return new_delta((id, number, position, text, packed, None, None, None))
+            if constraint is None:
+                return new_delta((id, number, position, text, packed, None, None, None))
         if goes_on and constraint is not None and not sequence.options.logprobs:
             run = constraint.forced(find=find)
             if len(run) >= least:
@@ -105,15 +106,19 @@ class Generation:
         end = None if reason is None else self.end(reason, now).body()
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
 
-    def append(self, token: int, eos: frozenset[int]) -> Delta | None:
+    def append(self, token: int, eos: frozenset[int], least: int) -> Delta | None:
         """Append one token of a completion that is `plain`, and goes on. Returns its delta.
 
-        Returns None and does nothing where the token may be the last one: `commit` takes it.
+        Returns None and does nothing where the token may be the last one, or where `least` or more
+        forced tokens may follow: `commit` takes it.
         """
         sequence = self.sequence
         ids = sequence.ids
         position = len(ids)
         if token in eos or position + 1 >= sequence.max_tokens:
+            return None
+        constraint = self.constraint
+        if constraint is not None and not constraint.goes_on(token, least):
             return None
         ids.append(token)
         text, packed = self.detokenizer.push(token), _pack_id(token)
@@ -218,7 +223,8 @@ class Generations:
         self._by_sequence: dict[Sequence, Generation] = {}
         self.of = self._by_sequence.__getitem__  # the generation of a live sequence
         self._next_deadline = math.inf  # none is earlier; that of one that has left may be it
-        self._constrained = 0  # generations with a constraint
+        self._constrained: dict[Sequence, Generation] = {}  # those with a constraint
+        self.constrained_of = self._constrained.get  # the generation of a sequence that has one
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -226,7 +232,8 @@ class Generations:
     def add(self, generation: Generation) -> None:
         self._by_key[generation.key] = self._by_sequence[generation.sequence] = generation
         self._next_deadline = min(self._next_deadline, generation.deadline)
-        self._constrained += generation.constraint is not None
+        if generation.constraint is not None:
+            self._constrained[generation.sequence] = generation
 
     def get(self, key: RunKey) -> Generation | None:
         return self._by_key.get(key)
@@ -239,13 +246,17 @@ class Generations:
         """The generations that draw a token in these spans and have a constraint."""
         if not self._constrained:
             return []
-        drawing = [self.of(span.sequence) for span in spans if span.draws]
-        return [one for one in drawing if one.constraint is not None]
+        constrained = self._constrained
+        return [
+            constrained[span.sequence]
+            for span in spans
+            if span.draws and span.sequence in constrained
+        ]
 
     @property
     def constrained_count(self) -> int:
         """The number of generations with a constraint."""
-        return self._constrained
+        return len(self._constrained)
 
     def finish(self, generation: Generation, reason: str) -> Delta:
         """End it without a further token. Returns its last delta."""
@@ -274,7 +285,7 @@ class Generations:
         """Remove it without a delta."""
         generation.sequence.phase = Phase.FINISHED
         del self._by_key[generation.key], self._by_sequence[generation.sequence]
-        self._constrained -= generation.constraint is not None
+        self._constrained.pop(generation.sequence, None)
         self.release(generation.sequence)
 
     def forget_all(self) -> None:

@@ -18,7 +18,7 @@ from mlxpool.worker.compute.drafting_rows import DraftingRows, one_each
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.image_jobs import ImageJob, NoRoom, next_job, perform
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine.engine import Engine, Mask
+from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, schedule
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Step
@@ -222,13 +222,26 @@ class Steps:
         constrained = self._generations.constrained(step.spans)
         self._flights.append(flight)
         try:
-            fresh = (self._engine.forward if constrained else self._engine.submit)(step.spans)
+            if constrained:
+                fresh = self._engine.forward(step.spans, self._take_ahead)
+            else:
+                fresh = self._engine.submit(step.spans)
         except Exception as error:
             return self._failed(error)
         self._flights[-1] = replace(flight, fresh=fresh)
         if len(self._flights) == 1:
             self._progress.compiles(fresh=fresh)
         return self._draw(constrained, drafts) if constrained else []
+
+    def _take_ahead(self) -> None:
+        """Has constraints take the tokens of the pass before, if the device has drawn them by now.
+
+        This thread hands the newest pass over meanwhile, and commits the tokens then.
+        """
+        if len(self._flights) == 2 and not self._flights[0].drafts:
+            drawn = self._engine.drawn()
+            if drawn:
+                self._constrained.take_ahead(drawn)
 
     def _draw(self, constrained: list[Generation], drafts: Drafts) -> list[Delta]:
         """Have the newest step draw its tokens, with masks that are made while it computes.
@@ -240,13 +253,10 @@ class Steps:
             deltas += self.collect()
         if not self._flights:
             return deltas  # the step before failed, and this one with it
-        masks: dict[Sequence, Mask] = {}
-        for row, mask in self._constrained.masks(constrained, drafts).items():
-            if isinstance(mask, Exception):
-                log.warning("the mask of an answer could not be made", exc_info=mask)
-                deltas.append(self._generations.fail(row.sequence, as_pool_error(mask)))
-            else:
-                masks[row.sequence] = mask
+        masks, failed = self._constrained.masks(constrained, drafts)
+        for row, error in failed:
+            log.warning("the mask of an answer could not be made", exc_info=error)
+            deltas.append(self._generations.fail(row.sequence, as_pool_error(error)))
         try:
             self._engine.draw(masks)
         except Exception as error:
@@ -288,6 +298,7 @@ class Steps:
         log.warning("a step failed", exc_info=error)
         flights = [*self._flights]
         self._flights.clear()
+        self._constrained.give_back()
         self._progress.failed()
         reading = {span.sequence for flight in flights for span in flight.step.chunks}
         inside = {span.sequence for flight in flights for span in flight.step.spans}
@@ -318,6 +329,7 @@ class Steps:
         now, least = monotonic(), self._constrained.min_run()
         self._constrained.take(drawn, least, drafts)
         newest = {one.sequence: one for one in drawn} if drafts else {}
+        committed: list[Generation] = []  # that may have got forced tokens
         for one in drawn:  # in every step, so with as few calls as possible
             sequence, token, _ = one
             if sequence.phase is not running:
@@ -325,16 +337,17 @@ class Steps:
             generation, count, delta = of(sequence), len(sequence.ids), None
             try:
                 if generation.plain:
-                    delta = generation.append(token, eos)
+                    delta = generation.append(token, eos, least)
                 if delta is None:
                     last = newest.get(sequence, one) is one
+                    committed.append(generation)
                     delta = self._commit_one(generation, one, now, least if last else NO_RUN)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent
                 delta = self._generations.fail(sequence, as_pool_error(error))
             deltas.append(delta)
-        self._constrained.begin_behind_runs(drawn)
+        self._constrained.begin_behind_runs(committed)
         return deltas
 
     def _commit_one(

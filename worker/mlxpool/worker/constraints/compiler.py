@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints import grammar
-from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.constraint import Constraint, EndTokens
 from mlxpool.worker.constraints.vocabulary import words_of
 
 MAX_GRAMMARS = 64  # texts that are kept
@@ -41,8 +41,8 @@ class Compiler:
     ) -> None:
         self._load = load
         self._vocabulary = vocabulary
-        self._ends = words_of(eos, vocab_size)
-        self._others = words_of(range(vocab_size), vocab_size) & ~self._ends
+        ends = words_of(eos, vocab_size)
+        self._ends = EndTokens.of(ends, words_of(range(vocab_size), vocab_size) & ~ends)
         self._tokenizer: LLTokenizer | None = None
         self._grammars: OrderedDict[str, str] = OrderedDict()  # by digest
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -98,7 +98,6 @@ class Compiler:
         return Constraint(
             matcher,
             self._ends,
-            self._others,
             digest,
             tokens=self._tokenizer.vocab_size,
             canonical=self._tokenizer.is_canonical,

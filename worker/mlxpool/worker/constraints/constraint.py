@@ -17,25 +17,43 @@ from llguidance import LLMatcher
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.grammar import reason
+from mlxpool.worker.constraints.mask_table import WORD_BITS
 
 THOUGHTS_END = (b"</think>", b"[/THINK]")  # see THINKING_OPENERS
 MAX_RUN = 64  # forced tokens that are appended at once
-WORD_BITS = 32  # tokens of a word of a mask
 
 Words: TypeAlias = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EndTokens:
+    """The tokens of a model that end an answer, and all others.
+
+    `ends` [ceil(vocabulary / 32)] has the bits of those that end an answer, `others` those of all
+    other tokens. `columns`: the numbers of the words in which `others` lacks a bit.
+    """
+
+    ends: Words
+    others: Words
+    columns: npt.NDArray[np.intp]
+
+    @classmethod
+    def of(cls, ends: Words, others: Words) -> EndTokens:
+        """Returns the tokens of these bits."""
+        return cls(ends, others, np.flatnonzero(others != np.uint32(2**WORD_BITS - 1)))
 
 
 @dataclass(eq=False, slots=True)
 class MaskRecord:
     """What `masks.Masks` notes of a constraint: it alone reads and writes it.
 
-    `quick`: quick masks in a row. `late`: a mask was late since the last quick one. `making`: the
-    batch in which its mask is made, and the place in it.
+    `quick`: quick masks in a row. `late`: a mask was late since the last quick one. `making`: what
+    makes its mask.
     """
 
     quick: int = 0
     late: bool = False
-    making: tuple[Any, int] | None = None
+    making: Any = None
 
 
 class Constraint:
@@ -48,22 +66,19 @@ class Constraint:
     def __init__(
         self,
         matcher: LLMatcher,
-        ends: Words,
-        others: Words,
+        ends: EndTokens,
         digest: str,
         *,
         tokens: int,
         canonical: bool = False,
         small: bool = True,
     ) -> None:
-        """`ends` [ceil(vocabulary / 32)] has the bits of the tokens that end an answer, `others`
-        those of all other tokens. `tokens`: of the library's vocabulary. `canonical`: the library
-        knows the tokens of a forced text.
-        `small`: no text of the format takes long to tokenise.
+        """`tokens`: of the library's vocabulary. `canonical`: the library knows the tokens of a
+        forced text. `small`: no text of the format takes long to tokenise.
         """
-        self._matcher = matcher
-        self._ends = ends
-        self._others = others
+        self.matcher = matcher  # others give it tokens and ask it for masks, see mask_batch.py
+        self.end_tokens = ends
+        self.ends, self.others = ends.ends, ends.others
         self._canonical = canonical
         self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
         self._sought = False  # whether forced tokens were looked for behind the newest token
@@ -93,43 +108,37 @@ class Constraint:
         known = self.known_mask()
         if known is not None:
             return known
-        data = self._matcher.compute_bitmask()
-        return self.checked(np.frombuffer(data, dtype=np.uint32))
+        found = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint32)
+        words = (
+            found[: self.others.size] & self.others
+        )  # ends are allowed by other rules than there
+        if self.accepts:
+            words |= self.ends
+        self.require_tokens(words)
+        return words[None]
 
     def known_mask(self) -> Words | None:
         """Returns the mask where the library need not be asked for it."""
         if self._thoughts is not None:
-            return self._others[None]
-        return self._only(self._forced[0]) if self._find_forced() else None
+            return self.others[None]
+        token = self.forced_token()
+        return None if token is None else self.mask_of(token)
 
-    def checked(self, words: Words) -> Words:
-        """Returns the mask of what the library gave: ends are allowed by other rules than there.
+    @property
+    def in_thoughts(self) -> bool:
+        """Whether the format does not hold yet."""
+        return self._thoughts is not None
 
-        Raises as `mask`.
-        """
-        if self._matcher.is_error():
+    def forced_token(self) -> int | None:
+        """Returns the next token if it is forced. Not inside thoughts."""
+        return self._forced[0] if self._forced or self._find_forced() else None
+
+    def require_tokens(self, words: Words) -> None:
+        """Raises as `mask` where the mask of these words could not be made or is empty."""
+        if self.matcher.is_error():
             raise self._failed()
-        words = words[: self._others.size] & self._others
-        if self.accepts:
-            words |= self._ends
         if not words.any():
             raise BadRequest("format: no token of this model may follow")
-        return words[None]
-
-    @property
-    def matcher(self) -> LLMatcher:
-        """What takes tokens and makes masks, for those who do so for several at once."""
-        return self._matcher
-
-    @property
-    def ends(self) -> Words:
-        """The bits of the tokens that end an answer."""
-        return self._ends
-
-    @property
-    def others(self) -> Words:
-        """The bits of all other tokens."""
-        return self._others
 
     @property
     def takes_ahead(self) -> bool:
@@ -142,15 +151,42 @@ class Constraint:
         Afterwards nothing asks the matcher until `take`, so that a mask can be made meanwhile.
         `find`: forced tokens are found at once.
         """
-        matcher, forced = self._matcher, self._forced  # for many rows in every step: few calls
+        matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
         if forced:
             forced.popleft()
+            if forced:  # inside a text that is forced no answer is complete
+                self._accepts = self._finished = False
+                return
         accepts = self._accepts = matcher.is_accepting()
         self._finished = accepts and matcher.is_stopped()
         self._sought = find
-        if find and not forced and not accepts and self._canonical:
+        if find and not accepts and self._canonical:
             forced.extend(matcher.compute_ff_tokens())
+
+    def goes_on(self, token: int, least: int) -> bool:
+        """Appends a token that was taken ahead, where the answer goes on with a drawn token.
+
+        Returns False and does nothing where it does not: the answer is complete, `least` or more
+        tokens are forced, or the token was not taken ahead. Then `take` appends the token.
+        """
+        if self._ahead != token or self._finished or len(self._forced) >= least:
+            return False
+        self._ahead = None
+        return True
+
+    def draws_next(self, least: int) -> bool:
+        """Whether the next token is drawn: fewer than `least` are forced, and one may follow."""
+        return not self._finished and len(self._forced) < least
+
+    def give_back(self) -> None:
+        """Takes back a token that was taken ahead, if one was: it will not be appended."""
+        if self._ahead is None:
+            return
+        self._ahead = None
+        self._forced.clear()
+        self._forget()
+        self.matcher.rollback(1)  # where it fails, so does the next mask
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.
@@ -171,7 +207,7 @@ class Constraint:
             self._forget()
             self._think(token)
             return
-        if not self._matcher.consume_token(token):
+        if not self.matcher.consume_token(token):
             raise self._failed()
         self._behind_token()
 
@@ -179,7 +215,7 @@ class Constraint:
         """Appends the next `count` tokens of `forced`."""
         run = [self._forced.popleft() for _ in range(count)]
         self._forget()
-        if not self._matcher.consume_tokens(run):
+        if not self.matcher.consume_tokens(run):
             raise self._failed()
 
     def _behind_token(self) -> None:
@@ -194,9 +230,8 @@ class Constraint:
     def copy(self) -> Constraint:
         """Returns a constraint with the same state, which takes tokens by itself."""
         made = Constraint(
-            self._matcher.deep_copy(),
-            self._ends,
-            self._others,
+            self.matcher.deep_copy(),
+            self.end_tokens,
             self.digest,
             tokens=self.tokens,
             canonical=self._canonical,
@@ -218,7 +253,7 @@ class Constraint:
         behind: Constraint | None = None
         for number, token in enumerate(drafts):
             word, bit = divmod(token, WORD_BITS)
-            if not lines[number, word] >> bit & 1 or self._ends[word] >> bit & 1:
+            if not lines[number, word] >> bit & 1 or self.ends[word] >> bit & 1:
                 break  # what follows an end is dropped
             behind = behind or self.copy()
             try:
@@ -235,7 +270,7 @@ class Constraint:
             self._think(tokens[begin])
             begin += 1
         self._forget()
-        at = begin + self._matcher.try_consume_tokens(list(tokens[begin:]))
+        at = begin + self.matcher.try_consume_tokens(list(tokens[begin:]))
         if at < len(tokens):
             raise BadRequest(
                 f"resume: id {tokens[at]} at position {at} may not follow in the format"
@@ -255,7 +290,7 @@ class Constraint:
         After it was asked once behind a token, any thread may ask, also while a mask is made.
         """
         if self._accepts is None:
-            self._accepts = self._thoughts is None and self._matcher.is_accepting()
+            self._accepts = self._thoughts is None and self.matcher.is_accepting()
         return self._accepts
 
     @property
@@ -265,7 +300,7 @@ class Constraint:
         As `accepts`, it may be asked while a mask is made.
         """
         if self._finished is None:
-            self._finished = self.accepts and self._matcher.is_stopped()
+            self._finished = self.accepts and self.matcher.is_stopped()
         return self._finished
 
     def _find_forced(self) -> bool:
@@ -275,14 +310,14 @@ class Constraint:
         """
         if not self._forced and not self._sought and self._canonical and not self.accepts:
             self._sought = True
-            self._forced.extend(self._matcher.compute_ff_tokens())
+            self._forced.extend(self.matcher.compute_ff_tokens())
         return bool(self._forced)
 
-    def _only(self, token: int) -> Words:
+    def mask_of(self, token: int) -> Words:
         """Returns the mask that allows one token."""
-        words = np.zeros((1, self._others.size), dtype=np.uint32)
+        words = np.zeros((1, self.others.size), dtype=np.uint32)
         words[0, token // WORD_BITS] = 1 << token % WORD_BITS
         return words
 
     def _failed(self) -> BadRequest:
-        return BadRequest(f"format: {reason(self._matcher.get_error())}")
+        return BadRequest(f"format: {reason(self.matcher.get_error())}")

@@ -1,29 +1,41 @@
 """Takes tokens and makes masks of many constraints at once, on several cores.
 
-Python's lock is free meanwhile. The masks are lines of one table.
+Python's lock is free meanwhile. The library writes the masks into one table.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from mlxpool.common.errors import PoolError
-from mlxpool.worker.constraints.constraint import WORD_BITS, Constraint, Words
+from mlxpool.worker.constraints.constraint import Constraint, Words
+from mlxpool.worker.constraints.mask_table import MaskTable, only
 
 SHARE = 2  # of the cores, one in so many: others run the steps, and wait less for each other
 MAX_THREADS = 8  # more make no mask sooner
-MANY = 96  # tokens that several threads take sooner than one
-FULL_WORD = 2**WORD_BITS - 1
+MANY = 16  # tokens that are taken with Python's lock free
 FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
 
-Table = npt.NDArray[np.int32]  # [masks, words]
+
+@dataclass(frozen=True, slots=True)
+class FilledTable:
+    """The masks of several constraints.
+
+    `lines`: the line of each in the table, or what `only` gives for a token that is forced.
+    `used`: the lines of the table that have a mask. `failed`: the places of constraints whose mask
+    could not be made, and why.
+    """
+
+    lines: list[int]
+    used: int
+    failed: Mapping[int, Exception] = field(default_factory=dict)
 
 
 def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> list[Constraint]:
@@ -36,71 +48,77 @@ def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> li
         taken = [matcher.consume_token(token) for matcher, token in pairs]
     else:
         taken = executor().consume_token_par(pairs)
-    right = [pair for pair, was_right in zip(tokens, taken, strict=True) if was_right]
-    for one, token in right:
+    if not all(taken):
+        tokens = [pair for pair, was_right in zip(tokens, taken, strict=True) if was_right]
+    for one, token in tokens:
         one.taken_ahead(token, find=find)
-    return [one for one, _ in right]
+    return [one for one, _ in tokens]
 
 
-def masks_of(
+def fill_table(
     constraints: Sequence[Constraint],
-    vocab_size: int,
-    table: Table | None = None,
+    table: MaskTable,
     begins: Callable[[], None] = lambda: None,
-) -> list[Words | Exception]:
-    """Returns the masks of these constraints in order, or what making one raised.
+) -> FilledTable:
+    """Writes the masks of constraints that have one vocabulary into a table.
 
-    `vocab_size`: tokens of the library's tokenizer, which all of them have. Nobody may use the
-    constraints meanwhile. `table`: memory for as many masks. `begins` is called before the library
-    makes them, and with that gives up Python's lock.
+    It has a line for each, of the words of the library's vocabulary. Nobody may use the constraints
+    meanwhile. `begins` is called before the library makes masks, and with that gives up Python's
+    lock.
     """
-    found: list[Words | Exception | None] = []
-    for one in constraints:
-        try:
-            found.append(one.known_mask())
-        except Exception as error:
-            found.append(error)
-    asking = [at for at, one in enumerate(found) if one is None]
-    if not asking:
-        begins()
-        return [one for one in found if one is not None]
-    if table is None:
-        table = new_table(len(asking), vocab_size)
-    matchers = [(constraints[at].matcher, line) for line, at in enumerate(asking)]
-    accepts = [constraints[at].accepts for at in asking]
+    lines: list[int] = []
+    places: list[int] = []  # of the constraints whose mask the library makes
+    matchers: list[tuple[LLMatcher, int]] = []
+    accepts: list[bool] = []
+    failed: dict[int, Exception] = {}
+    thinking: list[int] = []
+    for place, one in enumerate(constraints):
+        if one.in_thoughts:
+            thinking.append(place)
+            lines.append(0)
+            continue
+        token = one.forced_token()
+        if token is not None:
+            lines.append(only(token))
+            continue
+        line = len(places)
+        lines.append(line)
+        places.append(place)
+        matchers.append((one.matcher, line))
+        accepts.append(one.accepts)
     begins()
-    fill_next_token_bitmask_par(executor(), matchers, table)
-    masks = _with_ends(constraints[asking[0]], table.view(np.uint32)[: len(asking)], accepts)
-    bits = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).tolist()
-    for line, at in enumerate(asking):
-        if not bits[line] or matchers[line][0].is_error():
-            try:
-                found[at] = constraints[at].checked(masks[line])
-            except PoolError as error:
-                found[at] = error
-        else:
-            found[at] = masks[line : line + 1]
-    return [one for one in found if one is not None]
+    if matchers:
+        fill_next_token_bitmask_par(executor(), matchers, table.words)
+        masks = table.masks[: len(places)]
+        _set_ends(constraints[places[0]], masks, accepts)
+        bits = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).tolist()
+        for line, (matcher, _) in enumerate(matchers):
+            if not bits[line] or matcher.is_error():
+                try:
+                    constraints[places[line]].require_tokens(masks[line])
+                except PoolError as error:
+                    failed[places[line]] = error
+    used = len(places)
+    for place in thinking:
+        others = constraints[place].others
+        table.masks[used, : others.size] = others
+        lines[place] = used
+        used += 1
+    return FilledTable(lines, used, failed)
 
 
-def new_table(masks: int, vocab_size: int) -> Table:
-    """Returns memory for so many masks of a vocabulary."""
-    return np.empty((masks, -(-vocab_size // WORD_BITS)), dtype=np.int32)
-
-
-def _with_ends(one: Constraint, table: Words, accepts: Sequence[bool]) -> Words:
-    """Returns the masks [masks, words] of the library with the ends that are allowed.
+def _set_ends(one: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
+    """Allows ends in masks [masks, words] of the library by our rules, where answers are complete.
 
     `one` is any of the constraints: they have the same vocabulary. Few words have other bits than
     the library gave.
     """
-    masks = table[:, : one.others.size]
-    columns = np.flatnonzero(one.others != FULL_WORD)
+    columns = one.end_tokens.columns
     ends = np.where(np.array(accepts)[:, None], one.ends[columns], np.uint32(0))
     masks[:, columns] = masks[:, columns] & one.others[columns] | ends
-    return masks
 
 
+@cache
 def threads() -> int:
     """Returns how many threads the library makes masks in."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

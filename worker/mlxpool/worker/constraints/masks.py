@@ -3,19 +3,31 @@
 While the masks of a constraint are quick, it is given its tokens together with others, and their
 masks are made together on several cores: by the calling thread, if there are few, otherwise while
 that goes on. All others are made in threads of their own. A step waits for a bounded time.
+
+Whenever masks are begun, no pass that draws with a table of masks may be in flight: the memory of
+tables that were handed out is used again.
 """
 
 from __future__ import annotations
 
+import threading
 from _thread import allocate_lock
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from time import monotonic, thread_time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import monotonic
 
 from mlxpool.worker.constraints import mask_batch
-from mlxpool.worker.constraints.constraint import Constraint, Words
-from mlxpool.worker.constraints.mask_batch import Table
+from mlxpool.worker.constraints.constraint import Constraint, MaskRecord
+from mlxpool.worker.constraints.mask_jobs import (
+    Batch,
+    Found,
+    MadeMasks,
+    SingleMask,
+    helper,
+    timed_mask,
+)
+from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 
 QUICK = 0.001  # seconds of processor time; most masks take a hundredth of that
 QUICK_MASKS = 4  # one after the other, after which a constraint is taken to be quick
@@ -24,47 +36,19 @@ IDLE_WAIT = 0.02  # seconds that are waited for a mask when there is nothing els
 BEGIN_WAIT = 0.001  # seconds that are waited for another thread to begin
 THREADS = 4
 FEW = 2  # quick constraints whose masks are made in the calling thread, or as many as cores
-
-Found = Words | Exception
-
-
-@dataclass(eq=False, slots=True)
-class Batch:
-    """Masks that are made together in another thread.
-
-    It holds no constraint, so that those of answers that have ended can go. `unread`: masks that
-    were not handed out; with 0 the memory of the table may be used again. When it is made, `found`
-    has the masks, and `quick` says whether none of them can have taken long.
-    """
-
-    made: Future[tuple[list[Found], float]]
-    unread: int
-    table: Table | None = None
-    found: list[Found] | None = None
-    quick: bool = False
-
-    def is_made(self) -> bool:
-        """Whether all masks are made."""
-        if self.found is not None:
-            return True
-        if not self.made.done():
-            return False
-        try:
-            self.found, seconds = self.made.result()
-        except Exception as error:
-            self.found, self.quick = [error] * self.unread, False
-        else:
-            self.quick = seconds <= QUICK
-        return True
+LEAST_LINES = 8  # of a table
 
 
 class Masks:
     """Used by one thread. Each constraint has at most one mask that is being made."""
 
-    def __init__(self) -> None:
-        self._running: list[Batch] = []  # some may be made by now
-        self._newest: Batch | None = None  # with a table
+    def __init__(self, memory: Callable[[int], MaskTable | None] = lambda lines: None) -> None:
+        """`memory` returns memory for so many masks that a device addresses, if it has some."""
+        self._memory = memory
+        self._free: list[MaskTable] = []
+        self._ahead: Batch | None = None  # tokens that constraints take before they are committed
         self._threads: ThreadPoolExecutor | None = None
+        self._news = threading.Event()  # a mask was made since `wait` looked
 
     def is_quick(self, constraint: Constraint) -> bool:
         """Whether it takes tokens together with others, and its forced tokens are found then."""
@@ -77,26 +61,84 @@ class Masks:
     def is_made(self, constraint: Constraint) -> bool:
         """Whether no mask of the constraint is being made."""
         making = constraint.record.making
-        return making is None or making[0].is_made()
+        return making is None or making.is_made()
 
     def begin(self, constraint: Constraint) -> None:
         """Begins to make a mask in another thread; until it is made, nobody uses the constraint."""
-        if constraint.record.making is None:
-            self._submit([constraint], lambda: _timed([constraint]))
+        if constraint.record.making is not None:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="masks")
+        future = self._threads.submit(timed_mask, constraint)
+        constraint.record.making = SingleMask(future)
+        future.add_done_callback(lambda made: self._news.set())
 
-    def take(self, tokens: Sequence[tuple[Constraint, int]]) -> list[Constraint]:
-        """Gives quick constraints their tokens ahead of Constraint.take. Returns these."""
-        quick = [
-            (one, token)
-            for one, token in tokens
-            if self.is_quick(one) and one.record.making is None and one.takes_ahead
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    def take_ahead(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
+        """Begins to give quick constraints their tokens ahead of `take`, in another thread.
+
+        The masks behind them are begun as well, except where the answer is complete or `least` or
+        more tokens are forced. Until `take` was called, nobody uses the constraints.
+        """
+        quick = self._taking(tokens)
+        if quick:
+            self._ahead = batch = Batch(
+                self._table(quick[0][0], len(quick)),
+                tokens=quick,
+                least=least,
+                made=self._news.set,
+            )
+            for one, _ in quick:
+                one.record.making = batch
+            helper().submit(batch.run)
+
+    def take(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
+        """Gives quick constraints their tokens ahead of Constraint.take, if they have not got them.
+
+        Then begins their masks as `take_ahead` does, if they are too many for the calling thread.
+        """
+        batch, self._ahead = self._ahead, None
+        if batch is not None:
+            fill = batch.run_take()
+            for one, _ in batch.tokens:
+                one.record.making = None
+            if batch.error is not None and not batch.taken:
+                raise batch.error
+            self._begin(batch, fill=fill)
+            return
+        quick = self._taking(tokens)
+        taken = mask_batch.take_together(quick, find=True) if quick else []
+        drawing = [one for one in taken if one.draws_next(least)]
+        if len(drawing) > few():
+            self._begin_batch(drawing)
+
+    def give_back(self) -> None:
+        """Takes tokens back that constraints got by `take_ahead`: these will not be committed."""
+        batch, self._ahead = self._ahead, None
+        if batch is None:
+            return
+        if batch.run_take():
+            batch.constraints = ()
+            batch.run_fill()
+        while not batch.wait(monotonic() + MAX_WAIT):
+            pass  # the library's bounds end it
+        for one, _ in batch.tokens:
+            one.record.making = None
+            one.give_back()
+
+    def _taking(self, tokens: Sequence[tuple[Constraint, int]]) -> list[tuple[Constraint, int]]:
+        """Returns the tokens that constraints take together, and the constraints."""
+        return [
+            pair
+            for pair in tokens
+            if pair[0].record.quick >= QUICK_MASKS
+            and pair[0].record.making is None
+            and pair[0].takes_ahead
+            and pair[0].small
         ]
-        return mask_batch.take_together(quick, find=True) if quick else []
 
-    def begin_together(self, constraints: Sequence[Constraint]) -> None:
-        """Begins the masks of quick constraints, if they are too many for the calling thread."""
-        if len(constraints) > few():
-            self._begin_batch([*constraints])
+    # ---- masks -----------------------------------------------------------------------------------
 
     def begin_early(self, constraints: Sequence[Constraint]) -> None:
         """Begins the masks of quick constraints, which are wanted after the next pass was begun.
@@ -107,115 +149,183 @@ class Masks:
         if wanted:
             self._begin_batch(wanted, waits=False)
 
-    def _begin_batch(self, constraints: list[Constraint], *, waits: bool = True) -> None:
-        """Has another thread make masks together.
+    def make(self, constraints: Sequence[Constraint]) -> MadeMasks:
+        """Returns the masks of these constraints; those that are not made in time are left out.
 
-        `waits`: it is given Python's lock until it has begun.
+        They are good until masks are begun again.
         """
-        table, begun = self._table(constraints), allocate_lock()
+        here: list[Constraint] = []
+        for one in constraints:
+            if one.record.making is None:
+                if self.is_quick(one):
+                    here.append(one)
+                else:
+                    self.begin(one)
+        if here:
+            self._begin_batch(here, here=len(here) <= few())
+        end = monotonic() + MAX_WAIT
+        makers = dict.fromkeys([one.record.making for one in constraints])
+        made = {maker: maker.wait(end) for maker in makers}
+        found = self._collected(constraints, made)
+        late = [one for one in constraints if one.record.late]
+        return replace(found, late=late) if late else found
+
+    def wait(self) -> None:
+        """Waits until one more mask is made, for a bounded time."""
+        self._news.wait(IDLE_WAIT)
+        self._news.clear()
+
+    def _begin_batch(
+        self, constraints: list[Constraint], *, here: bool = False, waits: bool = True
+    ) -> None:
+        """Has masks made together, by this thread (`here`) or another.
+
+        `waits`: the other one is given Python's lock until it has begun.
+        """
+        table = self._table(constraints[0], len(constraints))
+        batch = Batch(table, constraints=constraints, made=self._news.set)
+        for one in constraints:
+            one.record.making = batch
+        if here:
+            batch.run()
+        elif waits:
+            self._run_elsewhere(batch.run)
+        else:
+            helper().submit(batch.run)
+
+    def _begin(self, batch: Batch, *, fill: bool) -> None:
+        """Notes which masks a batch makes whose tokens were taken; `fill`: they are not begun."""
+        for one in batch.constraints:
+            one.record.making = batch
+        if not batch.constraints:
+            self._free.append(batch.table)
+        elif fill:
+            self._run_elsewhere(batch.run_fill)
+
+    def _run_elsewhere(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Has the other thread make masks, and gives it Python's lock until it has begun."""
+        begun = allocate_lock()
         begun.acquire()
 
-        def make() -> tuple[list[Found], float]:
+        def make() -> None:
             try:
-                return _together(constraints, table, begun.release)
+                run(begun.release)
             finally:
                 if begun.locked():
                     begun.release()
 
-        batch = self._submit(constraints, make)
-        batch.table = table
-        self._newest = batch
-        if waits:
-            begun.acquire(timeout=BEGIN_WAIT)  # the threads may all make masks that take long
+        helper().submit(make)
+        begun.acquire(timeout=BEGIN_WAIT)  # the library may be busy with masks that take long
 
-    def _table(self, constraints: Sequence[Constraint]) -> Table:
-        """Returns memory for masks: that of the newest batch, if all of its masks were used."""
-        newest, tokens = self._newest, constraints[0].tokens
-        if newest is not None and not newest.unread and newest.table is not None:
-            table = newest.table
-            if len(table) >= len(constraints) and newest.is_made():
-                return table
-        return mask_batch.new_table(len(constraints), tokens)
+    def _table(self, one: Constraint, lines: int) -> MaskTable:
+        """Returns memory for masks of the vocabulary that a constraint has."""
+        words = words_of_mask(one.tokens)
+        for place, table in enumerate(self._free):
+            if len(table.words) >= lines and table.words.shape[1] == words:
+                return self._free.pop(place)
+        found = self._memory(lines)
+        if found is not None and found.words.shape[1] == words:
+            return found
+        return new_table(max(LEAST_LINES, 1 << (lines - 1).bit_length()), words)
 
-    def _submit(
-        self, constraints: Sequence[Constraint], make: Callable[[], tuple[list[Found], float]]
-    ) -> Batch:
-        """Has another thread make masks."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="masks")
-        batch = Batch(self._threads.submit(make), len(constraints))
-        for place, one in enumerate(constraints):
-            one.record.making = batch, place
-        self._running = [one for one in self._running if not one.made.done()]
-        self._running.append(batch)
-        return batch
+    def _collected(
+        self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
+    ) -> MadeMasks:
+        """Returns the masks of makers in one table."""
+        maker = next(iter(made))
+        if len(made) > 1 or not made[maker] or not isinstance(maker, Batch):
+            return self._merged(constraints, made)
+        if len(maker.constraints) > len(constraints):
+            return self._merged(constraints, made)
+        self._read(maker)
+        return maker.result()
 
-    def make(self, constraints: Collection[Constraint]) -> dict[Constraint, Found]:
-        """Returns the masks of these constraints, or what making one raised.
+    def _merged(
+        self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
+    ) -> MadeMasks:
+        """Returns the masks of several makers in the table of the largest batch, if it has room.
 
-        Those that are not made in time are left out. A mask is good until the next call.
+        Masks that batches made for others are copied and kept.
         """
-        here: list[Constraint] = []
-        others: list[Constraint] = []
-        for one in constraints:
-            if one.record.making is not None:
-                others.append(one)
-            elif self.is_quick(one):
-                here.append(one)
-            else:
-                self.begin(one)
-                others.append(one)
-        if len(here) > few():
-            self._begin_batch(here)
-            others += here
-            here = []
-        end = monotonic() + MAX_WAIT
-        found = self._make_here(here)
-        if others:
-            _wait_for(others, end)
-        for one in others:
-            record = one.record
-            assert record.making is not None
-            batch, place = record.making
-            if batch.is_made():
-                found[one] = batch.found[place]
-                record.making = None
-                batch.unread -= 1
-                self._judge(one, quick=batch.quick)
-            else:
-                record.late = True
-        return found
-
-    def wait(self) -> None:
-        """Waits until one more mask is made, for a bounded time; not if none is being made."""
-        waited = {batch.made for batch in self._running if not batch.made.done()}
-        wait(waited, timeout=IDLE_WAIT, return_when=FIRST_COMPLETED)
-
-    def _make_here(self, constraints: list[Constraint]) -> dict[Constraint, Found]:
-        """Makes the masks of a few quick constraints."""
-        if not constraints:
-            return {}
-        if len(constraints) == 1:
-            found, seconds = _timed(constraints)
+        batches = [one for one, is_made in made.items() if is_made and isinstance(one, Batch)]
+        base = max(batches, key=lambda one: len(one.constraints), default=None)
+        others = [one for one in constraints if one.record.making is not base]
+        if base is not None and not base.has_room(len(others)):
+            base, others = None, [*constraints]
+        if base is None:
+            first = MadeMasks(self._table(constraints[0], len(constraints)))
         else:
-            found, seconds = _together(constraints)
+            first = base.result()
+        table, used, lines, failed = first.table, first.used, {**first.lines}, {**first.failed}
+        kept = _kept(batches, set(constraints))
+        for one, _ in kept:
+            lines.pop(one, None)
+            failed.pop(one, None)
+        for one, mask in self._made_by(made, others):
+            if isinstance(mask, Exception):
+                failed[one] = mask
+            elif isinstance(mask, int):
+                lines[one] = mask
+            else:
+                table.masks[used, : mask.size] = mask[0]
+                lines[one] = used
+                used += 1
+        for batch in batches:
+            self._read(batch)
+        for one, single in kept:
+            one.record.making = single
+        if base is None:
+            self._free.append(table)
+        return MadeMasks(table, used, lines, failed)
+
+    def _made_by(
+        self, made: Mapping[Batch | SingleMask, bool], constraints: Sequence[Constraint]
+    ) -> Iterator[tuple[Constraint, Found]]:
+        """Yields the masks of constraints, as far as they are made."""
+        places = {
+            one: at
+            for maker in made
+            if isinstance(maker, Batch)
+            for at, one in enumerate(maker.constraints)
+        }
         for one in constraints:
-            self._judge(one, quick=seconds <= QUICK)
-        return dict(zip(constraints, found, strict=True))
+            record = one.record
+            maker = record.making
+            if not made[maker]:
+                record.late = True
+            elif isinstance(maker, Batch):
+                yield one, maker.found(places[one])
+            else:
+                found, seconds = maker.result()
+                yield one, found
+                record.making = None
+                self._judge(record, quick=seconds <= QUICK)
 
-    def _judge(self, constraint: Constraint, *, quick: bool) -> None:
-        record = constraint.record
+    def _read(self, batch: Batch) -> None:
+        """Notes that the masks of a batch were read: no constraint waits for it."""
+        quick = batch.seconds <= QUICK and batch.error is None
+        for one in batch.constraints:
+            record = one.record
+            record.making = None
+            if record.late or not quick:
+                self._judge(record, quick=quick)
+        self._free.append(batch.table)
+
+    def _judge(self, record: MaskRecord, *, quick: bool) -> None:
         record.quick = record.quick + 1 if quick else 0
-        if quick:
-            record.late = False
+        record.late = record.late and not quick
 
 
-def _wait_for(constraints: Sequence[Constraint], end: float) -> None:
-    """Waits until the masks of constraints are made, at most until a time."""
-    batches = {one.record.making[0] for one in constraints if one.record.making is not None}
-    waited = [batch.made for batch in batches if not batch.made.done()]
-    if waited:
-        wait(waited, timeout=max(0.0, end - monotonic()))
+def _kept(
+    batches: Sequence[Batch], asked: Collection[Constraint]
+) -> list[tuple[Constraint, SingleMask]]:
+    """Returns the masks that batches made for constraints which have not asked for them."""
+    return [
+        (one, SingleMask.kept(batch.found(place)))
+        for batch in batches
+        for place, one in enumerate(batch.constraints)
+        if one not in asked
+    ]
 
 
 def few() -> int:
@@ -224,30 +334,3 @@ def few() -> int:
     No more than there are threads to make them, so that it waits for one mask of each.
     """
     return max(FEW, mask_batch.threads())
-
-
-def _timed(constraints: Sequence[Constraint]) -> tuple[list[Found], float]:
-    """Returns the mask of one constraint, and the seconds of processor time that it took."""
-    (constraint,) = constraints
-    began = thread_time()
-    try:
-        found: Found = constraint.mask()
-    except Exception as error:
-        found = error
-    return [found], thread_time() - began
-
-
-def _together(
-    constraints: list[Constraint],
-    table: Table | None = None,
-    begins: Callable[[], None] = lambda: None,
-) -> tuple[list[Found], float]:
-    """Returns the masks of constraints that have been quick.
-
-    The seconds are those that one may have taken: where all took too long, each of them has to
-    show that it is quick by itself.
-    """
-    began = monotonic()
-    found = mask_batch.masks_of(constraints, constraints[0].tokens, table, begins)
-    seconds = monotonic() - began
-    return found, 0.0 if seconds <= MAX_WAIT else seconds

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
 
-from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.sampling.batch import NO_TOKEN, SamplerOutput, SamplingBatch
+from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
@@ -29,7 +28,7 @@ class DraftDraws(TokenDraws):
         spans: Many[Span],
         logits: mx.array,
         before: Flight | None,
-        masks: Mapping[Sequence, Mask],
+        masks: RowMasks,
     ) -> SamplerOutput:
         """See TokenDraws.draw."""
         if any(span.sequence.options.temperature > 0 for span in spans):

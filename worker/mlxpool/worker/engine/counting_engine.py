@@ -20,11 +20,13 @@ from mlxpool.common.config.schema import Counting
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.engine.engine import Mask, MemoryUse, StepResult
+from mlxpool.worker.constraints.mask_table import MaskTable
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prompt.text_model import RenderedChat
+from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import (
@@ -141,11 +143,17 @@ class CountingEngine:
         prompts = [_reported(s) for s in spans if s.hidden and s.sequence in self.rows]
         return StepResult([self._draw(seq) for seq in drawing], [], prompts=tuple(prompts))
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         raise NotImplementedError("the counting model draws tokens in the pass itself")
 
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         raise NotImplementedError("the counting model draws tokens in the pass itself")
+
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        return None
+
+    def drawn(self) -> list[SampledToken] | None:
+        return None
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
         raise NotImplementedError("the counting model draws tokens in the pass itself")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix_disk.folder import DiskSettings
+from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import (
@@ -30,9 +32,6 @@ from mlxpool.worker.speculation.mtp import Predictor
 
 if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
-
-# [draws, ceil(vocabulary / 32)]: token i may be drawn where bit i % 32 of word i // 32 is set.
-Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +178,34 @@ class Engine(Protocol):
         drafts of a sequence with a pass in flight, or of a row that cannot go back; hidden states.
         """
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """As `submit`, but the pass draws nothing until `draw` is called.
+
+        `built` is called when the pass is built, and before it is handed to the device, which takes
+        a time in which Python's lock is free.
 
         That must happen before the next pass is submitted, and before this one is collected. Raises
         NotImplementedError where passes and draws are one.
         """
 
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         """Draws the tokens of the newest pass, which `forward` started.
 
         A sequence in `masks` draws only tokens that its mask allows, at least one for each line;
-        with none it fails. What was collected since `forward` counts in its penalties.
+        with none it fails. What was collected since `forward` counts in its penalties. The table of
+        the masks may be overwritten when the pass has ended.
+        """
+
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """Returns memory for so many masks, or more, that the device addresses itself.
+
+        The caller keeps it, and uses it again. None: the device addresses no memory of the host.
+        """
+
+    def drawn(self) -> list[SampledToken] | None:
+        """Returns the tokens of the oldest pass in flight, where they are known by now.
+
+        `collect` returns them again. None: the device still computes the pass, or nobody can tell.
         """
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:

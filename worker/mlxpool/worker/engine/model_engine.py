@@ -9,7 +9,7 @@ waits for nothing, so no pass is submitted ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,8 +27,9 @@ from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
 from mlxpool.worker.engine.description import require_deterministic
-from mlxpool.worker.engine.engine import Mask, StepResult
+from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.image_spans import add_images
 from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
@@ -46,16 +47,22 @@ from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SamplerOutput, last_token
+from mlxpool.worker.sampling.row_masks import NO_MASKS, RowMasks
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
-from mlxpool.worker.scheduling.sequence import PromptLogprobs, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.sequence import (
+    PromptLogprobs,
+    SampledToken,
+    Sequence,
+    SequenceFailed,
+)
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.speculation.mtp import Predictor
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import Download, Downloads
-from mlxpool.worker.transfers.uploads import Uploads, upload_copy
+from mlxpool.worker.transfers.uploads import SharedTable, Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
 MAX_STATE_DRAFTS = 3  # that a row checks, where it has a state behind each
@@ -158,6 +165,7 @@ class ModelEngine(WarmedEngine):
         if folder.vision is not None and folder.vision.plan.crossed:
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
+        self._mask_tables: list[MaskTable] = []  # that are allocated, and nobody has
         self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
         self._rows_before: list[RowSpan] = []  # of that pass
         self._steps = 0
@@ -278,11 +286,11 @@ class ModelEngine(WarmedEngine):
         """See Engine.submit."""
         return self._start(spans, at_once=True)
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
-        return self._start(spans, at_once=False)
+        return self._start(spans, at_once=False, built=built)
 
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         """See Engine.draw."""
         flight = self._flights[-1]
         assert flight.undrawn is not None, "the newest pass has drawn its tokens"
@@ -296,6 +304,21 @@ class ModelEngine(WarmedEngine):
             flight, undrawn=None, sampled=sampled, done=done, download=download
         )
 
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """See Engine.mask_memory."""
+        if self._uploads is None:
+            return None
+        for place, table in enumerate(self._mask_tables):
+            if len(table.words) >= lines:
+                return self._mask_tables.pop(place)
+        lines = max(lines, self._most_rows())
+        shared = SharedTable(lines, words_of_mask(self.vocab_size))
+        return MaskTable(shared.lines, shared)
+
+    def drawn(self) -> list[SampledToken] | None:
+        """See Engine.drawn."""
+        return self._flights[0].drawn() if self._flights else None
+
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
         """See Engine.withdraw."""
         flight = self._flights[-1]
@@ -307,7 +330,9 @@ class ModelEngine(WarmedEngine):
             seq.submitted = span.end - (span.draws if again else len(span.drafts))
             self._rows[seq].trim(seq.submitted)
 
-    def _start(self, spans: Many[Span], *, at_once: bool) -> bool:
+    def _start(
+        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
+    ) -> bool:
         """Starts one pass; unless it draws its tokens at once, its logits wait for `draw`."""
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
@@ -329,10 +354,11 @@ class ModelEngine(WarmedEngine):
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
             states, hidden = (found.hidden, None) if reports else (None, found.hidden)
             if at_once and asking:
-                sampled = self._draws.draw(asking, found.logits, newest, {})
+                sampled = self._draws.draw(asking, found.logits, newest, NO_MASKS)
             done, download = self._results(
                 found.logits, sampled, hidden if at_once else None, states
             )
+            built()
             mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
         self._spans_before, self._rows_before = wants, rows

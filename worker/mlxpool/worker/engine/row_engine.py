@@ -19,6 +19,7 @@ import numpy as np
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
 from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
@@ -40,7 +41,7 @@ from mlxpool.worker.sampling.batch import (
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity, blocks_for
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
-from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.speculation.model_drafter import DraftEngine
@@ -115,6 +116,20 @@ class Flight:
             except SequenceFailed as failure:
                 failed.append(failure)
         return StepResult(drawn, failed, hidden)
+
+    def drawn(self) -> list[SampledToken] | None:
+        """Returns the tokens that the pass drew, if it is known without waiting that it did.
+
+        Rows draw one token each, with no log-probabilities.
+        """
+        sampled = self.sampled
+        if sampled is None or self.download is None or self.checks or sampled.logprobs is not None:
+            return None
+        tokens = self.download.arrived()
+        if tokens is None:
+            return None
+        drawn, _ = sampled_tokens(SampledNumbers(tokens.tolist()), self.rows)
+        return drawn
 
     def arrays(self) -> list[Any]:
         """Returns what the pass gives the host: the sampled arrays, then any hidden states."""
@@ -199,6 +214,14 @@ class RowEngine(ABC, Generic[R]):
     @abstractmethod
     def collect(self) -> StepResult:
         """See Engine.collect."""
+
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """See Engine.mask_memory."""
+        return None
+
+    def drawn(self) -> list[SampledToken] | None:
+        """See Engine.drawn."""
+        return None
 
     @property
     def in_flight(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.engine.engine import Mask
+from mlxpool.worker.constraints.mask_table import ANY, words_of_mask
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time
 from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.sampling import sampler
@@ -19,6 +19,7 @@ from mlxpool.worker.sampling.batch import (
     TokenMasks,
     penalty_history,
 )
+from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.transfers.uploads import Upload, upload_table
@@ -41,7 +42,7 @@ class TokenDraws:
         spans: Many[Span],
         logits: mx.array,
         before: Flight | None,
-        masks: Mapping[Sequence, Mask],
+        masks: RowMasks,
     ) -> SamplerOutput:
         """Returns the tokens [E] that spans draw from logits [E, vocabulary].
 
@@ -72,7 +73,7 @@ class TokenDraws:
         spans: Many[Span],
         logits: mx.array,
         before: Flight | None,
-        masks: Mapping[Sequence, Mask],
+        masks: RowMasks,
     ) -> SamplerOutput:
         """As `draw`, where some spans draw several tokens: each after the drafts before it.
 
@@ -96,7 +97,7 @@ class TokenDraws:
         logits: mx.array,
         batch: SamplingBatch,
         before: Flight | None,
-        masks: Mapping[Sequence, Mask],
+        masks: RowMasks,
     ) -> SamplerOutput:
         """Draws the tokens of some spans, whose options are in `batch`, of their logits."""
         lines = [(span, line) for span in spans for line in range(span.draws)]
@@ -126,25 +127,23 @@ class TokenDraws:
         places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))
         return mx.where(places >= 0, before.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
 
-    def _masks(self, spans: Many[Span], masks: Mapping[Sequence, Mask]) -> TokenMasks | None:
+    def _masks(self, spans: Many[Span], masks: RowMasks) -> TokenMasks | None:
         """Returns which tokens may be drawn; None: every token may."""
-        if not masks:
+        if masks.table is None:
             return None
-        table: list[Mask] = []
-        lines: list[int] = []
-        known = 0
-        for span in spans:
-            mask = masks.get(span.sequence)
-            if mask is None:
-                lines += [-1] * int(span.draws)
-            else:
-                table.append(mask)
-                lines += range(known, known + len(mask))
-                known += len(mask)
-        if not table:
-            return None
-        numbers = upload_table(self._upload, np.array(lines, dtype=np.int32), table)
-        return TokenMasks(numbers, len(lines))
+        first = [masks.lines.get(span.sequence, ANY) for span in spans]
+        draws = sum([span.draws for span in spans])
+        if draws > len(spans):
+            first = [
+                line + further if line >= 0 else line
+                for line, span in zip(first, spans, strict=True)
+                for further in range(span.draws)
+            ]
+        words, width = masks.table.words, words_of_mask(self._vocab_size)
+        shared = masks.table.shared if words.shape[1] == width else None
+        table = words[: masks.used, :width]
+        numbers = upload_table(self._upload, np.array(first, dtype=np.int32), table, shared)
+        return TokenMasks(numbers, len(first))
 
 
 def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]]:

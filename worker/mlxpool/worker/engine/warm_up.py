@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import Layout
 from mlxpool.worker.attention.prediction_rows import Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
-from mlxpool.worker.engine.engine import Mask
+from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
@@ -26,6 +26,7 @@ from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, SamplingBatch, TokenMasks
+from mlxpool.worker.sampling.row_masks import NO_MASKS, Mask, RowMasks
 from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
@@ -38,6 +39,7 @@ CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
+MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
@@ -83,6 +85,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     _uploads: Uploads | None
     _predictions: Predictions | None
     _draws: TokenDraws
+    _mask_tables: list[MaskTable]
     _target: StepTarget
     _step_seconds: float
     _dtype: mx.Dtype  # of logits
@@ -103,11 +106,11 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Returns the arrays whose evaluation ends a pass, and the download of its results."""
 
     @abstractmethod
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
 
     @abstractmethod
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         """See Engine.draw."""
 
     def expect_drafts(self, most: int) -> None:
@@ -186,8 +189,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         # Some rows with a top-k and some without, for which top-p looks at all tokens.
         options = [ALL_OPTIONS, replace(ALL_OPTIONS, top_k=0)] * part
         batch = SamplingBatch(options[:part], [0] * part, self.vocab_size)
-        table = [self._whole_mask(part)]
-        numbers = upload_table(upload_copy, np.arange(part, dtype=np.int32), table)
+        words = self._whole_mask(part).view(np.int32)
+        numbers = upload_table(upload_copy, np.arange(part, dtype=np.int32), words)
         logits = mx.zeros((part, self.vocab_size), dtype=self._dtype)
         mx.eval(logits, numbers)
         mx.clear_cache()
@@ -235,9 +238,13 @@ class WarmedEngine(RowEngine[CacheRow]):
         return min(self._max_sequences, most)
 
     def _warm_up_masks(self, count: int, options: Options | None = None) -> None:
-        """Draws tokens of so many rows with masks, which allocates what they are sent with."""
+        """Draws tokens of so many rows with masks, and allocates the memory that they are in."""
         rows = self._dummy_rows(count, 1, options)
-        masks = dict.fromkeys(rows, self._whole_mask())
+        given = [self.mask_memory(count) for _ in range(MASK_TABLES)]
+        self._mask_tables = [one for one in given if one is not None]
+        table = given[0] or new_table(count, words_of_mask(self.vocab_size))
+        table.masks[:] = self._whole_mask()
+        masks = RowMasks(table, count, {seq: line for line, seq in enumerate(rows)})
         for _ in range(SETS):
             self.forward([Span(seq, 0, 1, draws=1) for seq in rows])
             self.draw(masks)
@@ -262,10 +269,10 @@ class WarmedEngine(RowEngine[CacheRow]):
                 wants = PassSpans.of(spans, rewinds=True)
                 wants.widen(given)
                 found = self._layout.step(given, *self._inputs(wants), wants.wanted)
-                sampled = self._draws.draw(wants.asking, found.logits, None, {})
+                sampled = self._draws.draw(wants.asking, found.logits, None, NO_MASKS)
                 self._results(found.logits, sampled, None)
                 first = wants.asking[0]
-                masks = {first.sequence: self._whole_mask(first.draws)}
+                masks = RowMasks.of({first.sequence: self._whole_mask(first.draws)})
                 self._draws.draw(wants.asking, found.logits, None, masks)
                 self._draws.forget()  # its arrays are not computed
                 self._drop_rows([span.sequence for span in spans])

@@ -6,7 +6,7 @@ Only this module imports mlx-lm, when a worker loads such a model.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.engine.engine import Mask, StepResult
+from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.row_engine import Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
@@ -32,6 +32,7 @@ from mlxpool.worker.sampling.batch import (
     SamplerOutput,
     penalty_history,
 )
+from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -182,11 +183,11 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             seq.awaited -= 1
         return flight.result()
 
-    def forward(self, spans: Many[Span]) -> bool:
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
-    def draw(self, masks: Mapping[Sequence, Mask]) -> None:
+    def draw(self, masks: RowMasks) -> None:
         """See Engine.draw."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
+from mlxpool.worker.constraints.mask_table import ANY, only
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed, TokenLogprob
 from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
@@ -227,8 +228,9 @@ def _top_k(options: Options, size: int) -> int:
 class TokenMasks:
     """The tokens that R rows may draw.
 
-    `numbers` int32 are the line of each row, -1: it may draw any token; and behind these the lines
-    [K, ceil(vocabulary / 32)], words with a bit for each token.
+    `numbers` int32 are the line of each row, see constraints/mask_table.py: one of those behind
+    them, [K, ceil(vocabulary / 32)] words with a bit for each token; -1: it may draw any token;
+    -2 - t: it may draw token t alone.
     """
 
     numbers: mx.array
@@ -236,11 +238,13 @@ class TokenMasks:
 
     def bits(self, size: int) -> mx.array:
         """Returns [R, size] whether a token may be drawn."""
-        lines, words = self.numbers[: self.rows], self.numbers[self.rows :]
-        bytes_of = mx.take(words.reshape(-1, -(-size // 32)), mx.maximum(lines, 0), axis=0)
+        lines, words = self.numbers[: self.rows, None], self.numbers[self.rows :]
+        allowed = (lines == ANY) | (mx.arange(size, dtype=mx.int32) == only(0) - lines)
+        if words.size == 0:
+            return allowed
+        bytes_of = mx.take(words.reshape(-1, -(-size // 32)), mx.maximum(lines[:, 0], 0), axis=0)
         bits = bytes_of.view(mx.uint8)[:, :, None] >> mx.arange(8, dtype=mx.uint8) & 1
-        allowed = bits.reshape(self.rows, -1)[:, :size].view(mx.bool_)
-        return allowed | (lines < 0)[:, None]
+        return allowed | (bits.reshape(self.rows, -1)[:, :size].view(mx.bool_) & (lines >= 0))
 
 
 # ---- outputs -----------------------------------------------------------------------------------

@@ -125,6 +125,11 @@ class Sequence:
         return max(0, self.length - self.submitted)
 
     @property
+    def has_unread(self) -> bool:
+        """Whether `unread` is not 0; asked for many rows in every step."""
+        return len(self.prompt) + len(self.ids) - self.discarded > self.submitted
+
+    @property
     def reads_run(self) -> bool:
         """Whether all unread tokens are the completion's, and few: a decode step reads them.
 

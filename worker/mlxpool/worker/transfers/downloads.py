@@ -14,6 +14,8 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works, wr
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 from mlxpool.worker.transfers.uploads import Uploads
 
+# No token and no count; before a pass it stands where its first array will be.
+NOT_THERE = -(2**31)
 _KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
 
 
@@ -47,10 +49,22 @@ class Download:
         self._places: list[tuple[int, tuple[int, ...], str]] = []
         self.done: list[mx.array] = []
         at = 0
+        into.numbers[: arrays[0].size] = NOT_THERE
         for one in arrays:
             self.done.append(write_to(one, into.array[at : at + one.size]))
             self._places.append((at, one.shape, _KINDS[one.dtype]))
             at += aligned(one.size)
+
+    def arrived(self) -> Numbers | None:
+        """Returns the numbers of the first array, if the device has written them by now.
+
+        It is for numbers that are never NOT_THERE; the device writes each of them at once.
+        """
+        at, shape, kind = self._places[0]
+        found = self._into.numbers[at : at + math.prod(shape)].copy()
+        if (found == NOT_THERE).any():
+            return None
+        return found.view(kind).reshape(shape)
 
     def read(self) -> list[Numbers]:
         """Returns the numbers of the arrays, once, when `done` is evaluated."""

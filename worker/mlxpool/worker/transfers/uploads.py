@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 
+MIN_HEAD = 256  # numbers in front of a table, at least
 _DTYPES = {"i": mx.int32, "u": mx.uint32, "f": mx.float32}
 
 
@@ -60,21 +60,48 @@ class Uploads:
         into[:] = numbers.reshape(-1).view(np.int32)
         return (found + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
 
-    def table(self, head: Numbers, arrays: Sequence[Numbers]) -> mx.array:
+    def table(self, head: Numbers, lines: Numbers) -> mx.array:
         """See upload_table."""
-        width, kind = arrays[0].shape[1], arrays[0].dtype
-        into, found = self.take(head.size + width * sum(map(len, arrays)))
+        into, found = self.take(head.size + lines.size)
         into[: head.size] = head
-        np.concatenate(arrays, out=into[head.size :].view(kind).reshape(-1, width))
+        into[head.size :] = lines.reshape(-1)
         return found + 0
 
 
-def upload_table(upload: Upload, head: Numbers, arrays: Sequence[Numbers]) -> mx.array:
-    """Returns int32 numbers: `head` [n] int32, and behind it those of `arrays` [_, width].
+class SharedTable:
+    """Lines of int32 numbers that the device reads where the host writes them, behind a head."""
 
-    They are copied once, where the device addresses the host's memory.
+    def __init__(self, lines: int, width: int) -> None:
+        """The head has room for a number of each line, or for MIN_HEAD."""
+        self._head = aligned(max(lines, MIN_HEAD))
+        self._memory = SharedArray(self._head + lines * width)
+        self.lines = self._memory.numbers[self._head :].reshape(lines, width)
+
+    def with_head(self, head: Numbers, used: int) -> mx.array | None:
+        """Returns the array of upload_table with the first `used` lines; None: no room for `head`.
+
+        It is evaluated before the memory is written again.
+        """
+        if head.size > self._head:
+            return None
+        first = self._head - head.size
+        self._memory.numbers[first : self._head] = head
+        end = self._head + used * self.lines.shape[1]
+        return self._memory.array[first:end] + 0
+
+
+def upload_table(
+    upload: Upload, head: Numbers, lines: Numbers, shared: SharedTable | None = None
+) -> mx.array:
+    """Returns int32 numbers: `head` [n] int32, and behind it those of `lines` [_, width] int32.
+
+    They are copied once, where the device addresses the host's memory, and not at all by the host
+    where they are in `shared`.
     """
+    if shared is not None:
+        found = shared.with_head(head, len(lines))
+        if found is not None:
+            return found
     if isinstance(upload, Uploads):
-        return upload.table(head, arrays)
-    flat = [one.reshape(-1).view(np.int32) for one in arrays]
-    return upload(np.concatenate([head, *flat]))
+        return upload.table(head, lines)
+    return upload(np.concatenate([head, lines.reshape(-1)]))

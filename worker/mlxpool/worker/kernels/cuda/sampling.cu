@@ -2,7 +2,7 @@
 // block over its row. Masses are integers, so that the order of their sums does not matter. Candidates
 // that are read often are collected in a list first; when they do not fit, the whole row is read.
 // With MASKED `masks` has a number for each row, and lines of words: the number is the row's line, whose
-// bits say which tokens it may draw, or -1.
+// bits say which tokens it may draw; -1: it may draw all of them; -2 - t: token t alone.
 constexpr int CAPACITY = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
 constexpr float MASS = 1099511627776.f;  // of the most likely token
 using Big = unsigned long long;
@@ -51,13 +51,16 @@ constexpr int EACH = SIZE % 8 ? 1 : 8;
 constexpr int LINE = (SIZE + 31) / 32 * 4;  // bytes of the bits of a row
 const unsigned char* const bits =
     masks[row] < 0 ? nullptr : (const unsigned char*)(masks + gridDim.x) + (long)masks[row] * LINE;
+const bool unbound = masks[row] == -1;
+const int alone = -2 - masks[row];  // the token that a row may draw alone; else negative
 #endif
 auto sweep = [&](auto work) {
   #pragma unroll 2
   for (int i = threadIdx.x * EACH; i < SIZE; i += THREADS * EACH) {
     const Some<N, EACH> some = *(const Some<N, EACH>*)(numbers + i);
     #ifdef MASKED
-    const unsigned allowed = bits ? bits[i >> 3] >> (i & 7) : ~0u;
+    const unsigned allowed = bits ? bits[i >> 3] >> (i & 7)
+        : unbound ? ~0u : alone >= i && alone < i + EACH ? 1u << (alone - i) : 0;
     #endif
     #pragma unroll
     for (int e = 0; e < EACH; e++) {

@@ -1,0 +1,49 @@
+"""Memory for the masks of several rows, and how a row names the mask that it draws with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+WORD_BITS = 32  # tokens of a word of a mask
+ANY = -1  # the line of a row that may draw any token
+_ONLY = -2  # the line of a row that may draw token 0 alone; of another token it is less
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTable:
+    """`words` [lines, words of a mask] int32: token i has bit i % 32 of word i // 32 of a line.
+
+    `shared`: what an engine keeps of it where the device addresses the memory itself.
+    """
+
+    words: npt.NDArray[np.int32]
+    shared: Any = None
+
+    @property
+    def masks(self) -> npt.NDArray[np.uint32]:
+        """The same memory [lines, words of a mask] without signs."""
+        return self.words.view(np.uint32)
+
+
+def new_table(lines: int, words: int) -> MaskTable:
+    """Returns memory for so many masks of so many words."""
+    return MaskTable(np.empty((lines, words), dtype=np.int32))
+
+
+def words_of_mask(tokens: int) -> int:
+    """Returns the words of a mask of so many tokens."""
+    return -(-tokens // WORD_BITS)
+
+
+def only(token: int) -> int:
+    """Returns the line of a row that may draw one token: it needs no mask in a table."""
+    return _ONLY - token
+
+
+def only_token(line: int) -> int | None:
+    """Returns the token that a row of this line may draw alone; None: it may draw others."""
+    return _ONLY - line if line <= _ONLY else None

@@ -1,0 +1,46 @@
+"""The tokens that the rows of a pass may draw, as those who make masks hand them to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.constraints.mask_table import MaskTable, new_table
+from mlxpool.worker.scheduling.sequence import Sequence
+
+# [draws, ceil(vocabulary / 32)]: token i may be drawn where bit i % 32 of word i // 32 is set.
+Mask: TypeAlias = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The line of each sequence that may not draw every token.
+
+    It is a line of the table, of which `used` have masks, or one of mask_table.only. A sequence
+    that draws several tokens has as many lines of the table, of which this is the first.
+    """
+
+    table: MaskTable | None = None
+    used: int = 0
+    lines: Mapping[Sequence, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, masks: Mapping[Sequence, Mask]) -> RowMasks:
+        """Returns these masks, copied into a table."""
+        if not masks:
+            return NO_MASKS
+        used = 0
+        lines: dict[Sequence, int] = {}
+        for sequence, mask in masks.items():
+            lines[sequence] = used
+            used += len(mask)
+        table = new_table(used, next(iter(masks.values())).shape[1])
+        np.concatenate([*masks.values()], out=table.masks)
+        return cls(table, used, lines)
+
+
+NO_MASKS = RowMasks()
