@@ -5,6 +5,7 @@
 // bits say which tokens it may draw; -1: it may draw all of them; -2 - t: token t alone.
 constexpr int CAPACITY = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
 constexpr float MASS = 1099511627776.f;  // of the most likely token
+constexpr unsigned NOTHING = 0x007fffffu;  // `ordered` of -infinity: of tokens that are never drawn
 using Big = unsigned long long;
 __shared__ Big space[CAPACITY], sums[32];
 __shared__ unsigned listed_count;
@@ -98,14 +99,15 @@ auto each = [&](auto work) {
     sweep([&](float x, int i) { work(ordered(x), i); });
   }
 };
-// Collects the candidates that `wanted` accepts in the list, if they fit.
+// Collects the candidates that `wanted` accepts in the list, if they fit. A mask that allows fewer
+// tokens than top-k leaves the rest out: 100,000 of them would wait for each other at the counter.
 auto collect = [&](auto wanted) {
   __syncthreads();
   if (threadIdx.x == 0) listed_count = 0;
   __syncthreads();
   sweep([&](float x, int i) {
     const unsigned key = ordered(x);
-    if (wanted(key)) {
+    if (key > NOTHING && wanted(key)) {
       unsigned at = atomicAdd(&listed_count, 1u);
       if (at < CAPACITY) list[at] = make_uint2(key, i);
     }
