@@ -23,6 +23,7 @@
 #define alignas(bytes)  // MLX does not align memory on a CPU
 #define __expf expf
 #define __logf logf
+#define __fdividef(a, b) ((a) / (b))
 
 namespace simt {
 

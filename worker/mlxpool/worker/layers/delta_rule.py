@@ -11,14 +11,23 @@ WY form), so that only S is passed from chunk to chunk.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels.kernel_builder import kernel_works
+from mlxpool.worker.kernels.recurrent import gated_delta
+from mlxpool.worker.kernels.recurrent.gated_delta import DeltaNetShape, DeltaNetWeights
+from mlxpool.worker.kernels.recurrent.span_states import NO_SOURCE, SpanStates
 from mlxpool.worker.layers.layer_types import RecurrentState
 
+log = logging.getLogger("mlxpool.worker")
+
 CHUNK = 32  # tokens; solving a chunk costs its square, each further chunk is one more step
-EPS = 1e-6  # added to the squared norm of a query or key
+EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
+TRIAL_ERROR = 0.02  # of the numbers of a trial, relative to the largest one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,12 @@ class GatedDeltaRule:
         q = l2_normalised(q) * q.shape[-1] ** -0.5
         out, matrix = delta_rule(q, l2_normalised(k), v, log_decay, mx.sigmoid(b), matrix)
         return out, (taps, matrix)
+
+    def kernel_weights(self, gain: mx.array) -> DeltaNetWeights:
+        """The weights as our kernel reads them; `gain` [V] is that of the norm behind the rule."""
+        conv = mx.contiguous(self.conv.astype(mx.float32))
+        others = (self.log_speed, self.bias, gain)
+        return DeltaNetWeights(conv, *(x.astype(mx.float32) for x in others))
 
     def _split(self, mixed: mx.array, matrix: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """[B, n, C] -> queries and keys [B, n, key heads, K], values [B, n, heads, V]."""
@@ -178,3 +193,81 @@ def _inverse(below: mx.array) -> mx.array:
         inverse = inverse - inverse @ mx.where(corner, below, 0) @ inverse
         width *= 2
     return inverse
+
+
+@cache
+def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
+    """Returns whether our kernel computes such layers here; tries each kind of layer once.
+
+    Logs why not, where there is a GPU for it.
+    """
+    if why := gated_delta.refusal(shape, dtype):
+        if mx.cuda.is_available():
+            log.warning("MLX's operations compute the recurrent layers: %s", why)
+        return False
+    return kernel_works("recurrent layers", lambda: _kernel_is_right(shape, dtype))
+
+
+def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
+    """Compares our kernel with this file's operations, token by token.
+
+    Spans: one token from a state, then a check of two from zeros, then, in a pass with these and in
+    one without it, a chunk from another state.
+    """
+
+    def numbers(*size: int, key: int) -> mx.array:
+        return mx.random.normal(size, key=mx.random.key(key))
+
+    heads, chunk = shape.heads, gated_delta.WHOLE_HEAD_TOKENS + 1
+    lines = numbers(3 + chunk, shape.line, key=1).astype(dtype)
+    weights = DeltaNetWeights(
+        numbers(shape.width, shape.channels, key=2) / shape.width,
+        numbers(heads, key=3),
+        numbers(heads, key=4),
+        1 + numbers(shape.value_dim, key=5) / 8,
+    )
+    held = numbers(2, shape.state, key=6) / 8
+    plan = [(0, 1, 0, 1, 0, 0), (1, 2, NO_SOURCE, 0, 1, 1), (3, chunk, 0, 0, 3, 0)]
+    for spans in (plan, plan[:2]):
+        longest = max(count for _, count, *_ in spans)
+        written = sum(count if every else 1 for _, count, *_, every in spans)
+        states = SpanStates((held,), mx.array(spans, dtype=mx.int32), longest, written)
+        tokens = sum(count for _, count, *_ in spans)
+        out, after = gated_delta.delta_net(shape, lines[:tokens], states, weights)
+        for first, count, source, index, to, every in spans:
+            before = mx.zeros(held[0].shape) if source == NO_SOURCE else held[index]
+            wanted = _token_by_token(shape, lines[first : first + count], before, weights)
+            if not _near(out[first : first + count], mx.concatenate([one for one, _ in wanted])):
+                return False
+            kept = wanted if every else wanted[-1:]
+            if not all(_near(after[to + n], state) for n, (_, state) in enumerate(kept)):
+                return False
+    return True
+
+
+def _token_by_token(
+    shape: DeltaNetShape, lines: mx.array, state: mx.array, weights: DeltaNetWeights
+) -> list[tuple[mx.array, mx.array]]:
+    """Returns the output [1, heads * V] and the state [size] of each of the lines [n, ...]."""
+    rule = GatedDeltaRule(shape.key_heads, *weights[:3])
+    heads, key_dim, value_dim = shape.heads, shape.key_dim, shape.value_dim
+    taps = (shape.width - 1) * shape.channels
+    gates = shape.channels + heads * value_dim
+    found = []
+    for line in lines.astype(mx.float32):
+        qkv, b, a = (mx.split(line, [shape.channels, gates, gates + heads])[n] for n in (0, 2, 3))
+        before = (
+            state[:taps].reshape(1, shape.width - 1, shape.channels),
+            state[taps:].reshape(1, heads, key_dim, value_dim),
+        )
+        out, after = rule(tuple(x[None, None] for x in (qkv, a, b)), before)
+        z = line[shape.channels : gates].reshape(heads, value_dim)
+        normed = mx.fast.rms_norm(out.reshape(heads, value_dim), weights.gain, shape.eps)
+        state = mx.concatenate([each.reshape(-1) for each in after])
+        found.append(((normed * z * mx.sigmoid(z)).reshape(1, -1), state))
+    return found
+
+
+def _near(ours: mx.array, wanted: mx.array) -> bool:
+    error = mx.abs(ours.astype(mx.float32) - wanted).max()
+    return bool((error <= TRIAL_ERROR * mx.abs(wanted).max()).item())
