@@ -15,16 +15,13 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import kernel_builder  # noqa: E402
 from mlxpool.worker.kernels.kernel_cache import KernelText  # noqa: E402
 from mlxpool.worker.kernels.recurrent import gated_delta  # noqa: E402
 from mlxpool.worker.kernels.recurrent.gated_delta import (  # noqa: E402
-    COLUMNS,
-    COLUMNS_PER_WARP,
     MAX_WHOLE_SIZE,
-    PREPARERS,
     DeltaNetShape,
     DeltaNetWeights,
+    block_of,
     refusal,
 )
 from mlxpool.worker.kernels.recurrent.span_states import (  # noqa: E402
@@ -310,9 +307,8 @@ def test_the_state_stays_in_registers(shape: DeltaNetShape) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", noted)
         for whole in (False, True)[: 1 + (shape.value_dim <= MAX_WHOLE_SIZE)]:
-            columns = shape.value_dim if whole else COLUMNS
-            threads = (columns // COLUMNS_PER_WARP + PREPARERS) * kernel_builder.WARP_SIZE
-            gated_delta._delta_kernel.__wrapped__(shape, columns, threads, whole, mx.bfloat16)
+            _, threads = block_of(shape, whole=whole)
+            gated_delta._delta_kernel.__wrapped__(shape, whole, mx.bfloat16)
             floats = [(mx.float32, True)] * (4 + MAX_SOURCES)
             inputs = [(mx.bfloat16, True), (mx.int32, True), *floats]
             outputs = [mx.bfloat16 if whole else mx.float32, mx.float32]

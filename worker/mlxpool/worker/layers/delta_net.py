@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any, cast
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.layers.config_fields import integer, number
-from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
+    MixerFunction,
+    WeightShapes,
+    linear_shapes,
+)
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, reordered
-from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import (
+    ForwardBatch,
+    LayerBuilder,
+    LinearInput,
+    PendingProduct,
+)
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -151,7 +161,7 @@ class GatedDeltaNet:
         return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
 
 
-class _GatedDeltaNet:
+class _GatedDeltaNet(FusableSublayer):
     def __init__(
         self,
         spec: GatedDeltaNet,
@@ -169,20 +179,25 @@ class _GatedDeltaNet:
         self.inputs = builder.concatenated([f"{name}.{one}" for one in spec.inputs])
         self.norm = builder.rms_norm(f"{name}.norm", spec.eps)
         self.swiglu = builder.swiglu
-        self.out: LayerFunction = builder.linear(f"{name}.out_proj")
+        self.out = builder.linear(f"{name}.out_proj")
 
-    def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
+    def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
+        """See FusableSublayer."""
+        (batch,), mixed = batches, self.inputs(x)
+        if self._serves(mixed.dtype):
+            return PendingProduct(self.out, batch.recur_spans(self.layer, mixed, self._scan))
+        return PendingProduct(self.out, self._by_operations(mixed, batch))
+
+    def _by_operations(self, mixed: mx.array, batch: ForwardBatch) -> mx.array:
+        """Returns what our kernel does of the lines `mixed`, computed by MLX's operations."""
         spec = self.spec
         gates = spec.channels + spec.values
-        mixed = self.inputs(x)
-        if self._serves(mixed.dtype):
-            return self.out(batch.recur_spans(self.layer, mixed, self._scan).astype(x.dtype))
         z = batch.lines_after(self.layer, mixed[:, spec.channels : gates])
         z = z.reshape(z.shape[0], spec.value_heads, -1)
         b, a = mixed[:, gates : gates + spec.value_heads], mixed[:, gates + spec.value_heads :]
         out = self.norm(batch.recur(self.layer, (mixed[:, : spec.channels], a, b), self.rule))
         gated = self.swiglu(z.astype(out.dtype), out)
-        return self.out(gated.reshape(z.shape[0], -1).astype(x.dtype))
+        return gated.reshape(z.shape[0], -1).astype(mixed.dtype)
 
     def _serves(self, dtype: mx.Dtype) -> bool:
         """Whether our kernel computes lines of this dtype."""

@@ -35,7 +35,8 @@ MAX_WIDTH = 8  # tokens of the convolution
 WHOLE_HEAD_TOKENS = 4  # of the longest span, up to which a thread block has a whole head
 COLUMNS = 32  # of the state that a thread block has otherwise
 COLUMNS_PER_WARP = 8
-PREPARERS = 4  # warps of a thread block that make the inputs of the next tokens
+# Warps of a thread block that make the inputs of the next tokens: of a whole head, and otherwise.
+WHOLE_PREPARERS, PREPARERS = 4, 6
 LONG_TILE, SHORT_TILE = 16, 8  # tokens whose inputs are made at a time: shared memory bounds them
 LONG_TILE_KEYS = 128  # numbers of a key up to which a tile is LONG_TILE
 GROUP = 4  # tokens of a tile whose inputs a warp makes together, where chunks are long
@@ -112,11 +113,10 @@ def delta_net(
     tokens, heads, dtype = lines.shape[0], shape.heads, lines.dtype
     small = max(shape.key_dim, shape.value_dim) <= MAX_WHOLE_SIZE
     whole = small and states.longest <= WHOLE_HEAD_TOKENS
-    columns = shape.value_dim if whole else COLUMNS
-    threads = (columns // COLUMNS_PER_WARP + PREPARERS) * WARP_SIZE
+    columns, threads = block_of(shape, whole=whole)
     sources = states.sources or (weights.bias,)  # one that no span reads
     sources += sources[:1] * (MAX_SOURCES - len(sources))
-    out, after = _delta_kernel(shape, columns, threads, whole, dtype)(
+    out, after = _delta_kernel(shape, whole, dtype)(
         inputs=[lines, states.plan, *weights, *sources],
         grid=(shape.value_dim // columns * threads, heads, states.plan.shape[0]),
         threadgroup=(threads, 1, 1),
@@ -139,10 +139,15 @@ def _gated_norm(shape: DeltaNetShape, x: mx.array, lines: mx.array, gain: mx.arr
     return found[0]
 
 
+def block_of(shape: DeltaNetShape, *, whole: bool) -> tuple[int, int]:
+    """Returns the columns of the state of a thread block, and its threads."""
+    columns, preparers = (shape.value_dim, WHOLE_PREPARERS) if whole else (COLUMNS, PREPARERS)
+    return columns, (columns // COLUMNS_PER_WARP + preparers) * WARP_SIZE
+
+
 @cache
-def _delta_kernel(
-    shape: DeltaNetShape, columns: int, threads: int, whole: bool, dtype: mx.Dtype
-) -> Any:
+def _delta_kernel(shape: DeltaNetShape, whole: bool, dtype: mx.Dtype) -> Any:
+    columns, threads = block_of(shape, whole=whole)
     long = shape.key_dim <= LONG_TILE_KEYS
     constants: dict[str, Constant] = {
         "KEY": shape.key_dim,
@@ -154,7 +159,7 @@ def _delta_kernel(
         "GATED": whole,
         "TILE": WHOLE_HEAD_TOKENS if whole else LONG_TILE if long else SHORT_TILE,
         "GROUP": 1 if whole else GROUP,
-        "PREPARERS": PREPARERS,
+        "PREPARERS": WHOLE_PREPARERS if whole else PREPARERS,
         "SCALE": float(shape.key_dim**-0.5),
         "EPS": L2_EPS,
         "NORM_EPS": float(shape.eps),
