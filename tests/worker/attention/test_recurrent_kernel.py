@@ -191,7 +191,7 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
     whole = mx.arange(20).reshape(4, 5).astype(mx.float32)
     for begin in (0, 1):  # as of a step of one token, then of a check of three
         slices = [StateSlice(whole, begin + n) for n in range(1 + 2 * begin)]
-        row.put_state_slices(0, slices)
+        row.put_state_slices(0, *slices)
         row.advance(len(slices))
     assert row.nbytes == spec.state_bytes
     for to, line in ((4, 3), (3, 2), (2, 1), (1, 0)):

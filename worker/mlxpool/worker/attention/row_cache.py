@@ -323,7 +323,7 @@ class StateLayer:
         for further, state in enumerate(new):
             self._before[at + further] = self._now
             self._now = state
-        for _ in range(len(self._before) - max(ROLLBACK_STEPS, len(new))):
+        while len(self._before) > max(ROLLBACK_STEPS, len(new)):
             del self._before[next(iter(self._before))]
 
     def trim(self, offset: int, to: int) -> None:
@@ -393,7 +393,7 @@ class RowCache:
         """Returns `state` as a line of an array; None: it is zeros."""
         return self._state(layer).slice()
 
-    def put_state_slices(self, layer: int, states: Sequence[StateSlice]) -> None:
+    def put_state_slices(self, layer: int, *states: StateSlice) -> None:
         """Stores the state after this step or, of one that checks drafts, after each token."""
         self._state(layer).write(self.offset, *states)
 

@@ -52,8 +52,11 @@ class PassStates:
         states = SpanStates(sources, self._plan(tuple(places)), self._longest, self._written[-1])
         out, after = scan(lines, states)
         for span, begin in zip(self._spans, self._written, strict=False):
-            slices = [StateSlice(after, begin + number) for number in range(span.states)]
-            span.row.put_state_slices(layer, slices)
+            if span.checks:
+                slices = [StateSlice(after, begin + number) for number in range(span.count)]
+                span.row.put_state_slices(layer, *slices)
+            else:
+                span.row.put_state_slices(layer, StateSlice(after, begin))
         return out
 
     def _plan(self, places: tuple[Place, ...]) -> mx.array:
@@ -77,26 +80,27 @@ def sources_of(
     Rows that were in the same pass have their states in one array. States of arrays beyond the
     first ones are copied into one more.
     """
-    wholes: dict[int, mx.array] = {}
-    for one in held:
-        if one is not None:
-            wholes.setdefault(id(one.whole), one.whole)
-    direct = MAX_SOURCES if len(wholes) <= MAX_SOURCES else MAX_SOURCES - 1
-    numbers = {whole: number for number, whole in enumerate(list(wholes)[:direct])}
+    sources: list[mx.array] = []
+    numbers: dict[int, int] = {}  # of the sources, by their id
     places: list[Place] = []
-    copied: list[mx.array] = []
     for one in held:
         if one is None:
             places.append((NO_SOURCE, 0))
-        elif id(one.whole) in numbers:
-            places.append((numbers[id(one.whole)], one.index))
-        else:
-            places.append((direct, len(copied)))
-            copied.append(one.whole[one.index : one.index + 1])
-    sources = list(wholes.values())[:direct]
-    if copied:
-        sources.append(mx.concatenate(copied))
-    return tuple(sources), places
+            continue
+        whole = one.whole
+        number = numbers.setdefault(id(whole), len(sources))
+        if number == len(sources):
+            sources.append(whole)
+        places.append((number, one.index))
+    if len(sources) <= MAX_SOURCES:
+        return tuple(sources), places
+    last = MAX_SOURCES - 1  # the source that has the copies
+    copies: list[mx.array] = []
+    for at, (number, index) in enumerate(places):
+        if number >= last:
+            places[at] = last, len(copies)
+            copies.append(sources[number][index : index + 1])
+    return (*sources[:last], mx.concatenate(copies)), places
 
 
 def _starts(counts: Iterable[int]) -> list[int]:

@@ -18,7 +18,7 @@ NO_SOURCE = -1  # of a span that begins with a state of zeros
 PlanLine: TypeAlias = tuple[int, int, int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: a pass makes one for each row and layer
 class StateSlice:
     """The state of one sequence in one layer: line `index` of `whole` [R, size] in float32.
 
