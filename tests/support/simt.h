@@ -24,6 +24,7 @@
 #define __expf expf
 #define __logf logf
 #define __fdividef(a, b) ((a) / (b))
+#define __fadd_rn(a, b) ((a) + (b))
 
 namespace simt {
 

@@ -3,7 +3,7 @@
 // of a span. Its first SCANNERS warps hold the state in registers and go over the tokens one after the
 // other, 8 columns a warp: each lane has KEY / PARTS rows of a column. Meanwhile PREPARERS warps make the
 // queries, keys, values, decays and rates of the next TILE tokens. The sums of a token do not depend on how
-// tokens are divided among spans, launches and thread blocks.
+// tokens are divided among spans, launches and thread blocks, and are written so that no compiler changes it.
 constexpr int PARTS = 4, ROWS = KEY / PARTS, SCANNERS = COLUMNS / 8;
 constexpr int KEYS = HEADS / RATIO * KEY, CHANNELS = 2 * KEYS + HEADS * VALUE, TAPS = WIDTH - 1;
 constexpr int GATES = CHANNELS, RATES = GATES + HEADS * VALUE, DECAYS = RATES + HEADS, LINE = DECAYS + HEADS;
@@ -42,7 +42,7 @@ auto convolve = [&](int begin, int channel, float (&mixed)[GROUP]) {
     for (int i = 0; i < GROUP; i++) mixed[i] = fmaf(x[i + tap], weight, mixed[i]);
   }
   #pragma unroll
-  for (int i = 0; i < GROUP; i++) mixed[i] = __fdividef(mixed[i], 1 + expf(-mixed[i]));
+  for (int i = 0; i < GROUP; i++) mixed[i] = silu(mixed[i]);
 };
 // Makes what the scan reads of TILE tokens. A warp has GROUP tokens of the queries, keys or values at a time.
 auto prepare = [&](int tile, int buffer) {
@@ -60,9 +60,9 @@ auto prepare = [&](int tile, int buffer) {
       if (lane < GROUP && begin + lane < count) {
         const N* const line = (const N*)lines + (long)(first + begin + lane) * LINE;
         const float a = up(line[DECAYS + head]) + bias[head], b = up(line[RATES + head]);
-        const float softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
+        const float softplus = __fadd_rn(fmaxf(a, 0.f), log1pf(expf(-fabsf(a))));
         decays[buffer][group + lane] = expf(-expf(speed[head]) * softplus);
-        rates[buffer][group + lane] = 1 / (1 + expf(-b));
+        rates[buffer][group + lane] = 1 / __fadd_rn(1, expf(-b));
       }
       continue;
     }

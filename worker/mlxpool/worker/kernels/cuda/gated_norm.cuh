@@ -1,3 +1,4 @@
+__device__ inline float silu(float x) { return __fdividef(x, __fadd_rn(1, expf(-x))); }
 // The gated norm behind a scan: VALUE numbers of a head divided by their root mean square, times `gain`
 // and silu of the gates. A warp computes it; each lane reads numbers lane, lane + 32, ... of x.
 template <int VALUE, typename N>
@@ -10,10 +11,9 @@ __device__ inline void gated_norm(const float* x, const N* gates, const float* g
   }
   #pragma unroll
   for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
-  const float factor = rsqrtf(squares / VALUE + eps);
+  const float factor = rsqrtf(__fadd_rn(squares / VALUE, eps));
   #pragma unroll
   for (int j = 0; j < VALUE / 32; j++) {
-    const float gate = up(gates[j * 32 + lane]);
-    down(own[j] * factor * gain[j * 32 + lane] * __fdividef(gate, 1 + expf(-gate)), to + j * 32 + lane);
+    down(own[j] * factor * gain[j * 32 + lane] * silu(up(gates[j * 32 + lane])), to + j * 32 + lane);
   }
 }
