@@ -125,10 +125,13 @@ def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
     kernel.clear()
     step(engine, [*decode_spans(rows), Span(late, 12, 10, 0)])
     assert kernel == [4, 4]
-    # The states of a layer are in one array: no row's state is copied for the next pass.
+    # The states of rows that decode are in one array, so none is copied for the next pass; what a
+    # prompt keeps while it waits is its own state alone.
     layers = [cast(RowCache, engine._rows[seq])._layers[0] for seq in (*rows, late)]
-    wholes = {id(cast(StateLayer, layer).arrays[0]) for layer in layers}
-    assert len(wholes) == 1
+    states = [cast(StateLayer, layer) for layer in layers]
+    *decoding, (waiting,) = [state.arrays for state in states]
+    assert len({id(whole) for (whole,) in decoding}) == 1 and decoding[0][0].shape[0] == 4
+    assert waiting.shape[0] == 1 and waiting.nbytes == states[-1].nbytes
 
 
 def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(

@@ -55,6 +55,11 @@ class PassStates:
             if span.checks:
                 slices = [StateSlice(after, begin + number) for number in range(span.count)]
                 span.row.put_state_slices(layer, *slices)
+            elif span.count > 1 and self._written[-1] > 1:
+                # A prompt that is read in parts may wait while others decode: a copy lets their
+                # states be freed.
+                own = mx.contiguous(after[begin : begin + 1])
+                span.row.put_state_slices(layer, StateSlice(own, 0))
             else:
                 span.row.put_state_slices(layer, StateSlice(after, begin))
         return out

@@ -23,7 +23,8 @@ class StateSlice:
     """The state of one sequence in one layer: line `index` of `whole` [R, size] in float32.
 
     A line has the numbers of all arrays of the state, one array behind the other. `whole` has those
-    of all sequences of the pass that wrote it, and is freed when none of them refers to it.
+    of the sequences that decoded in the pass that wrote it, and is freed when none of them refers
+    to it; of a chunk of a prompt it is one line.
     """
 
     whole: mx.array
