@@ -80,9 +80,9 @@ def causal_convolution(
     """
     width, count = weight.shape[0], x.shape[1]
     inputs = mx.concatenate([before, x], axis=1)
-    out = inputs[:, :count] * weight[0]
+    out = inputs[:, :count] * weight[:1]  # slices are views; `weight[0]` would copy
     for tap in range(1, width):
-        out = out + inputs[:, tap : tap + count] * weight[tap]
+        out = out + inputs[:, tap : tap + count] * weight[tap : tap + 1]
     return out, mx.contiguous(inputs[:, count:])
 
 
@@ -211,8 +211,8 @@ def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
     """Compares our kernel with this file's operations, token by token.
 
-    Spans: one token from a state, then a check of two from zeros, then, in a pass with these and in
-    one without it, a chunk from another state.
+    Spans: one token from a state, then a check of two from zeros, then a chunk from another state;
+    and the first two in a pass without the chunk, for which a thread block has a whole head.
     """
 
     def numbers(*size: int, key: int) -> mx.array:
@@ -227,6 +227,7 @@ def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
         1 + numbers(shape.value_dim, key=5) / 8,
     )
     held = numbers(2, shape.state, key=6) / 8
+    taps = (shape.width - 1) * shape.channels  # numbers of a state in front of the matrices
     plan = [(0, 1, 0, 1, 0, 0), (1, 2, NO_SOURCE, 0, 1, 1), (3, chunk, 0, 0, 3, 0)]
     for spans in (plan, plan[:2]):
         longest = max(count for _, count, *_ in spans)
@@ -235,12 +236,16 @@ def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
         tokens = sum(count for _, count, *_ in spans)
         out, after = gated_delta.delta_net(shape, lines[:tokens], states, weights)
         for first, count, source, index, to, every in spans:
-            before = mx.zeros(held[0].shape) if source == NO_SOURCE else held[index]
+            zeros = mx.zeros((1, shape.state))
+            before = zeros if source == NO_SOURCE else held[index : index + 1]
             wanted = _token_by_token(shape, lines[first : first + count], before, weights)
             if not _near(out[first : first + count], mx.concatenate([one for one, _ in wanted])):
                 return False
             kept = wanted if every else wanted[-1:]
-            if not all(_near(after[to + n], state) for n, (_, state) in enumerate(kept)):
+            theirs, mine = mx.concatenate([state for _, state in kept]), after[to : to + len(kept)]
+            if not _near(mine[:, taps:], theirs[:, taps:]):
+                return False
+            if taps and not _near(mine[:, :taps], theirs[:, :taps]):
                 return False
     return True
 
@@ -248,22 +253,25 @@ def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 def _token_by_token(
     shape: DeltaNetShape, lines: mx.array, state: mx.array, weights: DeltaNetWeights
 ) -> list[tuple[mx.array, mx.array]]:
-    """Returns the output [1, heads * V] and the state [size] of each of the lines [n, ...]."""
+    """Returns the output [1, heads * V] and the state [1, size] behind each of the lines [n, ...].
+
+    It takes slices, since MLX would compile a kernel to take single elements of an axis.
+    """
     rule = GatedDeltaRule(shape.key_heads, *weights[:3])
     heads, key_dim, value_dim = shape.heads, shape.key_dim, shape.value_dim
     taps = (shape.width - 1) * shape.channels
     gates = shape.channels + heads * value_dim
     found = []
-    for line in lines.astype(mx.float32):
-        qkv, b, a = (mx.split(line, [shape.channels, gates, gates + heads])[n] for n in (0, 2, 3))
+    for line in mx.split(lines.astype(mx.float32), lines.shape[0]):
+        qkv, z, b, a = mx.split(line, [shape.channels, gates, gates + heads], axis=1)
         before = (
-            state[:taps].reshape(1, shape.width - 1, shape.channels),
-            state[taps:].reshape(1, heads, key_dim, value_dim),
+            state[:, :taps].reshape(1, shape.width - 1, shape.channels),
+            state[:, taps:].reshape(1, heads, key_dim, value_dim),
         )
-        out, after = rule(tuple(x[None, None] for x in (qkv, a, b)), before)
-        z = line[shape.channels : gates].reshape(heads, value_dim)
+        out, after = rule(tuple(x[None] for x in (qkv, a, b)), before)
+        z = z.reshape(heads, value_dim)
         normed = mx.fast.rms_norm(out.reshape(heads, value_dim), weights.gain, shape.eps)
-        state = mx.concatenate([each.reshape(-1) for each in after])
+        state = mx.concatenate([each.reshape(1, -1) for each in after], axis=1)
         found.append(((normed * z * mx.sigmoid(z)).reshape(1, -1), state))
     return found
 
