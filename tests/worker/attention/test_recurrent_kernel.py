@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -210,3 +211,30 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
     assert found is not None and found.whole[found.index].tolist() == whole[0].tolist()
     row.trim(0)
     assert row.state_slice(0) is None and row.nbytes == 0
+
+
+def test_in_bfloat16_it_works_beside_the_other_kernels(
+    tmp_path: Path, kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products include the norm before a gated delta net and the addition behind it."""
+    changes = {**QWEN3_NEXT, **SIZES, "num_hidden_layers": 2, "hidden_size": 128}
+    folder = inspect(write_checkpoint(tmp_path, **changes))
+    options = Options.parse({"temperature": 0.0, "logprobs": True, "top_logprobs": 4})
+    found = []
+    for serves in (True, False):
+        if not serves:
+            monkeypatch.setattr(delta_net._GatedDeltaNet, "_serves", lambda net, dtype: False)
+        kernel.clear()
+        engine = engine_of(load(folder, dtype=mx.bfloat16), prefix="off")
+        rows = [Sequence(b"", 1, prompt_of(9 + n, n), options, 11, 4) for n in range(2)]
+        for seq in rows:
+            enter(engine, seq)
+        found.append([one for _ in range(3) for one in decode(engine, rows)])
+        assert bool(kernel) == serves
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.logprob is not None and theirs.logprob is not None
+        near, exact = dict(ours.logprob.top), dict(theirs.logprob.top)
+        both = near.keys() & exact.keys()
+        assert both and all(abs(near[token] - exact[token]) < 0.05 for token in both)
+        if ours.token != theirs.token:
+            break
