@@ -90,13 +90,14 @@ def plain_answer(loaded: LoadedModel, seq: Sequence) -> list[int]:
     return again.ids
 
 
-@pytest.mark.parametrize(("seed", "lookahead"), [(1, False), (2, True)])
 def test_requests_in_random_order_get_the_tokens_of_mlx_operations(
-    loaded: LoadedModel, kernel: list[int], seed: int, lookahead: bool
+    loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """Prefix hits, preemption, cancelled and resumed requests, chunks beside decoding rows."""
-    engine = engine_of(loaded, lookahead=lookahead)
-    workload = RandomWorkload(engine, seed)
+    """Prefix hits, preemption, cancelled and resumed requests, chunks beside decoding rows; passes
+    that ran ahead are taken back.
+    """
+    engine = engine_of(loaded, lookahead=True)
+    workload = RandomWorkload(engine, seed=2)
     for _ in range(2000):
         workload.step()
         if not (workload.waiting or workload.prefilling or workload.decoding):
