@@ -23,6 +23,8 @@
 #define alignas(bytes)  // MLX does not align memory on a CPU
 #define __expf expf
 #define __logf logf
+#define __fdividef(a, b) ((a) / (b))
+#define __fadd_rn(a, b) ((a) + (b))
 
 namespace simt {
 

@@ -67,10 +67,12 @@ def forget_kernels() -> None:
     """Clears the caches of built kernels and of their trials."""
     from mlxpool.worker import kernels
     from mlxpool.worker.attention import block_tables, kernel_trials
+    from mlxpool.worker.kernels.recurrent import gated_delta
+    from mlxpool.worker.layers import delta_rule
     from mlxpool.worker.transfers import downloads
 
     modules = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
-    for module in [*modules, kernel_trials, block_tables, downloads]:
+    for module in [*modules, gated_delta, delta_rule, kernel_trials, block_tables, downloads]:
         for one in vars(module).values():
             if hasattr(one, "cache_clear"):
                 one.cache_clear()
@@ -149,13 +151,21 @@ def compiled(
 
     Raises RuntimeError with the compiler's message.
     """
+    return 0 if nvidia() is None else len(machine_code(text, inputs, outputs))
+
+
+def machine_code(
+    text: KernelText, inputs: Sequence[kernel_cache.InputKind], outputs: Sequence[Any]
+) -> bytes:
+    """Returns what NVIDIA's compiler, which must be installed, makes of a kernel.
+
+    Raises RuntimeError with the compiler's message.
+    """
     compiler = nvidia()
-    if compiler is None:
-        return 0
+    assert compiler is not None, "NVIDIA's compiler is not installed"
     code = kernel_cache.kernel_code(text, inputs, outputs)
-    return len(
-        compiler.machine_code(kernel_cache.NAMESPACE + kernel_cache.kernel_name(text), code)[0]
-    )
+    name = kernel_cache.NAMESPACE + kernel_cache.kernel_name(text)
+    return compiler.machine_code(name, code)[0]
 
 
 @functools.cache

@@ -6,7 +6,6 @@ each answer is compared with that of an engine that computes it from the start.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import tree_cache  # noqa: E402
 from mlxpool.worker.prefix.modes import MODES  # noqa: E402
@@ -27,14 +25,15 @@ from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.recurrent_rows import (  # noqa: E402
+    MIXTURE,
+    STEPS,
+    RandomWorkload,
+    prompt_of,
+    sequence,
+)
 
 CONFIG: dict[str, Any] = {**QWEN3_NEXT, "num_hidden_layers": 3}
-STEPS = 12
-MIXTURE: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_k": 0},
-    {"temperature": 0.8, "repeat_penalty": 1.5, "repeat_last_n": 5},
-]
 AHEAD = pytest.mark.parametrize("lookahead", [False, True])
 
 
@@ -50,15 +49,6 @@ def text(loaded: LoadedModel) -> ChatTokenizer:
 
 def engine_of(loaded: LoadedModel, text: ChatTokenizer, **settings: Any) -> ModelEngine:
     return ModelEngine(loaded, text, **{"lookahead": False, **settings})
-
-
-def prompt_of(size: int, salt: int = 0) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(salt).integers(0, 256, size).tolist())
-
-
-def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequence:
-    options = Options(**{"temperature": 0.0, **raw})
-    return Sequence(b"", 1, prompt, options, 11, STEPS, restore_at=restore_at)
 
 
 def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
@@ -269,70 +259,6 @@ def test_deterministic_is_refused(loaded: LoadedModel) -> None:
     exact = load(loaded.folder, deterministic=True)
     with pytest.raises(ModelLoadFailed, match="deterministic = true is not built"):
         ModelEngine(exact)
-
-
-class RandomWorkload:
-    """Runs requests with shared prefixes in one engine, in a random order."""
-
-    def __init__(self, engine: ModelEngine, seed: int) -> None:
-        self.engine, self.draw = engine, random.Random(seed)
-        self.waiting = [self._request(salt) for salt in range(10)]
-        self.every = list(self.waiting)
-        self.prefilling: list[Sequence] = []
-        self.decoding: list[Sequence] = []
-
-    def _request(self, salt: int) -> Sequence:
-        trunk, branch = prompt_of(30), prompt_of(24, salt % 3 + 1)
-        cut = self.draw.choice((9, 20, 30))
-        prompt = (*trunk[:cut], *branch[: self.draw.randrange(1, 24)])
-        return sequence(prompt, restore_at=self.draw.choice((0, 5, 20)), **MIXTURE[salt % 3])
-
-    def step(self) -> None:
-        act = self.draw.choice((self._admit, self._prefill, self._prefill, *[self._decode] * 4))
-        act()
-        if self.draw.random() < 0.15:
-            self.draw.choice((self._preempt, self._cancel, self._shrink))()
-
-    def _admit(self) -> None:
-        if self.waiting and len(self.prefilling) + len(self.decoding) < 4:
-            seq = self.waiting.pop(self.draw.randrange(len(self.waiting)))
-            self.engine.admit(seq)
-            self.prefilling.append(seq)
-
-    def _prefill(self) -> None:
-        if self.prefilling:
-            seq = self.draw.choice(self.prefilling)
-            if not read_chunk(self.engine, seq, self.draw.choice((1, 5, 2048))):
-                self.prefilling.remove(seq)
-                self.decoding.append(seq)
-
-    def _decode(self) -> None:
-        unended = [seq for seq in self.decoding if len(seq.ids) < STEPS]
-        decode(self.engine, [seq for seq in unended if self.draw.random() < 0.9])
-        for seq in [seq for seq in self.decoding if len(seq.ids) == STEPS]:
-            self.engine.release(seq)
-            self.decoding.remove(seq)
-
-    def _preempt(self) -> None:
-        running = self.prefilling + self.decoding
-        if running:
-            self._back(seq := self.draw.choice(running))
-            seq.preempt()
-
-    def _cancel(self) -> None:
-        """Cancels a request and resumes it with the tokens that it has."""
-        running = self.prefilling + self.decoding
-        if running:
-            self._back(seq := self.draw.choice(running))
-            seq.return_to_waiting()
-
-    def _back(self, seq: Sequence) -> None:
-        (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
-        self.engine.release(seq)
-        self.waiting.append(seq)
-
-    def _shrink(self) -> None:
-        self.engine.shrink(self.draw.choice((1, 100)))
 
 
 @AHEAD

@@ -191,7 +191,8 @@ class Layout:
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
         """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
-        return [array for row in rows for array in row.arrays()]
+        every = (array for row in rows for array in row.arrays())
+        return list({id(array): array for array in every}.values())  # rows share those of states
 
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """Computes passes for `rows` rows of `context` tokens that have no place in `sizes`."""

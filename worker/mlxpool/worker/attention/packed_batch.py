@@ -18,7 +18,7 @@ from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.kernels.cpu_exp import on_linux_cpu, softmax_in_place
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,10 @@ class PackedBatch(RotateThenAttend):
         raise NotImplementedError
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch. No encoder model has such layers."""
+        raise NotImplementedError
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """See ForwardBatch. No encoder model has such layers."""
         raise NotImplementedError
 

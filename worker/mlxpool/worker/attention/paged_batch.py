@@ -14,7 +14,7 @@ from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend, s
 from mlxpool.worker.kernels import float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.paged_attention import AttentionMetadata, parts_for
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
 
 class PagedBatch(RotateThenAttend):
@@ -135,6 +135,10 @@ class PagedBatch(RotateThenAttend):
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
+        raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch.recur_spans."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
 
     def _seen(

@@ -15,7 +15,7 @@ from mlxpool.worker.kernels.ragged_attention import FreshLines, RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import TileShape
 from mlxpool.worker.layers.config_fields import Heads
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,10 @@ class RaggedBatch:
         """See ForwardBatch.recur."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch.recur_spans."""
+        raise NotImplementedError("a pool of blocks has no states, see RowShape")
+
 
 class AttentionProbe:
     """A ForwardBatch that computes nothing and notes which attention a model asks for."""
@@ -230,6 +234,10 @@ class AttentionProbe:
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
+        raise NotImplementedError("a pool of blocks has no states, see RowShape")
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch.recur_spans."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
 

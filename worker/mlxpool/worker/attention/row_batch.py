@@ -25,8 +25,9 @@ from mlxpool.worker.attention.dot_product import (
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_cache import Arrays, RowCache
+from mlxpool.worker.attention.row_states import PassStates, StateSpan
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
 CacheRow = RowCache | SlabRow
 # Attention of one row, see dot_product.causal_attention.
@@ -159,6 +160,7 @@ class RowBatch(RotateThenAttend):
         self.sees_images = self._lines_with_views(tokens)
         self._visible: dict[tuple[Queries, int, int], mx.array] = {}
         self._rotation = _rotation(spans, tokens)
+        self._states: PassStates | None = None  # made by the first layer that needs it
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
@@ -332,6 +334,14 @@ class RowBatch(RotateThenAttend):
         for span, row in rows.items():
             row.put_states(layer, states[span][1:])
         return {span: mx.concatenate(parts) for span, parts in found.items()}
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch."""
+        if self._states is None:
+            self._states = PassStates(
+                [StateSpan(cast(RowCache, one.row), one.count, is_check(one)) for one in self.spans]
+            )
+        return self.lines_after(layer, self._states.recur(layer, lines, scan))
 
     def done(self) -> None:
         """Advances the rows after the last layer has written."""

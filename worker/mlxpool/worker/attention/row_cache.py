@@ -22,6 +22,7 @@ from mlxpool.worker.caches.specs import (
     window_capacity,
 )
 from mlxpool.worker.caches.stored import AUTO, INT8, StoredArray
+from mlxpool.worker.kernels.recurrent.span_states import StateSlice
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
@@ -270,35 +271,68 @@ class WindowLayer:
 
 
 class StateLayer:
-    """A recurrent layer: its state after all tokens and before each of the last steps."""
+    """A recurrent layer: its state after all tokens and before each of the last steps.
+
+    A state is arrays of its own, or a line of an array that the rows of a pass share; () is the
+    initial one.
+    """
 
     def __init__(self, spec: RecurrentSpec) -> None:
         self._spec = spec
-        self._before: dict[int, Arrays] = {}  # by number of tokens, oldest first
-        self.arrays: Arrays = ()
+        self._before: dict[int, Arrays | StateSlice] = {}  # by number of tokens, oldest first
+        self._now: Arrays | StateSlice = ()
+
+    @property
+    def arrays(self) -> Arrays:
+        """The arrays whose evaluation completes the state; other rows may have a part of them."""
+        return (self._now.whole,) if isinstance(self._now, StateSlice) else self._now
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state after all tokens."""
+        return self._spec.state_bytes if self._now else 0
+
+    def held(self) -> list[mx.array]:
+        """Returns the arrays of the state and of those before it, each once."""
+        found: dict[int, mx.array] = {}
+        for one in (self._now, *self._before.values()):
+            arrays = (one.whole,) if isinstance(one, StateSlice) else one
+            found |= {id(array): array for array in arrays}
+        return list(found.values())
 
     def state(self) -> Arrays:
         """Returns the state after all tokens."""
-        return self.arrays or tuple(mx.zeros(shape) for shape in self._spec.shapes)
+        if isinstance(self._now, StateSlice):
+            return self._now.arrays(self._spec.shapes)
+        return self._now or tuple(mx.zeros(shape) for shape in self._spec.shapes)
 
-    def write(self, at: int, *new: Arrays) -> None:
+    def slice(self) -> StateSlice | None:
+        """Returns the state after all tokens as a line of an array; None: it is zeros."""
+        if isinstance(self._now, StateSlice):
+            return self._now
+        if not self._now:
+            return None
+        numbers = [array.reshape(-1) for array in self._now]
+        return StateSlice(mx.concatenate(numbers)[None], 0)
+
+    def write(self, at: int, *new: Arrays | StateSlice) -> None:
         """Stores the state after a step that began at `at` tokens.
 
         Of a step that checks drafts these are the states after each of its tokens.
         """
         for further, state in enumerate(new):
-            self._before[at + further] = self.arrays
-            self.arrays = state
-        for _ in range(len(self._before) - max(ROLLBACK_STEPS, len(new))):
+            self._before[at + further] = self._now
+            self._now = state
+        while len(self._before) > max(ROLLBACK_STEPS, len(new)):
             del self._before[next(iter(self._before))]
 
     def trim(self, offset: int, to: int) -> None:
         """See FullLayer. Possible by at most ROLLBACK_STEPS steps, or to 0 tokens."""
         if to == 0:
-            self._before, self.arrays = {}, ()
+            self._before, self._now = {}, ()
         elif to < offset:
             assert to in self._before, f"a state of {offset} tokens cannot go back to {to}"
-            self.arrays = self._before[to]
+            self._now = self._before[to]
             self._before = {at: state for at, state in self._before.items() if at < to}
 
 
@@ -355,6 +389,14 @@ class RowCache:
         """Stores the states after each token of this step, so that the row can go back to any."""
         self._state(layer).write(self.offset, *states)
 
+    def state_slice(self, layer: int) -> StateSlice | None:
+        """Returns `state` as a line of an array; None: it is zeros."""
+        return self._state(layer).slice()
+
+    def put_state_slices(self, layer: int, *states: StateSlice) -> None:
+        """Stores the state after this step or, of one that checks drafts, after each token."""
+        self._state(layer).write(self.offset, *states)
+
     def advance(self, count: int) -> None:
         """Records that `count` more tokens are written in each layer."""
         self.offset += count
@@ -379,7 +421,12 @@ class RowCache:
     @property
     def nbytes(self) -> int:
         """Allocated bytes, including unused tokens."""
-        return sum(array.nbytes for array in self.arrays())
+        return sum(
+            layer.nbytes
+            if isinstance(layer, StateLayer)
+            else sum(array.nbytes for array in layer.arrays)
+            for layer in self._layers
+        )
 
     def _tokens(self, layer: int) -> FullLayer | WindowLayer:
         return cast("FullLayer | WindowLayer", self._layers[layer])

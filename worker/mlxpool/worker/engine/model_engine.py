@@ -26,6 +26,7 @@ from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.caches.specs import ROLLBACK_STEPS
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
 from mlxpool.worker.engine.description import require_deterministic
@@ -191,6 +192,8 @@ class ModelEngine(WarmedEngine):
         self._row_bytes = shape.fixed_bytes
         if self._predictions is not None:  # the states behind drafts that are checked
             self._row_bytes += MAX_STATE_DRAFTS * shape.state_bytes
+            if device.on_gpu():  # those of the step before stay as well, see StateSlice
+                self._row_bytes += (1 + MAX_STATE_DRAFTS - ROLLBACK_STEPS) * shape.state_bytes
 
     def _holds_a_context(self) -> bool:
         return (self._fixed_blocks or self._blocks_in_budget()) >= blocks_for(self.context)

@@ -8,5 +8,6 @@ add it (a 0) to their own numbers, or, as ragged_attention.attend does with the 
 block_write.rotate_and_write returns, they need it anyway; or the kernel that writes a row's line is
 its only reader, as with FreshLines. MLX orders kernels by their output arrays
 and does not see these writes. `ensure_row_contiguous=False` keeps MLX from passing a copy.
-work_list.py divides ragged attention among thread blocks on the host.
+work_list.py divides ragged attention among thread blocks on the host. recurrent/ has the kernels of
+layers with states; they write into no input.
 """

@@ -5,19 +5,35 @@ Its arithmetic is in delta_rule.py. MLX is imported only when a model is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.layers.config_fields import integer, number
-from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
+    MixerFunction,
+    WeightShapes,
+    linear_shapes,
+)
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, reordered
-from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import (
+    ForwardBatch,
+    LayerBuilder,
+    LinearInput,
+    PendingProduct,
+)
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from mlxpool.worker.kernels.recurrent.gated_delta import DeltaNetShape, DeltaNetWeights
+    from mlxpool.worker.kernels.recurrent.span_states import SpanStates
+    from mlxpool.worker.layers.delta_rule import GatedDeltaRule
+    from mlxpool.worker.layers.linear import RMSNorm
 
 FLOAT32 = ("A_log", "dt_bias")  # tensors kept in float32: they set how fast a state decays
 
@@ -119,15 +135,24 @@ class GatedDeltaNet:
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""
+        from mlxpool.worker.kernels.recurrent.gated_delta import DeltaNetShape
         from mlxpool.worker.layers.delta_rule import GatedDeltaRule
 
+        shape = DeltaNetShape(
+            key_heads=self.key_heads,
+            heads=self.value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            width=self.width,
+            eps=self.eps,
+        )
         rule = GatedDeltaRule(
             key_heads=self.key_heads,
             conv=builder.tensor(f"{name}.conv1d.weight").squeeze(1).T,
             log_speed=builder.tensor(f"{name}.A_log"),
             bias=builder.tensor(f"{name}.dt_bias"),
         )
-        return _GatedDeltaNet(self, rule, builder, name, layer)
+        return _GatedDeltaNet(self, shape, rule, builder, name, layer)
 
     def _sizes_per_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The sizes of each kind of input that the fused layers have for one key head."""
@@ -136,31 +161,56 @@ class GatedDeltaNet:
         return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
 
 
-class _GatedDeltaNet:
+class _GatedDeltaNet(FusableSublayer):
     def __init__(
         self,
         spec: GatedDeltaNet,
-        rule: Callable[..., Any],
+        shape: DeltaNetShape,
+        rule: GatedDeltaRule,
         builder: LayerBuilder,
         name: str,
         layer: int,
     ) -> None:
-        self.spec, self.rule, self.layer = spec, rule, layer
+        from mlxpool.worker.kernels.recurrent.gated_delta import delta_net
+        from mlxpool.worker.layers.delta_rule import kernel_serves
+
+        self.spec, self.shape, self.rule, self.layer = spec, shape, rule, layer
+        self._kernel_serves, self._delta_net = kernel_serves, delta_net
         self.inputs = builder.concatenated([f"{name}.{one}" for one in spec.inputs])
         self.norm = builder.rms_norm(f"{name}.norm", spec.eps)
         self.swiglu = builder.swiglu
-        self.out: LayerFunction = builder.linear(f"{name}.out_proj")
+        self.out = builder.linear(f"{name}.out_proj")
 
-    def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
+    def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
+        """See FusableSublayer."""
+        (batch,), mixed = batches, self.inputs(x)
+        if self._serves(mixed.dtype):
+            return PendingProduct(self.out, batch.recur_spans(self.layer, mixed, self._scan))
+        return PendingProduct(self.out, self._by_operations(mixed, batch))
+
+    def _by_operations(self, mixed: mx.array, batch: ForwardBatch) -> mx.array:
+        """Returns what our kernel does of the lines `mixed`, computed by MLX's operations."""
         spec = self.spec
         gates = spec.channels + spec.values
-        mixed = self.inputs(x)
         z = batch.lines_after(self.layer, mixed[:, spec.channels : gates])
         z = z.reshape(z.shape[0], spec.value_heads, -1)
         b, a = mixed[:, gates : gates + spec.value_heads], mixed[:, gates + spec.value_heads :]
         out = self.norm(batch.recur(self.layer, (mixed[:, : spec.channels], a, b), self.rule))
         gated = self.swiglu(z.astype(out.dtype), out)
-        return self.out(gated.reshape(z.shape[0], -1).astype(x.dtype))
+        return gated.reshape(z.shape[0], -1).astype(mixed.dtype)
+
+    def _serves(self, dtype: mx.Dtype) -> bool:
+        """Whether our kernel computes lines of this dtype."""
+        return self._kernel_serves(self.shape, dtype)
+
+    def _scan(self, lines: mx.array, states: SpanStates) -> tuple[mx.array, mx.array]:
+        """See SpanScan: our kernel, with the gated norm."""
+        return self._delta_net(self.shape, lines, states, self._weights)
+
+    @cached_property
+    def _weights(self) -> DeltaNetWeights:
+        """The weights as our kernel reads them."""
+        return self.rule.kernel_weights(cast("RMSNorm", self.norm).weight)
 
 
 def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:

@@ -11,14 +11,23 @@ WY form), so that only S is passed from chunk to chunk.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels.kernel_builder import kernel_works
+from mlxpool.worker.kernels.recurrent import gated_delta
+from mlxpool.worker.kernels.recurrent.gated_delta import DeltaNetShape, DeltaNetWeights
+from mlxpool.worker.kernels.recurrent.span_states import NO_SOURCE, SpanStates
 from mlxpool.worker.layers.layer_types import RecurrentState
 
+log = logging.getLogger("mlxpool.worker")
+
 CHUNK = 32  # tokens; solving a chunk costs its square, each further chunk is one more step
-EPS = 1e-6  # added to the squared norm of a query or key
+EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
+TRIAL_ERROR = 0.02  # of the numbers of a trial, relative to the largest one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,12 @@ class GatedDeltaRule:
         out, matrix = delta_rule(q, l2_normalised(k), v, log_decay, mx.sigmoid(b), matrix)
         return out, (taps, matrix)
 
+    def kernel_weights(self, gain: mx.array) -> DeltaNetWeights:
+        """The weights as our kernel reads them; `gain` [V] is that of the norm behind the rule."""
+        conv = mx.contiguous(self.conv.astype(mx.float32))
+        others = (self.log_speed, self.bias, gain)
+        return DeltaNetWeights(conv, *(x.astype(mx.float32) for x in others))
+
     def _split(self, mixed: mx.array, matrix: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """[B, n, C] -> queries and keys [B, n, key heads, K], values [B, n, heads, V]."""
         (batch, count, _), (heads, key_dim, value_dim) = mixed.shape, matrix.shape[1:]
@@ -65,9 +80,9 @@ def causal_convolution(
     """
     width, count = weight.shape[0], x.shape[1]
     inputs = mx.concatenate([before, x], axis=1)
-    out = inputs[:, :count] * weight[0]
+    out = inputs[:, :count] * weight[:1]  # slices are views; `weight[0]` would copy
     for tap in range(1, width):
-        out = out + inputs[:, tap : tap + count] * weight[tap]
+        out = out + inputs[:, tap : tap + count] * weight[tap : tap + 1]
     return out, mx.contiguous(inputs[:, count:])
 
 
@@ -178,3 +193,89 @@ def _inverse(below: mx.array) -> mx.array:
         inverse = inverse - inverse @ mx.where(corner, below, 0) @ inverse
         width *= 2
     return inverse
+
+
+@cache
+def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
+    """Returns whether our kernel computes such layers here; tries each kind of layer once.
+
+    Logs why not, where there is a GPU for it.
+    """
+    if why := gated_delta.refusal(shape, dtype):
+        if mx.cuda.is_available():
+            log.warning("MLX's operations compute the recurrent layers: %s", why)
+        return False
+    return kernel_works("recurrent layers", lambda: _kernel_is_right(shape, dtype))
+
+
+def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
+    """Compares our kernel with this file's operations, token by token.
+
+    Spans: one token from a state, then a check of two from zeros, then a chunk from another state;
+    and the first two in a pass without the chunk, for which a thread block has a whole head.
+    """
+
+    def numbers(*size: int, key: int) -> mx.array:
+        return mx.random.normal(size, key=mx.random.key(key))
+
+    heads, chunk = shape.heads, gated_delta.WHOLE_HEAD_TOKENS + 1
+    lines = numbers(3 + chunk, shape.line, key=1).astype(dtype)
+    weights = DeltaNetWeights(
+        numbers(shape.width, shape.channels, key=2) / shape.width,
+        numbers(heads, key=3),
+        numbers(heads, key=4),
+        1 + numbers(shape.value_dim, key=5) / 8,
+    )
+    held = numbers(2, shape.state, key=6) / 8
+    taps = (shape.width - 1) * shape.channels  # numbers of a state in front of the matrices
+    plan = [(0, 1, 0, 1, 0, 0), (1, 2, NO_SOURCE, 0, 1, 1), (3, chunk, 0, 0, 3, 0)]
+    for spans in (plan, plan[:2]):
+        longest = max(count for _, count, *_ in spans)
+        written = sum(count if every else 1 for _, count, *_, every in spans)
+        states = SpanStates((held,), mx.array(spans, dtype=mx.int32), longest, written)
+        tokens = sum(count for _, count, *_ in spans)
+        out, after = gated_delta.delta_net(shape, lines[:tokens], states, weights)
+        for first, count, source, index, to, every in spans:
+            zeros = mx.zeros((1, shape.state))
+            before = zeros if source == NO_SOURCE else held[index : index + 1]
+            wanted = _token_by_token(shape, lines[first : first + count], before, weights)
+            if not _near(out[first : first + count], mx.concatenate([one for one, _ in wanted])):
+                return False
+            kept = wanted if every else wanted[-1:]
+            theirs, mine = mx.concatenate([state for _, state in kept]), after[to : to + len(kept)]
+            if not _near(mine[:, taps:], theirs[:, taps:]):
+                return False
+            if taps and not _near(mine[:, :taps], theirs[:, :taps]):
+                return False
+    return True
+
+
+def _token_by_token(
+    shape: DeltaNetShape, lines: mx.array, state: mx.array, weights: DeltaNetWeights
+) -> list[tuple[mx.array, mx.array]]:
+    """Returns the output [1, heads * V] and the state [1, size] behind each of the lines [n, ...].
+
+    It takes slices, since MLX would compile a kernel to take single elements of an axis.
+    """
+    rule = GatedDeltaRule(shape.key_heads, *weights[:3])
+    heads, key_dim, value_dim = shape.heads, shape.key_dim, shape.value_dim
+    taps = (shape.width - 1) * shape.channels
+    gates = shape.channels + heads * value_dim
+    found = []
+    for line in mx.split(lines.astype(mx.float32), lines.shape[0]):
+        qkv, z, b, a = mx.split(line, [shape.channels, gates, gates + heads], axis=1)
+        before = (
+            state[:, :taps].reshape(1, shape.width - 1, shape.channels),
+            state[:, taps:].reshape(1, heads, key_dim, value_dim),
+        )
+        out, after = rule(tuple(x[None] for x in (qkv, a, b)), before)
+        z = z.reshape(heads, value_dim)
+        normed = mx.fast.rms_norm(out.reshape(heads, value_dim), weights.gain, shape.eps)
+        state = mx.concatenate([each.reshape(1, -1) for each in after], axis=1)
+        found.append(((normed * z * mx.sigmoid(z)).reshape(1, -1), state))
+    return found
+
+
+def _near(ours: mx.array, wanted: mx.array) -> bool:
+    error = mx.abs(ours.astype(mx.float32) - wanted).max()
+    return bool((error <= TRIAL_ERROR * mx.abs(wanted).max()).item())

@@ -15,6 +15,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxpool.worker.kernels.recurrent.span_states import SpanStates
     from mlxpool.worker.layers.config_fields import Heads
 
 Shape: TypeAlias = tuple[int, ...]
@@ -25,6 +26,8 @@ RecurrentState: TypeAlias = "tuple[mx.array, ...]"
 Scan: TypeAlias = (
     "Callable[[tuple[mx.array, ...], RecurrentState], tuple[mx.array, RecurrentState]]"
 )
+# Lines [T, ...] of all spans of a pass and their states -> outputs [T, ...] and the states written.
+SpanScan: TypeAlias = "Callable[[mx.array, SpanStates], tuple[mx.array, mx.array]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,9 @@ class ForwardBatch(Protocol):
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """Inputs [T, ...] -> outputs [T or E, ...] of `scan` over each sequence, from its state."""
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """`recur` with a scan that takes all sequences at once."""
 
 
 class Norm(Protocol):

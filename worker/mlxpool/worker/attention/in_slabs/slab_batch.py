@@ -36,7 +36,7 @@ from mlxpool.worker.attention.row_batch import (
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
@@ -228,6 +228,10 @@ class SlabBatch(RotateThenAttend):
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
+        raise NotImplementedError(NOT_PLAIN)
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch.recur_spans."""
         raise NotImplementedError(NOT_PLAIN)
 
 

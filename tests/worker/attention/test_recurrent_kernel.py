@@ -1,0 +1,241 @@
+"""Engines whose recurrent layers our kernel computes, against engines without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from support.engine_steps import decode, decode_spans, enter, step
+from support.predicting_models import write_predicting
+from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention import row_states  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_states import sources_of  # noqa: E402
+from mlxpool.worker.caches.specs import RecurrentSpec  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels.recurrent.span_states import (  # noqa: E402
+    MAX_SOURCES,
+    NO_SOURCE,
+    StateSlice,
+)
+from mlxpool.worker.layers import delta_net  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support import simt  # noqa: E402
+from support.recurrent_rows import RandomWorkload, prompt_of, sequence  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+# Sizes of tests/worker/kernels/test_gated_delta.py, so that the kernel is built once.
+SIZES: dict[str, Any] = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    changes = {**QWEN3_NEXT, **SIZES, "num_hidden_layers": 3}
+    return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **changes)))
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = write_predicting(tmp_path_factory.mktemp("predicting"), "qwen3_next", **SIZES)
+    return load(inspect(path, predicts=True))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Runs the kernel, simulated without a GPU. Yields the number of spans of each launch."""
+    launches: list[int] = []
+    recur = row_states.PassStates.recur
+
+    def noted(states: Any, *given: Any) -> Any:
+        launches.append(len(states._spans))
+        return recur(states, *given)
+
+    monkeypatch.setattr(row_states.PassStates, "recur", noted)
+    if ON_GPU:
+        yield launches
+        return
+    with simt.simulated():
+        yield launches
+
+
+def engine_of(loaded: LoadedModel, **settings: Any) -> ModelEngine:
+    return ModelEngine(loaded, **{"lookahead": False, **settings})
+
+
+def plain_answer(loaded: LoadedModel, seq: Sequence) -> list[int]:
+    """Returns the answer of an engine without the kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_net._GatedDeltaNet, "_serves", lambda net, dtype: False)
+        engine = engine_of(loaded, prefix="off")
+        again = Sequence(b"", 1, seq.prompt, seq.options, seq.seed, seq.max_tokens)
+        enter(engine, again)
+        decode(engine, [again], seq.max_tokens)
+        engine.release(again)
+    return again.ids
+
+
+def test_requests_in_random_order_get_the_tokens_of_mlx_operations(
+    loaded: LoadedModel, kernel: list[int]
+) -> None:
+    """Prefix hits, preemption, cancelled and resumed requests, chunks beside decoding rows; passes
+    that ran ahead are taken back.
+    """
+    engine = engine_of(loaded, lookahead=True)
+    workload = RandomWorkload(engine, seed=2)
+    for _ in range(2000):
+        workload.step()
+        if not (workload.waiting or workload.prefilling or workload.decoding):
+            break
+    assert max(kernel) > 1 and engine.prefix.hits > 3
+    launches = len(kernel)
+    for seq in workload.every:
+        assert seq.ids == plain_answer(loaded, seq)
+    assert len(kernel) == launches
+    engine.prefix.clear()
+    assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+
+
+def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
+    loaded: LoadedModel, kernel: list[int]
+) -> None:
+    engine = engine_of(loaded)
+    rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
+    for seq in rows:
+        enter(engine, seq)
+    late = sequence(prompt_of(30, 7))
+    engine.admit(late)
+    kernel.clear()
+    for one in step(engine, [*decode_spans(rows), Span(late, 0, 12, 0)]):
+        one.sequence.ids.append(one.token)
+    assert kernel == [4, 4]  # layers
+    kernel.clear()
+    step(engine, [*decode_spans(rows), Span(late, 12, 10, 0)])
+    assert kernel == [4, 4]
+    # The states of rows that decode are in one array, so none is copied for the next pass; what a
+    # prompt keeps while it waits is its own state alone.
+    layers = [cast(RowCache, engine._rows[seq])._layers[0] for seq in (*rows, late)]
+    states = [cast(StateLayer, layer) for layer in layers]
+    *decoding, (waiting,) = [state.arrays for state in states]
+    assert len({id(whole) for (whole,) in decoding}) == 1 and decoding[0][0].shape[0] == 4
+    assert waiting.shape[0] == 1 and waiting.nbytes == states[-1].nbytes
+
+
+def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
+    predicting: LoadedModel, kernel: list[int]
+) -> None:
+    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
+    rows = [
+        Sequence(bytes([n] * 16), 1, prompt_of(size, n), options, n, 16)
+        for n, size in enumerate((5, 20, 37))
+    ]
+    answers = {seq: plain_answer(predicting, seq) for seq in rows}
+    engine = engine_of(predicting, prefix="off")
+    for seq in rows:
+        enter(engine, seq)
+    draw = np.random.default_rng(3)
+    for number in range(9):
+        spans = []
+        for seq in rows:
+            count = int(draw.integers(0, engine.limits.drafts + 1))
+            known = answers[seq][len(seq.ids) : len(seq.ids) + count]
+            wrong = int(draw.integers(0, 2 * len(known) + 1))
+            drafts = tuple(token ^ (place == wrong and 1) for place, token in enumerate(known))
+            spans.append(Span.check(seq, drafts) if drafts else decode_spans([seq])[0])
+        for one in step(engine, spans):
+            one.sequence.ids.append(one.token)
+        for seq in rows:
+            del seq.ids[12:]
+            assert seq.ids == answers[seq][: len(seq.ids)], number
+            layers = cast(RowCache, engine._rows[seq])._layers
+            states = [layer for layer in layers if isinstance(layer, StateLayer)]
+            written = sum(array.nbytes for layer in states for array in layer.held())
+            shape = engine._layout.store.new_row().shape
+            most = 2 * (1 + engine.limits.drafts) * shape.state_bytes
+            assert written <= len(rows) * most
+        rows = [seq for seq in rows if len(seq.ids) < 12]
+        if not rows:
+            break
+
+
+def test_states_of_many_arrays_are_copied_into_one() -> None:
+    """A kernel reads MAX_SOURCES arrays; a row without a state reads none."""
+    wholes = [mx.full((2, 3), n) for n in range(MAX_SOURCES + 2)]
+    few = [StateSlice(wholes[n], 1) for n in (1, 0, 1, 2, 3)]
+    sources, places = sources_of([*few, None])
+    assert list(map(id, sources)) == [id(wholes[n]) for n in (1, 0, 2, 3)]
+    assert places == [(0, 1), (1, 1), (0, 1), (2, 1), (3, 1), (NO_SOURCE, 0)]
+    many = [StateSlice(whole, n % 2) for n, whole in enumerate(wholes)] + [few[1]]
+    sources, places = sources_of(many)
+    assert len(sources) == MAX_SOURCES
+    assert places[-1] == (0, 1) and {source for source, _ in places} == set(range(MAX_SOURCES))
+    for one, (source, index) in zip(many, places, strict=True):
+        assert sources[source][index].tolist() == one.whole[one.index].tolist()
+    assert sources_of([None, None]) == ((), [(NO_SOURCE, 0)] * 2)
+
+
+def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
+    spec = RecurrentSpec(((1, 2), (3,)))
+    row = RowCache(RowShape((spec,), mx.float32, 100))
+    assert row.state_slice(0) is None and row.nbytes == 0
+    whole = mx.arange(20).reshape(4, 5).astype(mx.float32)
+    for begin in (0, 1):  # as of a step of one token, then of a check of three
+        slices = [StateSlice(whole, begin + n) for n in range(1 + 2 * begin)]
+        row.put_state_slices(0, *slices)
+        row.advance(len(slices))
+    assert row.nbytes == spec.state_bytes
+    for to, line in ((4, 3), (3, 2), (2, 1), (1, 0)):
+        row.trim(to)
+        assert [x.reshape(-1).tolist() for x in row.state(0)] == [
+            whole[line, :2].tolist(),
+            whole[line, 2:].tolist(),
+        ]
+    copy = tuple(mx.array(x) for x in row.state(0))  # as the prefix cache puts it into a row
+    other = RowCache(row.shape)
+    other.put_state(0, copy)
+    found = other.state_slice(0)
+    assert found is not None and found.whole[found.index].tolist() == whole[0].tolist()
+    row.trim(0)
+    assert row.state_slice(0) is None and row.nbytes == 0
+
+
+def test_in_bfloat16_it_works_beside_the_other_kernels(
+    tmp_path: Path, kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products include the norm before a gated delta net and the addition behind it."""
+    changes = {**QWEN3_NEXT, **SIZES, "num_hidden_layers": 2, "hidden_size": 128}
+    folder = inspect(write_checkpoint(tmp_path, **changes))
+    options = Options.parse({"temperature": 0.0, "logprobs": True, "top_logprobs": 4})
+    found = []
+    for serves in (True, False):
+        if not serves:
+            monkeypatch.setattr(delta_net._GatedDeltaNet, "_serves", lambda net, dtype: False)
+        kernel.clear()
+        engine = engine_of(load(folder, dtype=mx.bfloat16), prefix="off")
+        rows = [Sequence(b"", 1, prompt_of(9 + n, n), options, 11, 4) for n in range(2)]
+        for seq in rows:
+            enter(engine, seq)
+        found.append([one for _ in range(3) for one in decode(engine, rows)])
+        assert bool(kernel) == serves
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.logprob is not None and theirs.logprob is not None
+        near, exact = dict(ours.logprob.top), dict(theirs.logprob.top)
+        both = near.keys() & exact.keys()
+        assert both and all(abs(near[token] - exact[token]) < 0.05 for token in both)
+        if ours.token != theirs.token:
+            break

@@ -1,0 +1,113 @@
+"""The recurrent states of the rows of a pass whose spans one kernel scans together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.kernels.recurrent.span_states import (
+    MAX_SOURCES,
+    NO_SOURCE,
+    PlanLine,
+    SpanStates,
+    StateSlice,
+)
+from mlxpool.worker.layers.layer_types import SpanScan
+
+Place = tuple[int, int]  # of a state: the number of its source, and its index there
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """`count` new tokens of `row`; `checks`: they are drafts, so each state behind one is kept."""
+
+    row: RowCache
+    count: int
+    checks: bool
+
+    @property
+    def states(self) -> int:
+        """How many states the pass writes."""
+        return self.count if self.checks else 1
+
+
+class PassStates:
+    """Reads and writes the recurrent states of the spans of a pass, layer by layer."""
+
+    def __init__(self, spans: Sequence[StateSpan]) -> None:
+        self._spans = tuple(spans)
+        self._firsts = _starts(span.count for span in spans)
+        self._written = _starts(span.states for span in spans)
+        self._longest = max(span.count for span in spans)
+        self._plans: dict[tuple[Place, ...], mx.array] = {}  # most layers have the same
+
+    def recur(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """Scans lines [T, ...] of all spans from their states; returns the outputs [T, ...]."""
+        sources, places = sources_of([span.row.state_slice(layer) for span in self._spans])
+        states = SpanStates(sources, self._plan(tuple(places)), self._longest, self._written[-1])
+        out, after = scan(lines, states)
+        for span, begin in zip(self._spans, self._written, strict=False):
+            if span.checks:
+                slices = [StateSlice(after, begin + number) for number in range(span.count)]
+                span.row.put_state_slices(layer, *slices)
+            elif span.count > 1 and self._written[-1] > 1:
+                # A prompt that is read in parts may wait while others decode: a copy lets their
+                # states be freed.
+                own = mx.contiguous(after[begin : begin + 1])
+                span.row.put_state_slices(layer, StateSlice(own, 0))
+            else:
+                span.row.put_state_slices(layer, StateSlice(after, begin))
+        return out
+
+    def _plan(self, places: tuple[Place, ...]) -> mx.array:
+        """Returns the plan of a layer whose states have these places."""
+        if places not in self._plans:
+            numbers: list[PlanLine] = [
+                (first, span.count, *place, written, int(span.checks))
+                for first, span, place, written in zip(
+                    self._firsts, self._spans, places, self._written, strict=False
+                )
+            ]
+            self._plans[places] = mx.array(np.array(numbers, dtype=np.int32))
+        return self._plans[places]
+
+
+def sources_of(
+    held: Sequence[StateSlice | None],
+) -> tuple[tuple[mx.array, ...], list[Place]]:
+    """Returns at most MAX_SOURCES arrays that have these states, and the place of each state.
+
+    Rows that were in the same pass have their states in one array. States of arrays beyond the
+    first ones are copied into one more.
+    """
+    sources: list[mx.array] = []
+    numbers: dict[int, int] = {}  # of the sources, by their id
+    places: list[Place] = []
+    for one in held:
+        if one is None:
+            places.append((NO_SOURCE, 0))
+            continue
+        whole = one.whole
+        number = numbers.setdefault(id(whole), len(sources))
+        if number == len(sources):
+            sources.append(whole)
+        places.append((number, one.index))
+    if len(sources) <= MAX_SOURCES:
+        return tuple(sources), places
+    last = MAX_SOURCES - 1  # the source that has the copies
+    copies: list[mx.array] = []
+    for at, (number, index) in enumerate(places):
+        if number >= last:
+            places[at] = last, len(copies)
+            copies.append(sources[number][index : index + 1])
+    return (*sources[:last], mx.concatenate(copies)), places
+
+
+def _starts(counts: Iterable[int]) -> list[int]:
+    """Returns where each of several runs begins, and behind them where the last one ends."""
+    return [0, *accumulate(counts)]

@@ -1,0 +1,55 @@
+"""The recurrent states of a pass: where the state of each span is, and where the new ones go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+MAX_SOURCES = 4  # arrays from which a kernel reads states
+NO_SOURCE = -1  # of a span that begins with a state of zeros
+# A line of the plan, for one span: its first token in the pass, its number of tokens, the source
+# of its state (or NO_SOURCE) and the index of the state in the source, the index of its first
+# written state, and whether the state behind each token is written (1) or only the last (0).
+PlanLine: TypeAlias = tuple[int, int, int, int, int, int]
+
+
+@dataclass(slots=True, eq=False)  # not frozen: a pass makes one for each row and layer
+class StateSlice:
+    """The state of one sequence in one layer: line `index` of `whole` [R, size] in float32.
+
+    A line has the numbers of all arrays of the state, one array behind the other. `whole` has those
+    of the sequences that decoded in the pass that wrote it, and is freed when none of them refers
+    to it; of a chunk of a prompt it is one line.
+    """
+
+    whole: mx.array
+    index: int
+
+    def arrays(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[mx.array, ...]:
+        """Returns views of the arrays of the state, which have these shapes."""
+        line = self.whole[self.index : self.index + 1]  # an index alone would copy
+        ends = [*accumulate(map(math.prod, shapes))]
+        starts = [0, *ends[:-1]]
+        return tuple(
+            line[:, start:end].reshape(shape)
+            for shape, start, end in zip(shapes, starts, ends, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpanStates:
+    """The states of one layer that a pass reads and writes.
+
+    `sources`: at most MAX_SOURCES arrays [R, size]. `plan` [spans, 6] in int32: a PlanLine for each
+    span. `longest`: the tokens of the longest span. `written`: how many states are written.
+    """
+
+    sources: tuple[mx.array, ...]
+    plan: mx.array
+    longest: int
+    written: int
