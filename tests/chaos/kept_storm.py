@@ -26,8 +26,8 @@ from chaos.kept_http import HttpOwner
 from chaos.kept_native import NativeOwner
 from chaos.kept_readings import LONG, PAUSE
 from chaos.kept_truth import ENDED, Known, StormOver, Truth
-from chaos.storm import free_port
 from support.disk_shim import ShimmedDisk
+from support.free_ports import free_port
 from support.gateway_process import GatewayProcess
 from support.http_owners import ALICE, BOB, keys_file
 from support.pool import Pool, with_path

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from chaos.harness import LIMITS
+from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Client, Result, Stream
 from support.pool import Pool
 
 pytest.importorskip("mlx.core")
 
-# A first load may compile kernels, which takes long on a slow machine.
-CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60")
 PROMPT = "import os\n\n\ndef walk(top):\n    "
 TOKENS = 60
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +43,7 @@ SHIFTED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+    with Pool(tmp_path_factory.mktemp("pool"), WEIGHTS_LIMITS) as running:
         yield running
 
 

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 
 from chaos.engine_faults import install_fault
-from chaos.harness import LIMITS
+from chaos.harness import WEIGHTS_LIMITS
 from support.pool import Pool, until
 from support.predicting_models import write_predicting
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
-    "fresh_limit = 1.5", "fresh_limit = 60"
-)
 MODEL = '\n[models.demo]\npath = "{}"\nspeculation = "{}"\ndraft = "{}"\n'
 PROMPT = "rows = [\n    (1, 'one'),\n    (2, 'two'),\n    (1, 'one'),\n    (2, 'two'),\n    (1, '"
 OPTIONS: list[dict[str, Any]] = [
@@ -67,7 +64,7 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path, setting: s
         path = str(write_predicting(tmp_path / "model", "qwen3_next", right=True))
         asked[:2] = [(count, {**options, "ignore_eos": True}) for count, options in asked[:2]]
     without, with_drafts = MODEL.format(path, "off", ""), MODEL.format(path, setting, draft)
-    with Pool(tmp_path, CONFIG + without) as pool, pool.client(connect_timeout=60) as client:
+    with Pool(tmp_path, WEIGHTS_LIMITS + without) as pool, pool.client() as client:
         wanted = [
             client.generate("demo", PROMPT, max_tokens=count, **options) for count, options in asked
         ]
@@ -75,8 +72,8 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path, setting: s
         assert row["speculation"] == {}
     environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
     with (
-        Pool(tmp_path, CONFIG + with_drafts, environment=environment) as pool,
-        pool.client(connect_timeout=60) as client,
+        Pool(tmp_path, WEIGHTS_LIMITS + with_drafts, environment=environment) as pool,
+        pool.client() as client,
     ):
         for (count, options), plain in zip(asked, wanted, strict=True):
             hit = client.generate("demo", PROMPT, max_tokens=count, **options)

@@ -15,8 +15,8 @@ import pytest
 from mlxpool.worker.compute.messages import StepDeltas, Unusable
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.spans import Span
-from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
-from support.pool import until
+from support.compute_harness import ComputeHarness, end_of, ids_of
+from support.pool import PATIENCE, until
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
