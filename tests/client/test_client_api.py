@@ -170,7 +170,9 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
                 await asyncio.wait_for(client.models(), 0.1)
             connection = client._connection
             assert isinstance(connection, Connection)
-            timer = connection.timer  # the call was waited for since long ago
+            while connection._waiting():  # until its thread has forgotten the call
+                await asyncio.sleep(0.001)
+            timer = connection.timer  # as if that had been long ago
             timer._waiting_since = timer._connected_at = -2.0 * PATIENCE
             later = asyncio.ensure_future(client.models())
             await asyncio.sleep(0)

@@ -334,17 +334,16 @@ def test_an_ack_beyond_the_sent_ids_is_an_error(pool: Pool) -> None:
 
 def test_a_vanished_client_frees_the_worker(strict_pool: Pool) -> None:
     pool, ident = strict_pool, os.urandom(16)
-    before = pool.ask("stats")["requests"]["cancelled"] + _failed(pool, "slow_consumer")
+
+    def ended() -> int:
+        return int(pool.ask("stats")["requests"]["cancelled"]) + _failed(pool, "slow_consumer")
+
+    before = ended()
     peer = RawPeer(pool.run_dir)
     peer.say(Header(kinds.GENERATE, ident, 0, 1), {"model": "fast", "prompt": "gone"})
     peer.receive_kind(kinds.DELTA)
     peer.close()
-    until(
-        lambda: (
-            pool.ask("stats")["requests"]["cancelled"] + _failed(pool, "slow_consumer") > before
-        ),
-        "its stream is ended",
-    )
+    until(lambda: ended() > before, "its stream is ended")
     pool.in_state("fast/0", running=0)
 
 
