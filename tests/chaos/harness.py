@@ -27,7 +27,7 @@ from support.pool import PATIENCE, Pool, until
 LIMITS = """\
 [pool]
 beat_limit = 2.5
-load_limit = 3.0
+load_limit = 2.0
 prefill_limit = 1.5
 step_limit = 1.5
 fresh_limit = 1.5

@@ -135,9 +135,12 @@ def nvidia() -> nvrtc.Compiler | None:
     """Returns NVIDIA's compiler, if it is installed as a package."""
     packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
     for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
-        return nvrtc.Compiler(
+        compiler = nvrtc.Compiler(
             ctypes.CDLL(str(library)), HOPPER, [packages / "include"], kernel_cache.HEADERS
         )
+        # It takes the same texts, to machine code, and optimises little: a third of the time.
+        compiler._options.append(b"--Ofast-compile=max")
+        return compiler
     return None
 
 
