@@ -36,7 +36,7 @@ batch = 16
 )
 PROMPT = "import os\n\n\n" + "\n".join(f"def walk{i}(top):\n    return {i}" for i in range(20))
 TOKENS = 60
-MANY = 700  # so many that a worker has not finished before it is killed
+MANY = 400  # so many that a worker has not finished before it is killed
 EIGHT: dict[str, Any] = {"n": 8, "max_tokens": MANY, "seed": 3, "ignore_eos": True}
 REPORTED = "0123456789" * 15
 REPORT: dict[str, Any] = {"max_tokens": 3, "seed": 1, "echo": True, "prompt_logprobs": 1}
