@@ -23,11 +23,11 @@ from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
 
 # Short limits, so that a hang is found soon. Healthy workers stay far below them, since time
-# without a processor does not count.
+# without a processor does not count. That of a load is longer: it may wait for the disk.
 LIMITS = """\
 [pool]
 beat_limit = 2.5
-load_limit = 2.0
+load_limit = 10
 prefill_limit = 1.5
 step_limit = 1.5
 fresh_limit = 1.5
