@@ -35,6 +35,8 @@ stop_grace = 1.0
 restart_delay = 0.05
 restart_delay_max = 1.0
 """
+# For faults that leave a load hanging or stopped.
+SHORT_LOADS = LIMITS.replace("load_limit = 10", "load_limit = 2")
 # A model with weights may have kernels compiled, at its load and in the first step of a kind.
 WEIGHTS_LIMITS = re.sub("(load|fresh)_limit = .*", r"\1_limit = 60", LIMITS)
 

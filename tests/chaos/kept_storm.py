@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from chaos.harness import LIMITS, model
+from chaos.harness import SHORT_LOADS, model
 from chaos.kept_faults import LARGE, OTHER_CLOCK, Faults, until_none_left
 from chaos.kept_http import HttpOwner
 from chaos.kept_native import NativeOwner
@@ -73,7 +73,7 @@ class KeptStorm:
         environment = {"PYTHONPATH": with_path(tmp_path), "CLOCK_OFFSET": str(self._clock)}
         self._pool = Pool(
             tmp_path,
-            LIMITS + bound + model(replicas=2, step_us=1500, joint=4) + small,
+            SHORT_LOADS + bound + model(replicas=2, step_us=1500, joint=4) + small,
             arguments=("--state-dir", self._state),
             environment={**environment, **({} if server else self._disk.environment)},
         )

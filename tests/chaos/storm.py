@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.checker import Findings, TraceLine, check, read
-from chaos.harness import LIMITS, model
+from chaos.harness import SHORT_LOADS, model
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
@@ -86,7 +86,7 @@ class Storm:
         config = model(replicas=plan.replicas, step_us=plan.step_us, joint=4)
         front = 'front = ["tcp://127.0.0.1:0"]\n'
         front = front.replace(":0", f":{free_port()}")
-        self.pool = Pool(tmp_path, LIMITS + front + config + models, arguments=arguments)
+        self.pool = Pool(tmp_path, SHORT_LOADS + front + config + models, arguments=arguments)
         self.history = History("chaos")
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chaos.cpu_starvation import busy_process, starve
-from chaos.harness import LIMITS, Chaos, model
+from chaos.harness import LIMITS, SHORT_LOADS, Chaos, model
 
 Patch = pytest.MonkeyPatch
 
@@ -29,9 +29,8 @@ HANGS: dict[str, dict[str, Any]] = {
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     """A pool that has found a hang of each kind, each in a model of its own, all at once."""
     config = "".join(model(name, **fault) for name, fault in HANGS.items())
-    limits = LIMITS.replace("load_limit = 10", "load_limit = 2")
     folder = tmp_path_factory.mktemp("hung")
-    with Patch.context() as patch, Chaos(folder, patch, config, limits) as chaos:
+    with Patch.context() as patch, Chaos(folder, patch, config, SHORT_LOADS) as chaos:
         for name in HANGS:
             chaos.start(30, 2, model=name)
         chaos.finish()
