@@ -16,6 +16,7 @@ from typing import Any, Self
 import psutil
 
 from mlxpool.cli.admin import ask
+from mlxpool.cli.main import UNREACHABLE
 from mlxpool.client import Client
 from mlxpool.client.connection import Connection
 from mlxpool.common.closing import Closing
@@ -193,15 +194,24 @@ class Pool(Closing):
     def cli(
         self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE
     ) -> subprocess.CompletedProcess[str]:
-        """Run the `mlxpool` command against this pool."""
-        return subprocess.run(
-            [*self.command(), *arguments],
-            capture_output=True,
-            text=True,
-            input=stdin,
-            timeout=timeout,
-            env=self.environment,
-        )
+        """Run the `mlxpool` command against this pool.
+
+        Runs it again when it gave up a broker that runs, and so gets no processor time.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            done = subprocess.run(
+                [*self.command(), *arguments],
+                capture_output=True,
+                text=True,
+                input=stdin,
+                timeout=timeout,
+                env=self.environment,
+            )
+            given_up = done.returncode == UNREACHABLE and "does not answer" in done.stderr
+            runs = self.process is not None and self.process.poll() is None
+            if not (given_up and runs) or time.monotonic() > end:
+                return done
 
     def cli_json(self, *arguments: str) -> Any:
         """Run the command with --json; returns its parsed output."""
