@@ -121,7 +121,7 @@ class StubEngine:
     vocab_size = len(PIECES)
     eos = frozenset((2, 3))
     layout = digest = "stub"
-    prefix = disk = None
+    prefix = disk = draft = None
     yields_cores = False
     limits = StepLimits(2048, pair_budget(2048), context, seconds=0.04, ahead=1)
 
