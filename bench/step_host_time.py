@@ -74,6 +74,7 @@ from mlxpool.worker.scheduling.step_cost import StepCost
 
 FIRST_STEPS = 60  # not measured part by part
 LAST_STEPS = 20  # not measured: rows end
+MIN_STEPS = FIRST_STEPS + LAST_STEPS + 20
 WORDS = ("the", "of", "and", "model", "token", "step", "über", "中文", "π", "café")
 PIECES = tuple(f" {WORDS[n % len(WORDS)]}".encode() for n in range(1000))
 ROOTS = ("broker", "worker", "common", "client", "gateway", "bench")  # of a checkout
@@ -120,7 +121,7 @@ class StubEngine:
     vocab_size = len(PIECES)
     eos = frozenset((2, 3))
     layout = digest = "stub"
-    prefix = disk = None
+    prefix = disk = draft = None
     yields_cores = False
     limits = StepLimits(2048, pair_budget(2048), context, seconds=0.04, ahead=1)
 
@@ -325,10 +326,11 @@ def parts(rows: int, count: int) -> dict[str, float]:
 def threads(rows: int, count: int, device_ms: float) -> dict[str, float]:
     """Microseconds of a step while both threads run: processor time of each, and its length."""
     main = time.pthread_getcpuclockid(threading.get_ident())
-    seen: list[tuple[float, ...]] = []  # readings of the first step with all rows and a last one
+    last = count - LAST_STEPS
+    seen: list[tuple[float, ...]] = []  # readings of the first step with all rows and the last one
 
     def on_step(number: int, drawn: int) -> None:
-        if (drawn == rows and not seen) or number == count - LAST_STEPS:
+        if number == last if seen else drawn == rows and number < last:
             clocks = time.perf_counter(), time.thread_time(), time.clock_gettime(main)
             seen.append((number, *clocks, engine.spent))
 
@@ -338,6 +340,11 @@ def threads(rows: int, count: int, device_ms: float) -> dict[str, float]:
     with worker(rows, count, engine) as edge:
         edge.run()
     sys.setswitchinterval(before)
+    if len(seen) < 2:
+        raise SystemExit(
+            f"{rows} rows have not decoded together before step {last} of {count}: give more"
+            " --steps, or fewer --rows"
+        )
     steps, *seconds = (b - a for a, b in zip(*seen, strict=True))
     wall, compute, edge_time, spent = (1e6 * one / steps for one in seconds)
     name = f"device {device_ms:g} ms"
@@ -390,15 +397,18 @@ def measured(checkout: Path, options: argparse.Namespace) -> dict[str, float]:
         [sys.executable, str(program), "--once", *flags],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
-        check=True,
+        check=False,
     )
+    if done.returncode:
+        raise SystemExit(done.returncode)  # it has said why
     return cast("dict[str, float]", json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=128, help="that decode at once (128)")
-    parser.add_argument("--steps", type=int, default=1000, help="of a round (1000)")
+    steps_help = f"of a round, at least {MIN_STEPS} (1000)"
+    parser.add_argument("--steps", type=int, default=1000, help=steps_help)
     parser.add_argument("--rounds", type=int, default=5, help="of each checkout (5)")
     parser.add_argument("--device-ms", type=float, default=2.1, help="of a pass (2.1)")
     parser.add_argument("--beside", type=Path, help="another checkout, measured in turn")
@@ -406,6 +416,11 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--broker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < MIN_STEPS:
+        parser.error(
+            f"--steps is {options.steps}, must be at least {MIN_STEPS}: the first {FIRST_STEPS} and"
+            f" the last {LAST_STEPS} of a round are not measured"
+        )
     if options.broker:
         serve_as_broker(options.broker, options.rows, options.steps)
         return 0

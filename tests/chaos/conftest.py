@@ -13,5 +13,5 @@ from support.pool import Pool
 @pytest.fixture
 def client(pool: Pool) -> Iterator[Client]:
     """A client of the pool of the module, whose timeout is longer than any fault."""
-    with pool.client(connect_timeout=60) as connected:
+    with pool.client() as connected:
         yield connected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
 
 # Short limits, so that a hang is found soon. Healthy workers stay far below them, since time
-# without a processor does not count.
+# without a processor does not count. That of a load is longer: it may wait for the disk.
 LIMITS = """\
 [pool]
 beat_limit = 2.5
-load_limit = 1.5
+load_limit = 10
 prefill_limit = 1.5
 step_limit = 1.5
 fresh_limit = 1.5
@@ -34,6 +35,10 @@ stop_grace = 1.0
 restart_delay = 0.05
 restart_delay_max = 1.0
 """
+# For faults that leave a load hanging or stopped.
+SHORT_LOADS = LIMITS.replace("load_limit = 10", "load_limit = 2")
+# A model with weights may have kernels compiled, at its load and in the first step of a kind.
+WEIGHTS_LIMITS = re.sub("(load|fresh)_limit = .*", r"\1_limit = 60", LIMITS)
 
 
 def model(name: str = "m", *, replicas: int = 1, extra: str = "", **counting: Any) -> str:
@@ -110,7 +115,7 @@ class Chaos(Closing):
 
     def new_client(self, **options: Any) -> Client:
         """Another connection, whose timeout is longer than any fault."""
-        return self.pool.client(**{"connect_timeout": PATIENCE, **options})
+        return self.pool.client(**options)
 
     # ---- streams -------------------------------------------------------------------------------
 

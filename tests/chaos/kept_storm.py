@@ -20,14 +20,14 @@ from typing import Any
 
 import psutil
 
-from chaos.harness import LIMITS, model
+from chaos.harness import SHORT_LOADS, model
 from chaos.kept_faults import LARGE, OTHER_CLOCK, Faults, until_none_left
 from chaos.kept_http import HttpOwner
 from chaos.kept_native import NativeOwner
 from chaos.kept_readings import LONG, PAUSE
 from chaos.kept_truth import ENDED, Known, StormOver, Truth
-from chaos.storm import free_port
 from support.disk_shim import ShimmedDisk
+from support.free_ports import free_port
 from support.gateway_process import GatewayProcess
 from support.http_owners import ALICE, BOB, keys_file
 from support.pool import Pool, with_path
@@ -73,7 +73,7 @@ class KeptStorm:
         environment = {"PYTHONPATH": with_path(tmp_path), "CLOCK_OFFSET": str(self._clock)}
         self._pool = Pool(
             tmp_path,
-            LIMITS + bound + model(replicas=2, step_us=1500, joint=4) + small,
+            SHORT_LOADS + bound + model(replicas=2, step_us=1500, joint=4) + small,
             arguments=("--state-dir", self._state),
             environment={**environment, **({} if server else self._disk.environment)},
         )

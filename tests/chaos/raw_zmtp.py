@@ -16,7 +16,7 @@ from mlxpool.common.protocol.frames import Header
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
-PATIENCE = 30.0  # seconds; only bounds a failure
+PATIENCE = 60.0  # seconds for one peer, less than a test waits; only bounds a failure
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from chaos.checker import Findings, TraceLine, check, read
-from chaos.harness import LIMITS, model
+from chaos.harness import SHORT_LOADS, model
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
 from mlxpool.common.trace import VARIABLE, History
 from support.counting_checker import expected_ids
+from support.free_ports import free_port
 from support.pool import PATIENCE, Pool
 from support.relay import Relay
 
@@ -85,7 +86,7 @@ class Storm:
         config = model(replicas=plan.replicas, step_us=plan.step_us, joint=4)
         front = 'front = ["tcp://127.0.0.1:0"]\n'
         front = front.replace(":0", f":{free_port()}")
-        self.pool = Pool(tmp_path, LIMITS + front + config + models, arguments=arguments)
+        self.pool = Pool(tmp_path, SHORT_LOADS + front + config + models, arguments=arguments)
         self.history = History("chaos")
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -110,7 +111,7 @@ class Storm:
 
     def _streams_and_faults(self, relay: Relay) -> None:
         clients = [
-            self.pool.client(connect_timeout=PATIENCE),
+            self.pool.client(),
             Client(endpoint=relay.endpoint, connect_timeout=PATIENCE),
         ]
         threads = []
@@ -215,7 +216,7 @@ class Storm:
 
     def _send_large_prompts(self) -> None:
         """Eight at once; each ends `context_exceeded`, whatever happens to workers meanwhile."""
-        with self.pool.client(connect_timeout=PATIENCE) as client:
+        with self.pool.client() as client:
             streams = [client.stream("m", LARGE_PROMPT, max_tokens=1) for _ in range(8)]
             for stream in streams:
                 try:
@@ -253,15 +254,6 @@ class Storm:
             "next delta after the broker's death, ms": percentiles(after_broker_deaths(lines)),
         }
         return outcome
-
-
-def free_port() -> int:
-    """A free port of the loopback interface."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> list[str]:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from chaos.harness import LIMITS
+from chaos.harness import LIMITS, WEIGHTS_LIMITS
 from mlxpool.client import Choices, ChoicesStream, Client, Result
 from support.pool import Pool, until
 
 pytest.importorskip("mlx.core")
 
-# A first load may compile kernels, which takes long on a slow machine.
 DEMO = (
-    LIMITS.replace("load_limit = 1.5", "load_limit = 60")
+    WEIGHTS_LIMITS
     + """
 [models.demo]
 path = "builtin:demo"
@@ -37,7 +36,7 @@ batch = 16
 )
 PROMPT = "import os\n\n\n" + "\n".join(f"def walk{i}(top):\n    return {i}" for i in range(20))
 TOKENS = 60
-MANY = 700  # so many that a worker has not finished before it is killed
+MANY = 400  # so many that a worker has not finished before it is killed
 EIGHT: dict[str, Any] = {"n": 8, "max_tokens": MANY, "seed": 3, "ignore_eos": True}
 REPORTED = "0123456789" * 15
 REPORT: dict[str, Any] = {"max_tokens": 3, "seed": 1, "echo": True, "prompt_logprobs": 1}
@@ -58,7 +57,7 @@ def slow_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def eight(pool: Pool) -> Choices:
     """What an undisturbed run gives."""
-    with pool.client(connect_timeout=60) as client:
+    with pool.client() as client:
         whole: Choices = client.generate("demo", PROMPT, **EIGHT)
     return whole
 
@@ -66,7 +65,7 @@ def eight(pool: Pool) -> Choices:
 @pytest.fixture(scope="module")
 def report(slow_pool: Pool) -> Result:
     """What an undisturbed run gives."""
-    with slow_pool.client(connect_timeout=60) as client:
+    with slow_pool.client() as client:
         whole: Result = client.generate("slow", REPORTED, **REPORT)
     return whole
 
@@ -136,7 +135,7 @@ def test_no_token_of_a_prompt_is_reported_twice_or_lost(
     found: list[int] = []
     text, struck = "", False
     with (
-        slow_pool.client(connect_timeout=60) as client,
+        slow_pool.client() as client,
         client.stream("slow", REPORTED, **REPORT) as s,
     ):
         for delta in s:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
-from chaos.harness import LIMITS
-from mlxpool.client import Client, Result, Stream
+from chaos.harness import WEIGHTS_LIMITS
+from mlxpool.client import Client, Pace, Result
 from support.pool import Pool
 
 pytest.importorskip("mlx.core")
 
-# A first load may compile kernels, which takes long on a slow machine.
-CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60")
 PROMPT = "import os\n\n\ndef walk(top):\n    "
 TOKENS = 60
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ SHIFTED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+    with Pool(tmp_path_factory.mktemp("pool"), WEIGHTS_LIMITS) as running:
         yield running
 
 
@@ -80,20 +80,32 @@ def kill_the_broker(pool: Pool) -> None:
     pool.start()
 
 
-def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], None]) -> Result:
-    """A completion with a fault after `at` ids."""
-    stream: Stream
-    with client.stream("demo", PROMPT, **options) as stream:
-        had, struck = 0, False
-        for delta in stream:
-            had += len(delta.ids)
-            if had >= at and not struck:
-                struck = True
-                thread = threading.Thread(target=fault)
-                thread.start()
-                thread.join()
-        assert struck
-        return stream.result
+def read(
+    client: Client, asked: Sequence[dict[str, Any]], at: int, fault: Callable[[], None]
+) -> list[Result]:
+    """Completions beside each other; the fault comes when the first has `at` ids and each has one.
+
+    Their windows keep the client from having all before the fault.
+    """
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(client.stream("demo", PROMPT, **one, window=8)) for one in asked
+        ]
+        readers = [iter(stream) for stream in streams]
+        had = [len(next(deltas).ids) for deltas in readers]
+        while had[0] < at:
+            had[0] += len(next(readers[0]).ids)
+        thread = threading.Thread(target=fault)
+        thread.start()
+        thread.join()
+        return [stream.read() for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def client(pool: Pool) -> Iterator[Client]:
+    """A client that acknowledges what it has read soon, so that its windows open."""
+    with pool.client(pace=Pace(ping=0.05)) as connected:
+        yield connected
 
 
 FAULTS = pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broker])
@@ -103,11 +115,11 @@ FAULTS = pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broke
 def test_a_fault_does_not_change_the_completion(
     pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
-    for name, options in OPTIONS.items():
-        asked = {"max_tokens": TOKENS, "seed": 3, **options}
-        whole = undisturbed(client, asked)
-        # The window keeps the client from having all before the fault.
-        hit = read(client, {**asked, "window": 8}, 10, lambda: fault(pool))
+    asked = [{"max_tokens": TOKENS, "seed": 3, **options} for options in OPTIONS.values()]
+    wholes = [undisturbed(client, one) for one in asked]
+    for name, hit, whole in zip(
+        OPTIONS, read(client, asked, 10, partial(fault, pool)), wholes, strict=True
+    ):
         assert hit.ids == whole.ids, name
         assert hit.text == whole.text
         assert hit.reason == whole.reason
@@ -119,15 +131,15 @@ def test_a_fault_does_not_change_the_completion(
 def test_a_fault_does_not_change_a_completion_with_shifts(
     pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
-    for name, options in SHIFTED.items():
-        for tokens in (300, 1200, 4800):  # until the worker has not finished before the fault
-            asked = {**SHIFT, **options, "max_tokens": tokens}
-            hit = read(client, {**asked, "window": 8}, 28, lambda: fault(pool))
-            if hit.attempts > 1 or fault is kill_the_broker:
-                break
-        else:
-            pytest.fail("every fault came too late")
-        whole = undisturbed(client, asked)
+    for tokens in (300, 1200, 4800):  # until the worker has not finished before the fault
+        asked = [{**SHIFT, **options, "max_tokens": tokens} for options in SHIFTED.values()]
+        hits = read(client, asked, 28, partial(fault, pool))
+        if fault is kill_the_broker or all(hit.attempts > 1 for hit in hits):
+            break
+    else:
+        pytest.fail("every fault came too late")
+    wholes = [undisturbed(client, one) for one in asked]
+    for name, hit, whole in zip(SHIFTED, hits, wholes, strict=True):
         assert len(hit.ids) == tokens and hit.ids == whole.ids, name
         assert hit.text == whole.text and hit.reason == whole.reason == "length"
         found, wanted = ([entry["logprob"] for entry in one.logprobs] for one in (hit, whole))

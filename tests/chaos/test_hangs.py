@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from chaos.cpu_starvation import busy_process, starve
-from chaos.harness import LIMITS, Chaos, model
+from chaos.harness import LIMITS, SHORT_LOADS, Chaos, model
 
 Patch = pytest.MonkeyPatch
 
@@ -28,7 +29,8 @@ HANGS: dict[str, dict[str, Any]] = {
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     """A pool that has found a hang of each kind, each in a model of its own, all at once."""
     config = "".join(model(name, **fault) for name, fault in HANGS.items())
-    with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("hung"), patch, config) as chaos:
+    folder = tmp_path_factory.mktemp("hung")
+    with Patch.context() as patch, Chaos(folder, patch, config, SHORT_LOADS) as chaos:
         for name in HANGS:
             chaos.start(30, 2, model=name)
         chaos.finish()
@@ -56,7 +58,9 @@ def test_a_stopped_worker_is_replaced(tmp_path: Path, monkeypatch: Patch) -> Non
 
 
 def test_a_short_stop_is_tolerated(tmp_path: Path, monkeypatch: Patch) -> None:
-    with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
+    """Between the suspicion and the end are five seconds, for a busy machine."""
+    limits = re.sub("(beat|step)_limit = .*", r"\1_limit = 5", LIMITS)
+    with Chaos(tmp_path, monkeypatch, model(step_us=5000), limits) as chaos:
         streams = chaos.start(200, 3)
         chaos.reach(streams, 10)
         pid = chaos.signal_worker("m/0", signal.SIGSTOP)

@@ -17,12 +17,13 @@ import pytest
 
 from chaos.harness import LIMITS, Chaos, model
 from chaos.raw_zmtp import GREETING, LONG, MORE, RawZmtp, frame, message, ready
-from chaos.storm import free_port
 from mlxpool.broker.transport.peers import MAX_SKIPPED_PARTS
 from mlxpool.common.protocol import deltas, frames, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from support import kinds
+from support.bystander import UNHURRIED
+from support.free_ports import free_port
 from support.pool import PATIENCE, until
 from support.relay import Relay
 
@@ -172,7 +173,8 @@ MAX_RESIDENT = 2048 * MB
 
 @pytest.mark.parametrize("name", UNFINISHED)
 def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, name: str) -> None:
-    streams = target.start(1500, 2)
+    patient = target.new_client(pace=UNHURRIED)
+    streams = target.start(1500, 2, client=patient)
     target.reach(streams, 10)
     with RawZmtp(target.front) as peer:
         peer.greet()
@@ -186,6 +188,7 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
     target.assert_answers(target.front)
     target.assert_all_done(streams)
     assert all(stream.result is not None and stream.result.attempts == 1 for stream in streams)
+    patient.close()
     until(lambda: target.resident() < MAX_RESIDENT // 8, "the memory is given back")
     assert target.pool.ask("ps")["broker"]["turned_out"] >= 1
 

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from chaos.engine_faults import install_fault
-from chaos.harness import LIMITS
+from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Client
 from support import seeing_models as seeing
 from support.pool import Pool
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
-    "fresh_limit = 1.5", "fresh_limit = 60"
-)
 SITES = ("encode", "prefill", "decode")
 # Each site has pictures of its own, which no worker has encoded before.
 FILES = {
@@ -79,14 +76,14 @@ def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(tmp_path_factory: pytest.TempPathFactory, armed: Path) -> Iterator[Client]:
     """A client of a pool with all models."""
     folder = tmp_path_factory.mktemp("pool")
-    config = CONFIG + "".join(
+    config = WEIGHTS_LIMITS + "".join(
         f'[models.{name}]\npath = "{write(folder / name)}"\nbatch = 32\n'
         for name, write in MODELS.items()
     )
     environment = {**install_fault(folder, FAULT), "SITE": str(armed)}
     with (
         Pool(folder, config, environment=environment) as pool,
-        pool.client(connect_timeout=60) as connected,
+        pool.client() as connected,
     ):
         yield connected
 

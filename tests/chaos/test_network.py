@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from chaos.harness import LIMITS, Chaos, model
-from chaos.storm import free_port
 from mlxpool.client import Client
 from mlxpool.common.transport import sockets
+from support.free_ports import free_port
 from support.pool import PATIENCE, until, with_path
 from support.relay import Relay
 

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from chaos.engine_faults import install_fault
-from chaos.harness import LIMITS
+from chaos.harness import WEIGHTS_LIMITS
+from mlxpool.client import Result
 from support.pool import Pool, until
 from support.predicting_models import write_predicting
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
-    "fresh_limit = 1.5", "fresh_limit = 60"
-)
 MODEL = '\n[models.demo]\npath = "{}"\nspeculation = "{}"\ndraft = "{}"\n'
 PROMPT = "rows = [\n    (1, 'one'),\n    (2, 'two'),\n    (1, 'one'),\n    (2, 'two'),\n    (1, '"
 OPTIONS: list[dict[str, Any]] = [
@@ -54,29 +52,49 @@ def arm(engine):
 """
 
 
-@pytest.mark.parametrize("setting", ["ngram", "mtp", "draft", "auto"])
-def test_a_kill_in_a_step_with_drafts_changes_nothing(tmp_path: Path, setting: str) -> None:
-    """With "mtp" the model's rows have recurrent states, and its head is right mostly.
+ASKED = list(zip((60, 61, 90), OPTIONS, strict=True))
 
-    With "auto" the drafts are of n-grams and of the draft model.
-    """
-    asked = list(zip((60, 61, 90), OPTIONS, strict=True))
-    path = "builtin:demo"
-    draft = "builtin:demo-draft" if setting in ("draft", "auto") else ""
-    if setting == "mtp":
-        path = str(write_predicting(tmp_path / "model", "qwen3_next", right=True))
-        asked[:2] = [(count, {**options, "ignore_eos": True}) for count, options in asked[:2]]
-    without, with_drafts = MODEL.format(path, "off", ""), MODEL.format(path, setting, draft)
-    with Pool(tmp_path, CONFIG + without) as pool, pool.client(connect_timeout=60) as client:
-        wanted = [
+
+def without_drafts(tmp_path: Path, path: str, asked: list[Any]) -> list[Result]:
+    """The answers of a model without drafts."""
+    with (
+        Pool(tmp_path, WEIGHTS_LIMITS + MODEL.format(path, "off", "")) as pool,
+        pool.client() as client,
+    ):
+        found = [
             client.generate("demo", PROMPT, max_tokens=count, **options) for count, options in asked
         ]
         (row,) = pool.ask("ps")["workers"]
         assert row["speculation"] == {}
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    """Those of the demo model."""
+    return without_drafts(tmp_path_factory.mktemp("plain"), "builtin:demo", ASKED)
+
+
+@pytest.mark.parametrize("setting", ["ngram", "mtp", "draft", "auto"])
+def test_a_kill_in_a_step_with_drafts_changes_nothing(
+    tmp_path: Path, of_demo: list[Result], setting: str
+) -> None:
+    """With "mtp" the model's rows have recurrent states, and its head is right mostly.
+
+    With "auto" the drafts are of n-grams and of the draft model.
+    """
+    asked, wanted, path = ASKED, of_demo, "builtin:demo"
+    draft = "builtin:demo-draft" if setting in ("draft", "auto") else ""
+    if setting == "mtp":
+        path = str(write_predicting(tmp_path / "model", "qwen3_next", right=True))
+        endless = [(count, {**options, "ignore_eos": True}) for count, options in asked[:2]]
+        asked = [*endless, *asked[2:]]
+        wanted = without_drafts(tmp_path, path, asked)
+    with_drafts = MODEL.format(path, setting, draft)
     environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
     with (
-        Pool(tmp_path, CONFIG + with_drafts, environment=environment) as pool,
-        pool.client(connect_timeout=60) as client,
+        Pool(tmp_path, WEIGHTS_LIMITS + with_drafts, environment=environment) as pool,
+        pool.client() as client,
     ):
         for (count, options), plain in zip(asked, wanted, strict=True):
             hit = client.generate("demo", PROMPT, max_tokens=count, **options)

@@ -12,15 +12,12 @@ import jsonschema
 import pytest
 
 from chaos.engine_faults import install_fault
-from chaos.harness import LIMITS
+from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Client, Result
 from support.pool import Pool, until
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60").replace(
-    "fresh_limit = 1.5", "fresh_limit = 60"
-)
 PROMPT = "import json\n\n\ndef load(path):\n    "
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -62,8 +59,8 @@ def arm(engine):
 def test_a_kill_at_any_id_changes_nothing(tmp_path: Path) -> None:
     environment = {**install_fault(tmp_path, FAULT), "MARKS": str(tmp_path)}
     with (
-        Pool(tmp_path, CONFIG, environment=environment) as pool,
-        pool.client(connect_timeout=60) as client,
+        Pool(tmp_path, WEIGHTS_LIMITS, environment=environment) as pool,
+        pool.client() as client,
     ):
         for seed, place in enumerate(PLACES):
             hit = client.generate("demo", PROMPT, seed=seed, **OPTIONS)
@@ -78,7 +75,7 @@ def test_a_kill_at_any_id_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
     """Workers are killed under many streams, constrained ones and others, in batches."""
-    config = f'{CONFIG}\n[models.demo]\npath = "builtin:demo"\nreplicas = 2\nsequences = 8\n'
+    demo = '[models.demo]\npath = "builtin:demo"\nreplicas = 2\nsequences = 8\n'
     seeds = range(24)
 
     def ask(client: Client, seed: int) -> Result:
@@ -86,7 +83,7 @@ def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
         found: Result = client.generate("demo", PROMPT, seed=seed, **options)
         return found
 
-    with Pool(tmp_path, config) as pool, pool.client(connect_timeout=60) as client:
+    with Pool(tmp_path, WEIGHTS_LIMITS + demo) as pool, pool.client() as client:
         calm, again = [ask(client, seed) for seed in seeds], 0
         with ThreadPoolExecutor(len(seeds)) as threads:
             for number in range(4):

@@ -21,6 +21,7 @@ from mlxpool.cli.commands import check, pool, reports, run, stats
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
+from support.pool import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +298,7 @@ def test_a_closed_pipe_prints_no_error() -> None:
     child.stdout.close()
     with child.stderr:
         said = child.stderr.read()
-    assert child.wait(timeout=60) == FAILED
+    assert child.wait(timeout=PATIENCE) == FAILED
     assert said == b""
 
 
@@ -422,6 +423,8 @@ def test_ps_imports_few_modules() -> None:
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
     heavy = {"mlx", "asyncio", "subprocess", "rich", "shtab", "tomllib", "mlxpool.client", "numpy"}
     assert done.returncode == 0 and not heavy & set(done.stdout.split())

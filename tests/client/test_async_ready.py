@@ -11,7 +11,7 @@ import pytest
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import Internal
-from support.fake_broker import FACTS, NO_RESEND_PACE, FakeBroker
+from support.fake_broker import FACTS, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 
 @pytest.fixture
@@ -30,7 +30,9 @@ def test_waiting_deltas_come_together_and_then_the_error(broker: FakeBroker) -> 
         broker.error(request, "internal")
 
     async def read() -> None:
-        async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             stream = client.stream("m", "x")
             await asyncio.to_thread(speak)
             ids: list[int] = []
@@ -52,7 +54,9 @@ def test_waiting_deltas_come_in_one_list(broker: FakeBroker) -> None:
         broker.done(request, 3)
 
     async def read() -> None:
-        async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             stream = client.stream("m", "x")
             assert stream.facts == {}
             await asyncio.to_thread(speak)
@@ -66,7 +70,9 @@ def test_waiting_deltas_come_in_one_list(broker: FakeBroker) -> None:
 
 def test_a_cancelled_wait_loses_no_delta(broker: FakeBroker) -> None:
     async def read() -> None:
-        async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             stream = client.stream("m", "x")
             request = await asyncio.to_thread(broker.accept)
             with pytest.raises(TimeoutError):

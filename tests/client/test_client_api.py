@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from mlxpool.client import AsyncClient, ChatTokens, Client
+from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -162,10 +163,17 @@ def test_a_broker_that_starts_late_gets_requests_sent_before(
 
 def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) -> None:
     async def story() -> Any:
-        async with AsyncClient(broker.run_dir, connect_timeout=0.5, pace=NO_RESEND_PACE) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.models(), 0.1)
-            await asyncio.sleep(1.0)
+            connection = client._connection
+            assert isinstance(connection, Connection)
+            while connection._waiting():  # until its thread has forgotten the call
+                await asyncio.sleep(0.001)
+            timer = connection.timer  # as if that had been long ago
+            timer._waiting_since = timer._connected_at = -2.0 * PATIENCE
             later = asyncio.ensure_future(client.models())
             await asyncio.sleep(0)
             broker.open()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mlxpool.client import AsyncClient, Client, Stream
+from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, QueueFull, TooLarge
 from mlxpool.common.protocol import resume
 from mlxpool.common.protocol.frames import Message
@@ -270,6 +271,10 @@ def test_a_broker_that_starts_late_does_not_get_ended_requests(broker: FakeBroke
         with Client(broker.run_dir, connect_timeout=0.1, pace=NO_RESEND_PACE) as client:
             with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
                 client.generate("m", "a")
+            connection = client._connection
+            assert isinstance(connection, Connection)
+            # The next request waits for the broker, however slow it is.
+            connection.timer.pace = replace(NO_RESEND_PACE, connect_grace=PATIENCE)
             stream = client.stream("m", "b")
             assert late.open().accept() == stream.id
             late.done(stream.id, 0)

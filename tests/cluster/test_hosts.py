@@ -18,9 +18,9 @@ from mlxpool.cluster.pool_spec import PoolSpec, read
 from mlxpool.cluster.worker_host import make_folder
 from mlxpool.common.transport import keys
 from support.counting_checker import expected_ids
+from support.free_ports import free_port
 from support.local_cluster import LocalCluster
 from support.pool import gone, until
-from support.ray_nodes import free_port
 
 SETTINGS = """
 [models.m]

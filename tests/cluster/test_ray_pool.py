@@ -24,8 +24,9 @@ from mlxpool.client import AsyncClient
 from mlxpool.common.errors import PoolError
 from mlxpool.common.transport import keys
 from support.counting_checker import expected_ids
+from support.free_ports import free_port
 from support.pool import gone, until
-from support.ray_nodes import RayNode, RayNodes, free_port
+from support.ray_nodes import RayNode, RayNodes
 
 pytest.importorskip("ray", reason="this test needs Ray: run `make test-ray`")
 

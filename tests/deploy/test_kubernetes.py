@@ -24,6 +24,7 @@ from mlxpool.gateway.settings import Settings
 from support import snapshots
 from support.command_lines import parsed
 from support.core_harness import Story
+from support.pool import PATIENCE
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
 VERSION = "1.33"
@@ -134,7 +135,7 @@ def test_the_output_of_kustomize_matches_the_schemas(place: Path) -> None:
     if program is None:
         pytest.skip("no kubectl here")
     done = subprocess.run(
-        [program, "kustomize", str(place)], capture_output=True, text=True, timeout=60
+        [program, "kustomize", str(place)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     made = list(yaml.safe_load_all(done.stdout))

@@ -21,6 +21,7 @@ from mlxpool.gateway.operations.exchange import FURTHER_ROUTES, Exchange
 from mlxpool.gateway.operations.metrics import CAUSES, Metrics
 from mlxpool.gateway.route_table import ROUTES as ROUTE_TABLE
 from mlxpool.gateway.settings import Settings
+from support.pool import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "mlxpool.json"
@@ -232,7 +233,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     if program is None:
         pytest.skip("missing program: promtool, of Debian's prometheus")
     return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [program, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
 
 

@@ -16,6 +16,7 @@ from mlxpool.cli.target import ENDPOINT_VARIABLES, KEY_VARIABLE, SERVER_KEY_VARI
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.gateway.settings import Settings
 from support.command_lines import parsed
+from support.pool import PATIENCE
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
 BROKERS = ("mlxpool.service", "mlxpool-broker.service")
@@ -51,7 +52,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not installed (Debian: systemd)")
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def placed(unit: str, folder: Path, text: str | None = None) -> str:

@@ -14,10 +14,9 @@ import pytest
 from mlxpool.cli.main import parser
 from support.disk_records import records_of, tier_at, write_all
 from support.json_shapes import faults
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 from worker.encoders.checkpoints import CASES, write
 
-pytestmark = pytest.mark.timeout(600)  # a fixture runs every command
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
 SECTIONS = {
     part.partition("\n")[0]: part.partition("\n")[2] for part in PAGE.split("\n## ") if part
@@ -162,7 +161,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
             found.setdefault(name, []).extend(map(json.loads, done.stdout.splitlines()))
         stream.close()
         assert pool.process is not None
-        pool.process.wait(timeout=60)
+        pool.process.wait(timeout=PATIENCE)
         pool.process = None
     yield found
 

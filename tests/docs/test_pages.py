@@ -10,10 +10,8 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,8 +19,8 @@ import pytest
 
 from support import doc_blocks, program_stubs
 from support.doc_blocks import RUNNABLE, Block, Command, agrees, blocks, commands
+from support.free_ports import free_ports
 
-pytestmark = pytest.mark.timeout(600)  # a page is many processes, one after the other
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # kinds of blocks that other tests run
     "json": "test_cli_page.py compares shapes; tests/end_to_end/test_metrics.py the log line",
@@ -141,12 +139,9 @@ PAGES = {
 }
 
 
-def free_ports() -> dict[str, int]:
+def ports_of_pages() -> dict[str, int]:
     """A free port for each port that pages name."""
-    with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORT_NAMES]
-        numbers = [server.getsockname()[1] for server in taken]
-    return dict(zip(PORT_NAMES, numbers, strict=True))
+    return dict(zip(PORT_NAMES, free_ports(len(PORT_NAMES)), strict=True))
 
 
 def placed(page: Page, command: Command, root: Path, ports: Mapping[str, int]) -> Command:
@@ -175,7 +170,7 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")  # a page puts keys there
     page = PAGES[name]
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as short:
-        ports = free_ports()
+        ports = ports_of_pages()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLXPOOL_")}
         environment |= {"XDG_RUNTIME_DIR": short, "HOME": str(tmp_path), "XDG_CONFIG_HOME": short}
         environment[program_stubs.ROOT_VARIABLE] = short

@@ -23,7 +23,7 @@ from mlxpool.common.transport.keys import Credentials
 from support import kinds
 from support.bystander import Bystander
 from support.counting_checker import expected_ids
-from support.pool import until
+from support.pool import PATIENCE, until
 from support.secure_pool import COUNTING_MODEL, SecurePool
 
 ALL = ("alice", "bob", "hand", "chief")
@@ -37,7 +37,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
 
 @pytest.fixture
 def bystander(secure: SecurePool) -> Iterator[Bystander]:
-    with Bystander(lambda: secure.dial("bob")) as one:
+    with Bystander(partial(secure.dial, "bob")) as one:
         yield one
         one.check_unaffected()
 
@@ -93,7 +93,7 @@ def test_the_command_line_takes_flags_or_the_environment(
         (("ps",), "alice", 1),
     ):
         monkeypatch.setenv("MLXPOOL_KEY", str(secure.keys.path(key)))
-        ended = subprocess.run([*command, *verb], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([*command, *verb], capture_output=True, text=True, timeout=PATIENCE)
         assert ended.returncode == code, ended.stderr
         assert code == 0 or f"refuses the key '{key}'" in ended.stderr
 
@@ -123,7 +123,7 @@ def test_a_key_of_another_role_or_an_unknown_key_is_refused(
 
 def test_a_peer_without_a_key_is_refused(secure: SecurePool, bystander: Bystander) -> None:
     with (
-        Client(endpoint=secure.endpoint("front"), connect_timeout=60) as client,
+        Client(endpoint=secure.endpoint("front"), connect_timeout=PATIENCE) as client,
         pytest.raises(Unauthorized, match="takes no connection without a key"),
     ):
         client.generate("counting", "hello", max_tokens=3)
@@ -136,7 +136,7 @@ def test_a_wrong_server_key_is_reported(secure: SecurePool, bystander: Bystander
             endpoint=secure.endpoint("front"),
             server_key=wrong,
             key=secure.keys.path("alice"),
-            connect_timeout=60,
+            connect_timeout=PATIENCE,
         ) as client,
         pytest.raises(Unauthorized, match="does not answer to the server key"),
     ):
@@ -294,8 +294,9 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
     for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):
         raw.send_multipart(frames.encode(Header(kinds.HELLO), {**body, "model": "counting"}))
         raw.send_multipart(frames.encode(Header(kinds.DELTAS, None, epoch), {"rows": []}))
-    got = []
-    while raw.poll(300):  # `who` answers the frame without an epoch; nothing welcomes it
+    got: list[str] = []
+    # `who` answers the frame without an epoch; nothing welcomes it.
+    while raw.poll(60_000 if len(got) < 4 else 200):
         answer = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
         got.append(answer.kind)
         if answer.kind == kinds.STOP:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.counting_checker import expected_ids, text_of
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [models.slow]
@@ -161,7 +161,7 @@ def test_stop_ends_the_broker(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         assert pool.cli("stop").returncode == 0
         assert pool.process is not None
-        assert pool.process.wait(timeout=60) == 0
+        assert pool.process.wait(timeout=PATIENCE) == 0
         pool.process = None
 
 
@@ -175,6 +175,6 @@ def test_ctrl_c_ends_a_run_and_cancels_it(pool: Pool) -> None:
     assert process.stdout is not None
     assert process.stdout.read(4)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "the stream is cancelled")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from mlxpool.client import Client
-from support.deployment import answers, free_ports, running
+from support.deployment import answers, ports_of_deployments, running
 from support.pool import PATIENCE, until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -83,7 +83,7 @@ def test_a_start_that_was_interrupted_is_made_up_for(keys: Path) -> None:
 
 
 def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> None:
-    ports = free_ports()
+    ports = ports_of_deployments()
 
     def here(text: str, service: str) -> str:
         """A word of the file as it is on this machine."""

@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from mlxpool.client import AsyncClient, Client, Decision
+from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BadRequest, ContextExceeded, DeadlineExceeded, UnknownModel
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [models.demo]
@@ -41,7 +42,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def http(pool: Pool) -> Iterator[httpx.Client]:
     with (
         GatewayThread(pool.run_dir) as gateway,
-        httpx.Client(base_url=gateway.url, timeout=60) as http,
+        httpx.Client(base_url=gateway.url, timeout=PATIENCE) as http,
     ):
         yield http
 
@@ -144,8 +145,11 @@ def test_a_deadline_and_a_cancelled_task_end_a_call(pool: Pool, client: Client) 
 
     async def cancelled() -> None:
         async with AsyncClient(pool.run_dir) as many:
-            task = asyncio.create_task(many.decide_all("demo", TEXT, MANY))
-            await asyncio.sleep(0.05)
+            task = asyncio.create_task(many.decide_all("demo", TEXT * 4, MANY))
+            connection = many._connection
+            assert isinstance(connection, Connection)
+            while not connection._waiting():  # until the call is sent
+                await asyncio.sleep(0.001)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -20,7 +20,7 @@ from mlxpool.client import Client
 from mlxpool.gateway.openai.batches import kept_batches
 from support.counting_checker import expected_ids, text_of
 from support.http_owners import openai_client
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [pool]
@@ -151,7 +151,7 @@ def test_a_broker_that_is_killed_while_results_are_read(
     check(client, batch, 300)
     whole = client.files.content(batch.output_file_id).read()
     path = f"{url}/v1/files/{batch.output_file_id}/content"
-    with httpx.stream("GET", path, timeout=60) as answer:
+    with httpx.stream("GET", path, timeout=PATIENCE) as answer:
         pieces = answer.iter_raw()
         read = next(pieces)
         pool.kill()

@@ -18,7 +18,7 @@ from openai import BadRequestError, OpenAI
 from mlxpool.client import Client
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 from worker.encoders.checkpoints import CASES, MAX_TOKENS, write
 
 MODELS = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
@@ -51,7 +51,7 @@ def openai(gateway: GatewayThread) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=60) as http:
+    with httpx.Client(base_url=gateway.url, timeout=PATIENCE) as http:
         yield http
 
 

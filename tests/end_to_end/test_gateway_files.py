@@ -18,7 +18,7 @@ from mlxpool.client import Client
 from mlxpool.common.errors import OverQuota, UnknownJob
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, http_client, keys_file, openai_client
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 QUOTA = 1_000_000
 CONFIG = f"""
@@ -190,7 +190,7 @@ def test_a_native_client_is_told_the_bound(native: Client) -> None:
 def raw(gateway: GatewayThread, length: int | None, *pieces: bytes) -> socket.socket:
     """A connection with the beginning of an upload of alice."""
     at = urlsplit(gateway.url)
-    made = socket.create_connection((at.hostname, at.port), timeout=60)
+    made = socket.create_connection((at.hostname, at.port), timeout=PATIENCE)
     size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
     made.sendall(
         f"POST /v1/files HTTP/1.1\r\nhost: {at.netloc}\r\nauthorization: Bearer {ALICE}\r\n"
@@ -241,7 +241,7 @@ def test_a_broker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
 
             kind = {"content-type": FORM}
             answer = httpx.post(
-                f"{gateway.url}/v1/files", content=pieces(), headers=kind, timeout=60
+                f"{gateway.url}/v1/files", content=pieces(), headers=kind, timeout=PATIENCE
             )
             assert answer.status_code == 200 and answer.json()["bytes"] == 600_000
             (row,) = native.files()

@@ -19,7 +19,7 @@ from mlxpool.common.transport import sockets
 from mlxpool.gateway.settings import Broker
 from support.gateway_thread import GatewayThread
 from support.http_owners import openai_client
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [models.shared]
@@ -43,7 +43,7 @@ def two(tmp_path: Path) -> Iterator[tuple[Pool, Pool]]:
 
 def complete(url: str, model: str) -> httpx.Response:
     body = {"model": model, "prompt": "hello", "max_tokens": 4, "seed": 1}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
 
 
 def test_models_of_both_are_served_and_a_dead_pool_is_left_out(
@@ -191,7 +191,9 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
     body = {"model": "shared", "prompt": "x", "options": {"max_tokens": 2, "seed": 1}}
     for number in range(6):
         keyed = {**body, "key": f"k{number}"}
-        one, two = (httpx.post(f"{both}/v1/jobs", json=keyed, timeout=60).json() for _ in range(2))
+        one, two = (
+            httpx.post(f"{both}/v1/jobs", json=keyed, timeout=PATIENCE).json() for _ in range(2)
+        )
         assert one["id"] == two["id"]
         assert httpx.get(f"{both}/v1/jobs/k{number}").json()["id"] == one["id"]
         assert httpx.get(f"{both}/v1/jobs/{one['id']}").json()["key"] == f"k{number}"
@@ -235,7 +237,7 @@ def check_new_keys(client: openai.OpenAI, url: str) -> None:
     header, body = {"Idempotency-Key": "while silent"}, {"prompt": "x", "key": "while silent"}
 
     def taken() -> bool:
-        job = httpx.post(f"{url}/v1/jobs", json={**body, "model": "shared"}, timeout=60)
+        job = httpx.post(f"{url}/v1/jobs", json={**body, "model": "shared"}, timeout=PATIENCE)
         return job.status_code == 200
 
     until(taken, "a job with a new key is taken")

@@ -10,7 +10,7 @@ import pytest
 
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -31,7 +31,7 @@ def url(pool: Pool) -> Iterator[str]:
 
 
 def ask(url: str, path: str, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=60)
+    answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     assert not faults(found, "Tokens" if path == "/tokenize" else "TokenText")
@@ -63,7 +63,7 @@ def test_a_chat_is_counted_as_its_prompt(url: str) -> None:
     for more in ({}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": True}}):
         found = ask(url, "/tokenize", messages=HI, **more)
         body = {"model": "demo-chat", "messages": HI, "max_tokens": 1, **more}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).json()
         assert answer["usage"]["prompt_tokens"] == found["count"]
         assert found["token_strs"] is None
 
@@ -84,5 +84,5 @@ def test_a_chat_is_counted_as_its_prompt(url: str) -> None:
 def test_what_cannot_be_is_named(
     url: str, path: str, fields: dict[str, Any], param: str | None
 ) -> None:
-    answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=60)
+    answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=PATIENCE)
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 from support.terminal import Terminal
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
@@ -82,7 +82,7 @@ def test_run_raw_prints_the_text_as_it_is(pool: Pool) -> None:
 @pytest.mark.parametrize("flags", [(), ("--raw",)])
 def test_run_into_a_pipe_prints_the_text_as_it_is(pool: Pool, flags: tuple[str, ...]) -> None:
     command = [*pool.command(), "run", "chain", "?", "--quiet", *flags, *RUN]
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=pool.environment, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=pool.environment, timeout=PATIENCE)
     assert done.returncode == 0
     assert done.stdout == TEXT.encode() + b"\n"
 

@@ -257,7 +257,7 @@ def _begun(client: Client, key: str) -> str:
 def test_a_stopped_broker_puts_its_jobs_back_and_counts_no_start(tmp_path: Path) -> None:
     with make_pool(tmp_path) as pool:
         stops = 0
-        while stops < 6:
+        while stops < 3:
             with pool.client() as client:
                 client.submit("m", "stop", key="stop", max_tokens=400, seed=7)
                 state = until(partial(_begun, client, "stop"), "it runs")

@@ -13,8 +13,8 @@ from support.deployment import (
     admitting,
     answers,
     arguments,
-    free_ports,
     make_keys,
+    ports_of_deployments,
     running,
 )
 from support.pool import PATIENCE, until
@@ -41,7 +41,7 @@ def here(text: str, folder: Path, ports: dict[str, str]) -> str:
 def test_requests_pass_through_gateway_broker_and_worker(
     tmp_path: Path,
 ) -> None:
-    ports = free_ports()
+    ports = ports_of_deployments()
     keys = make_keys(tmp_path / "keys", ROLES, BEARER)
     settings = here((BASE / "mlxpool.toml").read_text("utf-8"), tmp_path, ports)
     settings = admitting(settings, ROLES, keys)

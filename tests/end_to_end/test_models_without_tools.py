@@ -11,7 +11,7 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
@@ -98,6 +98,8 @@ def test_a_model_that_knows_tools_takes_them_everywhere(
     )
     assert answer.choices[0].message.tool_calls
     body = {"model": "demo-chat", "messages": HI, "tools": TOOLS, "stream": False}
-    found = httpx.post(f"{url}/api/chat", json={**body, "options": {"temperature": 0}}, timeout=60)
+    found = httpx.post(
+        f"{url}/api/chat", json={**body, "options": {"temperature": 0}}, timeout=PATIENCE
+    )
     (call,) = found.json()["message"]["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Lisbon"}

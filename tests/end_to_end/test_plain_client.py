@@ -26,7 +26,7 @@ def complete(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(EXAMPLE), str(pool.run_dir), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

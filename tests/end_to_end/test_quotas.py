@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_floods_are_bounded_by_their_owners_quota(tmp_path: Path) -> None:
     quotas = "quota_requests = 2\nquota_bytes = '20KB'\nquota_cancels = 1\nquota_tokens = 3000"
     with (
         SecurePool(tmp_path, pool=quotas, models=COUNTING_MODEL.format(1000)) as secure,
-        Bystander(lambda: secure.dial("bob")) as bystander,
+        Bystander(partial(secure.dial, "bob")) as bystander,
         secure.dial("alice") as alice,
     ):
         held = [alice.stream("counting", "x", max_tokens=10**6) for _ in range(2)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.notify_socket import NotifySocket
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 WATCHDOG = 0.2  # seconds
 CONFIG = """
@@ -85,5 +85,5 @@ def test_a_broker_without_writable_executable_memory(tmp_path: Path) -> None:
         pytest.skip("this kernel cannot forbid it: Linux 6.3 or newer can")
     with Pool(tmp_path, CONFIG, prefix=prefix) as pool, pool.client() as client:
         assert client.generate("counting", "hello", max_tokens=3).reason == "length"
-        with urllib.request.urlopen(pool.ask("ps")["broker"]["metrics"], timeout=60) as page:
+        with urllib.request.urlopen(pool.ask("ps")["broker"]["metrics"], timeout=PATIENCE) as page:
             assert page.status == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,8 @@ from mlxpool.common.errors import PoolError
 from support import snapshots
 from support.chromium import Chromium
 from support.core_harness import Story
-from support.pool import Pool, until
+from support.free_ports import free_port
+from support.pool import PATIENCE, Pool, until
 from support.web_loop import Loop
 
 HOSTILE = "<img src=x onerror=document.title=1>\u2028<b>bold</b>"
@@ -271,7 +271,7 @@ def test_a_token_that_others_can_read_ends_the_start(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mlxpool.cli.main", "serve", "--config", str(file)]
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as run_dir:
         done = subprocess.run(
-            [*command, "--run-dir", run_dir], capture_output=True, text=True, timeout=60
+            [*command, "--run-dir", run_dir], capture_output=True, text=True, timeout=PATIENCE
         )
     assert done.returncode == 2
     assert f"pool.metrics_admin_token: {token} can be read by others (mode 0644)" in done.stderr
@@ -279,9 +279,7 @@ def test_a_token_that_others_can_read_ends_the_start(tmp_path: Path) -> None:
 
 
 def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with Pool(tmp_path, CONFIG.format(port=port)) as pool:
+    with Pool(tmp_path, CONFIG.format(port=free_port())) as pool:
         browser.open(url(pool))
         browser.wait_for_text("#state", "ready")
         assert not browser.text(ALARM)

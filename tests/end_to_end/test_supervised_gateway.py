@@ -21,6 +21,7 @@ import pytest
 from mlxpool.cli.main import FAILED, USAGE
 from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig
 from support.counting_checker import expected_ids, text_of
+from support.free_ports import free_port
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, gone, until
 
@@ -147,12 +148,17 @@ def test_a_killed_gateway_is_replaced_and_no_connection_is_refused(pool: Pool) -
 
 
 def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
-    with Pool(tmp_path, settings(more="beat_limit = 0.5")) as pool:
+    with Pool(tmp_path, settings(more="beat_limit = 2")) as pool:
         stopped = pool.gateway(state="ready")["pid"]
         os.kill(stopped, signal.SIGSTOP)
-        now = pool.gateway(state="ready", restarts=1)
-        assert now["pid"] != stopped and now["last_exit"].startswith("hung: it said nothing for")
-        assert complete(now["url"]).status_code == 200
+
+        def replaced() -> bool:  # on a busy machine more than once
+            row = pool.gateway()
+            return bool(row["state"] == "ready" and row["pid"] != stopped)
+
+        until(replaced, "another one is ready")
+        assert pool.gateway()["last_exit"].startswith("hung: it said nothing for")
+        assert complete(pool.gateway()["url"]).status_code == 200
 
 
 def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]) -> None:
@@ -203,8 +209,7 @@ def test_streams_over_http_outlive_the_broker(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
     """The gateway gives its address to the next broker's, and ends after its last stream."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with Pool(tmp_path, settings(address, step=SLOW)) as pool:
         first = pool.gateway(state="ready")
         process = psutil.Process(first["pid"])
@@ -236,8 +241,7 @@ def test_a_gateway_of_its_own_keeps_its_answers_over_a_restart(
 
 
 def test_a_stopped_gateway_of_an_earlier_broker_does_not_keep_the_address(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with Pool(tmp_path, settings(address)) as pool:
         process = psutil.Process(pool.gateway(state="ready")["pid"])
         process.suspend()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from mlxpool.client import Client, Stream
 from mlxpool.common.errors import Draining
 from support.counting_checker import expected_ids, text_of
+from support.free_ports import free_port
 from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
@@ -57,8 +57,7 @@ def upgrade(pool: Pool, port: int) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 def test_a_restart_without_drain(tmp_path: Path, port: int) -> None:

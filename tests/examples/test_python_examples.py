@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.counting_checker import expected_ids, text_of
+from support.free_ports import free_port
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
 
@@ -358,9 +359,7 @@ def test_thinking_shows_thoughts_and_answer(url: str) -> None:
 
 @pytest.mark.parametrize("name", ["tools.py", "strict_tools.py", "thinking.py"])
 def test_without_a_gateway(name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    done = example(name, "--url", f"http://127.0.0.1:{port}")
+    done = example(name, "--url", f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 1 and "no gateway answers at" in done.stderr
 
 

@@ -26,8 +26,7 @@ from mlxpool.worker.scheduling.context_policy import ContextShift, kept_tokens
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.testing.faults import Faults
 from mlxpool.worker.testing.faulty_engine import begin_with, open_source
-
-PATIENCE = 60
+from support.pool import PATIENCE
 
 
 class ComputeHarness:

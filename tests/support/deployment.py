@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import yaml
 
+from support.free_ports import free_ports
 from support.pool import PATIENCE
 
 PORTS = ("7200", "7201", "11434", "9464")
 MLXPOOL = (sys.executable, "-m", "mlxpool.cli.main")
 
 
-def free_ports() -> dict[str, str]:
+def ports_of_deployments() -> dict[str, str]:
     """A free port for each port of the deployments."""
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
-        return {port: str(s.getsockname()[1]) for port, s in zip(PORTS, held, strict=True)}
+    return {name: str(port) for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)}
 
 
 def arguments(manifest: Path) -> list[str]:

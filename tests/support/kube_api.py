@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from mlxpool.common.closing import Closing
+from support.free_ports import free_ports
 from support.pool import PATIENCE, until
 
 PROGRAMS = ("kube-apiserver", "etcd", "kubectl")
@@ -35,7 +34,7 @@ class KubeApi(Closing):
             pytest.skip(f"no {', '.join(lacking)} on the PATH or in ${FOLDERS}")
         self._kubectl = str(found["kubectl"])
         self._folder = folder
-        store, peers, port = _free_ports(3)
+        store, peers, port = free_ports(3)
         self._url = f"https://127.0.0.1:{port}"
         self._processes: list[subprocess.Popen[bytes]] = []
         key = folder / "sa.key"
@@ -135,9 +134,3 @@ class KubeApi(Closing):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in held]

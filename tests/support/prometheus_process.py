@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from mlxpool.common.closing import Closing
+from support.free_ports import free_port
 from support.pool import PATIENCE, until
 
 SETTINGS = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml"
@@ -36,7 +36,7 @@ class Prometheus(Closing):
             job["static_configs"][0]["targets"] = [url.removeprefix("http://")]
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(settings))
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.log_path = folder / "prometheus.log"
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -85,8 +85,3 @@ class Prometheus(Closing):
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])

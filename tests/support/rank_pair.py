@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxpool.common.closing import Closing
-from mlxpool.common.transport import listening
 from mlxpool.worker.compute.follower import Follower
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import ModelEngine
@@ -29,6 +28,7 @@ from mlxpool.worker.groups.part_layers import PartLayerBuilder
 from mlxpool.worker.groups.pipes import Inbox, Orders
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
+from support.free_ports import free_ports
 
 RANKS = 2
 END = bytes(4)  # a message of no length: the model is not used any more
@@ -52,12 +52,10 @@ class RankPair(Closing):
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
-        with tempfile.TemporaryFile() as hosts, ExitStack() as bound:
-            sockets = [bound.enter_context(listening.listen("127.0.0.1", 0)) for _ in range(RANKS)]
-            ports = [one.getsockname()[1] for one in sockets]
+        with tempfile.TemporaryFile() as hosts:
+            ports = free_ports(RANKS)
             hosts.write(json.dumps([[f"127.0.0.1:{port}"] for port in ports]).encode())
             hosts.flush()
-            bound.close()
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "support.rank_pair", str(hosts.fileno()), str(reader)],
                 stdin=subprocess.PIPE,

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from mlxpool.common.closing import Closing
+from support.free_ports import free_port
 from support.pool import until
 
 FAST = {  # a lost node is noticed in about 2 s, not in 14
@@ -29,12 +30,6 @@ FAST = {  # a lost node is noticed in about 2 s, not in 14
 }
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 PATIENCE = 90.0  # seconds
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlxpool.common.closing import Closing
+from support.pool import PATIENCE
 
 Target = tuple[str, str] | tuple[str, str, int]  # ("ipc", path) or ("tcp", host, port)
 
 CHUNK_BYTES = 64 * 1024
 MAX_HELD_BYTES = 1024 * 1024  # of one direction; at the bound its source is not read
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST and drop unsent bytes
-PATIENCE = 30.0
 
 
 @dataclass(eq=False)

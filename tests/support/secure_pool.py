@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlxpool.client import Client
 from mlxpool.common.closing import Closing
@@ -84,12 +85,15 @@ class SecurePool(Pool):
     def endpoint(self, socket: str) -> str:
         return str(self.ask("ps")["broker"]["endpoints"][socket][0])
 
-    def dial(self, name: str, server_key: str = "", socket: str = "front") -> Client:
-        """A client with this key."""
+    def dial(
+        self, name: str, server_key: str = "", socket: str = "front", **options: Any
+    ) -> Client:
+        """A client with this key; `options`: of Client."""
         return Client(
             endpoint=self.endpoint(socket),
             server_key=server_key or self.server_key,
             key=self.keys.path(name),
+            **{"connect_timeout": PATIENCE, **options},
         )
 
     def flags(self, name: str, socket: str) -> tuple[str, ...]:

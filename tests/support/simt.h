@@ -4,6 +4,7 @@
 // one after the other; every second launch runs threads and blocks in reverse order. Numbers are rounded
 // as on a GPU; the sums of a product may be in another order. Asynchronous copies to shared memory arrive
 // as late as allowed, so that a missing wait is found.
+// It includes few headers: each kernel's compilation reads all of them again.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -13,8 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -57,9 +56,8 @@ struct Thread {
   bool started = false, over = false;
   ucontext_t context;
   jmp_buf jump;
-  std::unique_ptr<char[]> stack;
   std::vector<Copy> asked;
-  std::deque<std::vector<Copy>> groups;
+  std::vector<std::vector<Copy>> groups;
 };
 
 static std::vector<Thread> threads;
@@ -321,7 +319,7 @@ static inline void commit_copies() {
 }
 template <int COUNT> void wait_copies() {
   auto& groups = simt::here->groups;
-  for (; groups.size() > COUNT; groups.pop_front())
+  for (; groups.size() > COUNT; groups.erase(groups.begin()))
     for (const auto& one : groups.front()) memcpy(one.to, one.from, one.bytes);
 }
 static inline void fence_products() {}
@@ -374,7 +372,7 @@ static int launch(void (*one)(), const unsigned* grid, unsigned count, long byte
   blockDim = {count, 1, 1};
   shared = (char*)aligned_alloc(1024, (bytes + 2047) / 1024 * 1024);
   threads = std::vector<Thread>(count);
-  for (auto& thread : threads) thread.stack.reset(new char[STACK]);
+  char* const stacks = (char*)malloc((size_t)count * STACK);
   int why = 0;
   const unsigned blocks = grid[0] * grid[1] * grid[2];
   for (unsigned i = 0; i < blocks; i++) {
@@ -395,7 +393,7 @@ static int launch(void (*one)(), const unsigned* grid, unsigned count, long byte
       thread.groups.clear();
       warps[i / LANES].barrier.members++;
       getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = thread.stack.get();
+      thread.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
       thread.context.uc_stack.ss_size = STACK;
       makecontext(&thread.context, thread_main, 0);
     }
@@ -404,6 +402,7 @@ static int launch(void (*one)(), const unsigned* grid, unsigned count, long byte
     if (why == 0) go_on();
     if (why > 1) break;
   }
+  free(stacks);
   free(shared);
   backwards = !backwards;
   return why > 1 ? why : 0;

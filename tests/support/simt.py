@@ -29,8 +29,9 @@ from mlxpool.worker.kernels import kernel_cache, nvrtc
 from mlxpool.worker.kernels.kernel_cache import KernelText
 
 HERE = Path(__file__).parent
+# The language of NVIDIA's compiler; a later one reads twice as much of the standard library.
 FLAGS = (
-    "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"
+    "-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"
 )  # fmt: skip
 COMPILER = shutil.which("c++") or shutil.which("g++")
 HOPPER = "sm_90a"
@@ -137,9 +138,12 @@ def nvidia() -> nvrtc.Compiler | None:
     """Returns NVIDIA's compiler, if it is installed as a package."""
     packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
     for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
-        return nvrtc.Compiler(
+        compiler = nvrtc.Compiler(
             ctypes.CDLL(str(library)), HOPPER, [packages / "include"], kernel_cache.HEADERS
         )
+        # It takes the same texts, to machine code, and optimises little: a third of the time.
+        compiler._options.append(b"--Ofast-compile=max")
+        return compiler
     return None
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mlxpool.common.closing import Closing
+from support.pool import PATIENCE
 
-PATIENCE = 60.0  # seconds; this only bounds a failure
 INTERRUPT_INTERVAL = 5.0  # seconds between two Ctrl-C
 LINES, COLUMNS = 40, 160
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")

@@ -16,7 +16,7 @@ import pytest
 from mlxpool.bench.measurement import OURS, Figures
 from support.gateway_thread import GatewayThread
 from support.json_shapes import faults
-from support.pool import Pool, gone, until
+from support.pool import PATIENCE, Pool, gone, until
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
 SHAPE = json.loads(re.findall(r"```json\n(\{\"what\".*?)```", PAGE, re.S)[0])
@@ -145,7 +145,7 @@ def test_an_interrupted_run_leaves_no_process(number: int) -> None:
         every = parent.children(recursive=True)
         assert len(every) > 3  # senders, broker, worker
         os.kill(run.pid, number)
-        said = run.communicate(timeout=60)[1]
+        said = run.communicate(timeout=PATIENCE)[1]
     assert run.returncode == 130
     assert "Traceback" not in said
     until(lambda: all(gone(process) for process in every), "every process has ended")

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.bench.routing.loads import SYNTHETIC, Call, Load, chats, nothing_shared, recorded
+from mlxpool.bench.routing.loads import (
+    SYNTHETIC,
+    Call,
+    Load,
+    chats,
+    long_agents,
+    nothing_shared,
+    recorded,
+)
 from mlxpool.bench.routing.policies import POLICIES
 from mlxpool.bench.routing.simulated_worker import Machine, SimulatedWorker
 from mlxpool.bench.routing.simulator import run
@@ -37,7 +45,8 @@ def test_every_policy_serves_every_call(name: str) -> None:
 
 @pytest.mark.parametrize("draw", SYNTHETIC)
 def test_ours_reads_about_as_little_as_the_oracle(draw: type) -> None:
-    loads = [draw(seed, 60) for seed in range(2)]
+    count = 30 if draw is long_agents else 60  # their calls are many and long
+    loads = [draw(seed, count) for seed in range(2)]
     ours, oracle, least = (
         [run(load, POLICIES[name](), MACHINES) for load in loads]
         for name in ("ours", "oracle", "least loaded")

@@ -21,7 +21,7 @@ from mlxpool.broker.http.loop_queue import Fate
 from mlxpool.broker.http.server import HttpServer
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.errors import BadRequest
-from support.pool import until
+from support.pool import PATIENCE, until
 
 TOKEN = "t" * 32
 DIGEST = hashlib.sha256(TOKEN.encode()).digest()
@@ -74,7 +74,7 @@ def post(
     }
     asked = urllib.request.Request(server.url + path, body, headers, method="POST")
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
             return answer.status, json.loads(answer.read()), dict(answer.headers)
     except urllib.error.HTTPError as error:
         with error:
@@ -164,7 +164,7 @@ def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:
     """The question that comes before a request of another origin (CORS) gets no consent."""
     asked = urllib.request.Request(server.url + "/cancel", method="OPTIONS")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=60)
+        urllib.request.urlopen(asked, timeout=PATIENCE)
     with refused.value as error:
         assert error.code == 501
         assert not any(name.lower().startswith("access-control") for name in error.headers)
@@ -193,7 +193,7 @@ def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServe
     with ExitStack() as crowd:
         address = host_port(server.url.removeprefix("http://"))
         for _ in range(2 * MAX_CONNECTIONS):
-            crowd.enter_context(socket.create_connection(address, timeout=60))
+            crowd.enter_context(socket.create_connection(address, timeout=PATIENCE))
         until(lambda: len(server.connections) == MAX_CONNECTIONS, "there is no room")
         until(lambda: select([queue.waker], [], [], 0)[0], "the loop is woken")
         queue.serve(lambda prefix, now: {"state": "streaming"}, 0.0)

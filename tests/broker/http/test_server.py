@@ -27,7 +27,7 @@ from mlxpool.common.config.bounds import ConfigError, host_port
 from mlxpool.common.config.loading import load
 from support import snapshots
 from support.core_harness import Story
-from support.pool import until
+from support.pool import PATIENCE, until
 from support.web_loop import Loop
 
 
@@ -48,7 +48,7 @@ def get(server: HttpServer, path: str, method: str = "GET") -> tuple[int, str, s
     """Status, content type, body."""
     request = urllib.request.Request(server.url + path, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -173,7 +173,7 @@ def test_a_loop_that_is_stuck_is_reported(server: HttpServer, loop: Loop, path: 
 
 def connect(server: HttpServer, said: bytes = b"") -> socket.socket:
     """A connection that has sent so much, in no hurry for more."""
-    peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=60)
+    peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=PATIENCE)
     peer.sendall(said)
     return peer
 
@@ -232,7 +232,7 @@ def test_a_slow_connection_has_its_time(server: HttpServer, loop: Loop) -> None:
 
 
 def test_the_status_page_is_served(server: HttpServer, loop: Loop) -> None:
-    with urllib.request.urlopen(server.url, timeout=60) as answer:
+    with urllib.request.urlopen(server.url, timeout=PATIENCE) as answer:
         assert answer.read() == PAGE
         policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
@@ -309,7 +309,7 @@ def test_close_leaves_no_thread_and_no_socket(story: Story) -> None:
     assert sys.getswitchinterval() == before
     assert not {"web", "past"} & {thread.name for thread in threading.enumerate()}
     with pytest.raises(urllib.error.URLError, match="refused"):
-        urllib.request.urlopen(url, timeout=60)
+        urllib.request.urlopen(url, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(

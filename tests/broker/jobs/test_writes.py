@@ -20,7 +20,7 @@ from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.batch_harness import BatchStory, prompts
 from support.core_harness import OWNER, FakeWorker
-from support.job_harness import JobStory
+from support.job_harness import JobStory, Reading
 from support.stored_jobs import StoredJobs
 
 
@@ -29,21 +29,51 @@ def waiting(story: JobStory, kind: type[Operation]) -> list[Operation]:
     return [operation for operation in story.store.inbox if isinstance(operation, kind)]
 
 
-def started(story: JobStory, key: str = "a") -> tuple[FakeWorker, JobView]:
-    """A worker that runs a job; returns both."""
+def running_job() -> tuple[JobStory, FakeWorker, JobView]:
+    """A story in which a worker runs the job `a`."""
+    story = JobStory()
     worker = story.ready_worker(sequences=4)
-    story.submit(key)
+    story.submit("a")
     story.settle()
-    assert story.job(key).id in worker.runs
-    return worker, story.job(key)
+    job = story.job("a")
+    assert job.id in worker.runs
+    return story, worker, job
+
+
+def running_jobs(sequences: int, count: int) -> tuple[JobStory, FakeWorker]:
+    """A story in which `count` jobs were submitted and a worker runs as many as it can."""
+    story = JobStory()
+    worker = story.ready_worker(sequences=sequences)
+    for number in range(count):
+        story.submit(f"a{number}", prompt=f"a{number}")
+    story.settle()
+    story.pass_time(0.3)
+    return story, worker
+
+
+def running_batch(
+    store: StoredJobs, lines: int, sequences: int = 4
+) -> tuple[BatchStory, FakeWorker]:
+    """A story in which a worker runs lines of the batch `b`."""
+    story = BatchStory(store)
+    story.submit_batch("b", prompts(lines))
+    worker = story.ready_worker(sequences=sequences)
+    story.pass_time(0.5)
+    return story, worker
+
+
+def read_by_client(story: JobStory, key: str) -> Reading:
+    """A client that reads a job from its begin."""
+    reading = story.fetch(key)
+    story.settle()
+    return reading
 
 
 # ---- output --------------------------------------------------------------------------------------
 
 
 def test_output_that_nobody_reads_is_written_once_with_the_end() -> None:
-    story = JobStory()
-    worker, job = started(story)
+    story, worker, job = running_job()
     for _ in range(4):
         worker.tokens(job.id, 2)
         story.pass_time(UNREAD_DELAY / 5)
@@ -57,8 +87,7 @@ def test_output_that_nobody_reads_is_written_once_with_the_end() -> None:
 
 
 def test_output_that_nobody_reads_is_written_when_it_has_waited_for_long() -> None:
-    story = JobStory()
-    worker, job = started(story)
+    story, worker, job = running_job()
     worker.tokens(job.id, 2)
     story.pass_time(UNREAD_DELAY + 0.2)
     assert story.job("a").pos == 2 and story.job("a").starts == 0
@@ -70,8 +99,7 @@ def test_output_that_nobody_reads_is_written_when_it_has_waited_for_long() -> No
 
 
 def test_much_output_is_not_kept_in_memory() -> None:
-    story = JobStory()
-    worker, job = started(story)
+    story, worker, job = running_job()
     worker.tokens(job.id, 1, text="x" * UNREAD_BYTES)
     story.pass_time(WRITE_DELAY + 0.1)
     assert story.job("a").pos == 1
@@ -80,12 +108,10 @@ def test_much_output_is_not_kept_in_memory() -> None:
 
 
 def test_a_reader_gets_at_once_what_was_kept_back_and_then_what_follows() -> None:
-    story = JobStory()
-    worker, job = started(story)
+    story, worker, job = running_job()
     worker.tokens(job.id, 3)
     story.drain()
-    reading = story.fetch("a")
-    story.settle()
+    reading = read_by_client(story, "a")
     assert reading.ids == []  # the store has none yet
     story.tell_manager(ev.Wake())
     assert waiting(story, Progress)
@@ -97,10 +123,8 @@ def test_a_reader_gets_at_once_what_was_kept_back_and_then_what_follows() -> Non
 
 
 def test_output_waits_again_when_the_last_reader_has_left() -> None:
-    story = JobStory()
-    worker, job = started(story)
-    story.fetch("a")
-    story.settle()
+    story, worker, job = running_job()
+    read_by_client(story, "a")
     (reader,) = story.manager.readers.all.values()
     assert story.manager.readers.reads(job.id)
     story.tell_manager(ev.ReaderLeft(reader.link, OWNER, reader.id))
@@ -112,8 +136,7 @@ def test_output_waits_again_when_the_last_reader_has_left() -> None:
 
 def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None:
     """Else a broker that ends often would count starts of a job that does compute."""
-    story = JobStory()
-    worker, job = started(story)
+    story, worker, job = running_job()
     worker.tokens(job.id, 2)
     story.drain()
     story = story.restart()
@@ -129,8 +152,7 @@ def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None
 
 
 def test_what_nobody_has_read_is_computed_again_by_the_next_broker() -> None:
-    story = JobStory()
-    worker, job = started(story)
+    story, worker, job = running_job()
     worker.tokens(job.id, 2)
     story.pass_time(UNREAD_DELAY + 0.2)
     worker.tokens(job.id, 3)
@@ -163,10 +185,7 @@ def _finish_of(story: JobStory) -> Finish:
 
 
 def test_the_end_of_a_line_waits_for_others_while_further_lines_wait(store: StoredJobs) -> None:
-    story = BatchStory(store)
-    story.submit_batch("b", prompts(10))
-    worker = story.ready_worker(sequences=4)
-    story.pass_time(0.5)
+    story, worker = running_batch(store, 10)
     worker.end(next(iter(worker.runs)), count=1)
     worker.credit()
     story.drain()
@@ -178,24 +197,17 @@ def test_the_end_of_a_line_waits_for_others_while_further_lines_wait(store: Stor
 
 
 def test_the_last_ends_of_a_batch_do_not_wait(store: StoredJobs) -> None:
-    story = BatchStory(store)
-    story.submit_batch("b", prompts(3))
-    worker = story.ready_worker(sequences=4)
-    story.pass_time(0.5)
+    story, worker = running_batch(store, 3)
     worker.end(next(iter(worker.runs)), count=1)
     story.drain()
     assert _finish_of(story).urgent
 
 
 def test_the_end_of_a_line_that_somebody_reads_does_not_wait(store: StoredJobs) -> None:
-    story = BatchStory(store)
-    story.submit_batch("b", prompts(10))
-    worker = story.ready_worker(sequences=4)
-    story.pass_time(0.5)
+    story, worker = running_batch(store, 10)
     id = next(iter(worker.runs))
     key = story.manager.runs.active[id].job.scope.key
-    reading = story.fetch(key)
-    story.settle()
+    reading = read_by_client(story, key)
     assert reading.accepted is not None
     worker.end(id, count=1)
     story.drain()
@@ -203,23 +215,13 @@ def test_the_end_of_a_line_that_somebody_reads_does_not_wait(store: StoredJobs) 
 
 
 def test_the_end_of_a_job_of_its_own_does_not_wait() -> None:
-    story = JobStory()
-    worker = story.ready_worker(sequences=1)
-    for number in range(5):
-        story.submit(f"a{number}", prompt=f"a{number}")
-    story.settle()
+    story, worker = running_jobs(1, 5)
     worker.end(next(iter(worker.runs)), count=1)
     story.drain()
     assert _finish_of(story).urgent
 
 
 # ---- which jobs are read next --------------------------------------------------------------------
-
-
-def many(story: JobStory, count: int) -> None:
-    for number in range(count):
-        story.submit(f"a{number}", prompt=f"a{number}")
-    story.settle()
 
 
 def end_some(story: JobStory, worker: FakeWorker, count: int) -> None:
@@ -230,10 +232,7 @@ def end_some(story: JobStory, worker: FakeWorker, count: int) -> None:
 
 
 def test_jobs_are_read_many_at_once() -> None:
-    story = JobStory()
-    worker = story.ready_worker(sequences=16)
-    many(story, 60)
-    story.pass_time(0.3)
+    story, worker = running_jobs(16, 60)
     assert len(story.manager.runs.active) == 32
     end_some(story, worker, 1)
     story.settle()
@@ -246,10 +245,7 @@ def test_jobs_are_read_many_at_once() -> None:
 
 
 def test_a_few_places_are_filled_when_some_time_is_over() -> None:
-    story = JobStory()
-    worker = story.ready_worker(sequences=16)
-    many(story, 60)
-    story.pass_time(0.3)
+    story, worker = running_jobs(16, 60)
     end_some(story, worker, 1)
     story.settle()
     end_some(story, worker, 2)
@@ -261,10 +257,7 @@ def test_a_few_places_are_filled_when_some_time_is_over() -> None:
 
 def test_a_place_that_is_reported_after_the_end_is_filled_soon() -> None:
     """A worker says how many places it has free after the end of a run."""
-    story = JobStory()
-    worker = story.ready_worker(sequences=1)
-    many(story, 20)
-    story.pass_time(0.3)
+    story, worker = running_jobs(1, 20)
     worker.end(next(iter(worker.runs)), count=1)
     story.drain()
     assert not waiting(story, FeedNext)
@@ -277,10 +270,7 @@ def test_a_place_that_is_reported_after_the_end_is_filled_soon() -> None:
 
 
 def test_a_place_is_free_before_the_end_of_its_job_is_on_the_disk() -> None:
-    story = JobStory()
-    worker = story.ready_worker(sequences=2)
-    many(story, 20)
-    story.pass_time(0.3)
+    story, worker = running_jobs(2, 20)
     assert len(story.manager.runs.active) == 4
     worker.end(next(iter(worker.runs)), count=1)
     worker.credit()
@@ -357,10 +347,8 @@ def perform_and_refuse(story: JobStory | BatchStory) -> None:
 
 
 def test_a_job_goes_on_behind_ids_whose_commit_was_told_to_have_failed() -> None:
-    story = JobStory()
-    worker, job = started(story)
-    reading = story.fetch("a")
-    story.settle()
+    story, worker, job = running_job()
+    reading = read_by_client(story, "a")
     worker.tokens(job.id, 3)
     story.drain()
     story.later(0.1)
@@ -383,10 +371,8 @@ def test_a_job_goes_on_behind_ids_whose_commit_was_told_to_have_failed() -> None
 
 
 def test_an_end_whose_commit_was_told_to_have_failed_reaches_readers() -> None:
-    story = JobStory()
-    worker, job = started(story)
-    reading = story.fetch("a")
-    story.settle()
+    story, worker, job = running_job()
+    reading = read_by_client(story, "a")
     worker.end(job.id, count=2)
     story.drain()
     assert waiting(story, Finish)
@@ -399,10 +385,7 @@ def test_an_end_whose_commit_was_told_to_have_failed_reaches_readers() -> None:
 def test_a_batch_ends_when_the_commit_of_its_last_end_was_told_to_have_failed(
     store: StoredJobs,
 ) -> None:
-    story = BatchStory(store)
-    story.submit_batch("b", prompts(1))
-    worker = story.ready_worker(sequences=1)
-    story.pass_time(0.5)
+    story, worker = running_batch(store, 1, 1)
     (id,) = worker.runs
     worker.end(id, count=1)
     story.drain()

@@ -19,6 +19,7 @@ import pytest
 from mlxpool.broker.notices.names import Names, resolve
 from mlxpool.broker.notices.posting import Outcome, Poster, outcome_of
 from mlxpool.common.web_targets import Allowed, IpAddress
+from support.free_ports import free_port
 from support.pool import PATIENCE
 from support.web_receiver import OK, answering, receiver
 
@@ -150,9 +151,18 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
             connection.sendall(b"H")
 
     with receiver(serve) as (port, _):
-        outcome = post(port, timeout=0.8)
+        left_unanswered(port)
         done.set()
-    assert outcome == Outcome(False, "no answer in 0.8 s")
+
+
+def left_unanswered(port: int) -> None:
+    """Assert that a try is left for want of an answer; a busy machine connects in a later one."""
+    unconnected = f"no connection to http://127.0.0.1:{port} in"
+    for seconds in (0.8, 8.0, 80.0):
+        outcome = post(port, timeout=seconds)
+        if not outcome.why.startswith(unconnected):
+            break
+    assert outcome == Outcome(False, f"no answer in {seconds:g} s")
 
 
 def test_a_server_that_does_not_answer_is_left() -> None:
@@ -162,7 +172,7 @@ def test_a_server_that_does_not_answer_is_left() -> None:
         done.wait()
 
     with receiver(serve) as (port, _):
-        assert post(port, timeout=0.8) == Outcome(False, "no answer in 0.8 s")
+        left_unanswered(port)
         done.set()
 
 
@@ -251,9 +261,7 @@ def test_another_origin_than_that_of_the_settings_is_not_asked_for(
 
 
 def test_a_refused_connection_and_an_unknown_name_are_failures_of_their_host() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    refused = post(port)
+    refused = post(free_port())
     assert "ConnectionRefusedError" in refused.why and refused.unreachable
 
     def unknown(host: str, port: int) -> list[IpAddress]:

@@ -20,9 +20,8 @@ from mlxpool.broker.processes.supervisor import KEPT_DUMPS, SAVE_SHARE, Child, S
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import PHASES, ProgressReading
-from support.pool import until
+from support.pool import PATIENCE, until
 
-PATIENCE = 30.0  # seconds
 PYTHON = sys.executable
 SLEEP = "import sys; print('up', flush=True); sys.stdin.read()"
 DEAF = (

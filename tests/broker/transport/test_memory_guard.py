@@ -5,7 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mlxpool.broker.transport.memory_guard import _bytes_held, busy_descriptors
+import pytest
+
+from mlxpool.broker.host import os_process
+from mlxpool.broker.transport import memory_guard
+from mlxpool.broker.transport.memory_guard import (
+    CHECK_INTERVAL,
+    MAX_UNEXPLAINED,
+    TRIM_TIME,
+    MemoryGuard,
+    _bytes_held,
+    busy_descriptors,
+)
 from support import kinds
 from support.core_harness import Story
 
@@ -26,3 +37,21 @@ def test_blobs_of_open_calls_are_explained_memory(story: Story) -> None:
     story.ask(kinds.TOKENIZE, 1, bytes(70), model="other", text=True)
     assert worker.asked
     assert _bytes_held(story.core.state) == 570
+
+
+def test_memory_that_is_freed_late_is_given_back(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may be slow to end a connection: its memory is freed after the next check."""
+    trims, used, now = [], [2 * MAX_UNEXPLAINED], 100.0
+    monkeypatch.setattr(memory_guard, "_trim_heap", lambda: trims.append(now))
+    monkeypatch.setattr(os_process, "resident_bytes", lambda pid: used[0])
+    nobody: Any = SimpleNamespace(endpoints=())
+    front: Any = SimpleNamespace(by_number={}, full=SimpleNamespace(bytes=0))
+    guard = MemoryGuard(nobody, front, story.core.state)
+    guard.check(now)
+    used[0] = 0
+    while now < 100.0 + 2 * TRIM_TIME:
+        now += CHECK_INTERVAL
+        guard.check(now)
+    assert trims[0] < 101.0 and 99.0 + TRIM_TIME < trims[-1] < 100.0 + TRIM_TIME

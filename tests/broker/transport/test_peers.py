@@ -22,7 +22,7 @@ from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.transport import sockets
 
-PATIENCE = 30  # seconds
+PATIENCE = 200  # seconds; only bounds a failure
 
 
 class Wire:

@@ -14,6 +14,7 @@ import pytest
 
 from mlxpool.cli.commands import about
 from mlxpool.cli.main import USAGE, main, parser
+from support.pool import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,7 @@ def completed_by_bash(words: list[str]) -> list[str]:
         env={**os.environ, "SCRIPT": about.script(parser(), "bash")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     return sorted(word.strip() for word in done.stdout.split())
@@ -165,6 +166,6 @@ def test_each_shell_can_read_its_script(shell: str) -> None:
     no_run = ["--no-execute"] if shell == "fish" else ["-n"]
     script = about.script(parser(), shell)
     done = subprocess.run(
-        [program, *no_run], input=script, capture_output=True, text=True, timeout=60
+        [program, *no_run], input=script, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -43,6 +43,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.pool import PATIENCE  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "full attention": {},
@@ -112,7 +113,7 @@ def prepared(
 
 def answer_of(harness: ComputeHarness) -> Answer:
     """The next answer; deltas of streams are dropped."""
-    while isinstance(mail := harness.mail.get(timeout=60), StepDeltas):
+    while isinstance(mail := harness.mail.get(timeout=PATIENCE), StepDeltas):
         harness.compute.delta_queue.acknowledge()
     assert isinstance(mail, Answer), mail
     return mail
@@ -228,7 +229,7 @@ def test_streams_go_on_meanwhile_with_the_same_tokens(models: dict[str, LoadedMo
     answers: list[tuple[Answer, set[int]]] = []
     ended: set[int] = set()
     while len(ended) < 2 or not answers:
-        mail = harness.mail.get(timeout=60)
+        mail = harness.mail.get(timeout=PATIENCE)
         if isinstance(mail, Answer):
             answers.append((mail, set(ended)))
             continue
@@ -276,7 +277,7 @@ def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> N
     harness.admit(1, "a stream", 200, ignore_eos=True)
     harness.compute.send(message)
     harness.compute.send(HandBack())
-    while not isinstance(mail := harness.mail.get(timeout=60), HandedBack):
+    while not isinstance(mail := harness.mail.get(timeout=PATIENCE), HandedBack):
         assert isinstance(mail, StepDeltas)
     check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
 

@@ -98,15 +98,29 @@ def same(found: Sequence[Answer], wanted: Sequence[Answer]) -> None:
         assert [entry["id"] for entry in one.logprobs] == [entry["id"] for entry in other.logprobs]
 
 
+REQUESTS = [
+    {**options, "max_tokens": 120, **({"format": FORMAT} if number % 3 else {})}
+    for number, options in enumerate(OPTIONS)
+]
+
+
+@pytest.fixture(scope="module")
+def single_tokens(loaded: LoadedModel) -> list[Answer]:
+    """The answers to REQUESTS whose tokens are drawn one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        one_by_one(patch)
+        return Asked(loaded).run(REQUESTS)
+
+
 @pytest.mark.parametrize(("layout", "ahead"), WAYS)
 def test_an_answer_is_that_of_single_tokens(
-    loaded: LoadedModel, layout: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel,
+    single_tokens: list[Answer],
+    layout: str,
+    ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside rows without a format, with every kind of option, and in fewer passes."""
-    requests = [
-        {**options, "max_tokens": 120, **({"format": FORMAT} if number % 3 else {})}
-        for number, options in enumerate(OPTIONS)
-    ]
     passes: list[int] = []
     true = ModelEngine.collect
 
@@ -115,14 +129,12 @@ def test_an_answer_is_that_of_single_tokens(
         return true(engine)
 
     monkeypatch.setattr(ModelEngine, "collect", collect)
-    found = Asked(loaded, layout=layout, ahead=ahead).run(requests)
+    found = Asked(loaded, layout=layout, ahead=ahead).run(REQUESTS)
     together = len(passes)
     alone = Asked(loaded, layout=layout, ahead=ahead)
     alone.run([{**OPTIONS[1], "format": FORMAT, "max_tokens": 120}])
     few = len(passes) - together
-    with monkeypatch.context() as patch:
-        one_by_one(patch)
-        same(found, Asked(loaded, layout=layout, ahead=ahead).run(requests))
+    same(found, single_tokens)
     ids = len(alone.batch.answers[0].ids)
     assert few < 2 * ids // 3, "passes of a row alone"
     for number, one in enumerate(found):

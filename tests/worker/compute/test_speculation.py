@@ -6,7 +6,9 @@ see support/drafting.py.
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -274,6 +276,18 @@ def requested(number: int) -> dict[str, Any]:
     return {**REQUESTED[number], "max_tokens": 60, "shifts": False}
 
 
+@pytest.fixture(scope="module")
+def plain_answers(models: Models) -> Callable[[str], dict[int, Answer]]:
+    """The answers of the demo model to REQUESTED without drafts, by layout."""
+
+    @functools.cache
+    def found(layout: str) -> dict[int, Answer]:
+        requests = [requested(number) for number in range(len(REQUESTED))]
+        return answers_of(Answers(engine(models, layout)), requests)
+
+    return found
+
+
 def run(batch: Answers, requests: list[dict[str, Any]]) -> tuple[dict[int, Answer], int]:
     """The answers to some requests, and the steps that they took."""
     for number, request in enumerate(requests):
@@ -333,11 +347,15 @@ def test_a_right_head_saves_steps(models: Models, family: str, lookahead: bool) 
 @pytest.mark.parametrize("setting", ["ngram", "draft", "auto"])
 @pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
 def test_drafts_of_the_demo_model_are_right(
-    models: Models, setting: str, layout: str, lookahead: bool
+    models: Models,
+    plain_answers: Callable[[str], dict[int, Answer]],
+    setting: str,
+    layout: str,
+    lookahead: bool,
 ) -> None:
     """More than a few of them, and the answers are the same."""
     requests = [requested(number) for number in range(len(REQUESTED))]
-    wanted = answers_of(Answers(engine(models, layout)), requests)
+    wanted = plain_answers(layout)
     made = engine(models, layout, drafter=setting, lookahead=lookahead)
     speculator = eager(setting, made)
     found = answers_of(Answers(made, speculator), requests)
@@ -361,14 +379,16 @@ def test_drafts_of_the_demo_model_are_right(
     ],
 )
 def test_the_speculator_of_each_setting_gives_the_same_answers(
-    models: Models, setting: str, model: str
+    models: Models, plain_answers: Callable[[str], dict[int, Answer]], setting: str, model: str
 ) -> None:
     """Its choices depend on the clock, so nothing is said of how many drafts it checks."""
     layout = "slabs" if model == DEMO else "rows"
     requests = [requested(number) for number in range(len(REQUESTED))]
-    if model != DEMO:  # which writes no regular expression in so few tokens
+    if model == DEMO:
+        wanted = plain_answers(layout)
+    else:  # which writes no regular expression in so few tokens
         requests = [{**one, "format": None} for one in requests[:3]]
-    wanted = answers_of(Answers(engine(models, layout, model=model)), requests)
+        wanted = answers_of(Answers(engine(models, layout, model=model)), requests)
     made = engine(models, layout, model=model, drafter=setting)
     if made.draft is not None:
         made.draft.warm_up(lambda: None)
@@ -379,11 +399,13 @@ def test_the_speculator_of_each_setting_gives_the_same_answers(
 
 
 def test_a_draft_model_that_fails_disturbs_no_answer(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    plain_answers: Callable[[str], dict[int, Answer]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a few failures in a row it is not asked any more."""
     requests = [requested(number) for number in range(len(REQUESTED))]
-    wanted = answers_of(Answers(engine(models, "slabs")), requests)
+    wanted = plain_answers("slabs")
     made = engine(models, "slabs", drafter="draft")
     asked = []
 

@@ -83,9 +83,9 @@ def test_a_text_alone_has_the_vector_that_it_has_among_others(tmp_path: Path) ->
 def test_threads_give_the_same_rows(name: str, tmp_path: Path) -> None:
     """Many passes at once in three threads, which a race would show."""
     _, engine, inputs = opened(write(tmp_path / "model", CASES[name]), CASES[name])
-    many = inputs * 12
+    many = (inputs * 12)[:40]
     alone = engine.encode(many)
-    for _ in range(8):
+    for _ in range(5):
         assert engine.encode(many, threads=3) == pytest.approx(alone, abs=1e-4)
     engine.close()
 

@@ -20,6 +20,7 @@ from mlxpool.worker.process.formats import Formats
 from mlxpool.worker.process.prepare import admit_of
 from mlxpool.worker.prompt.text_model import Opened
 from support.constrained_answers import constraint, demo, tokens_of
+from support.pool import PATIENCE
 
 COLOURS = {"type": "choice", "choices": ["red", "reddish", "blue"]}
 OTHERS = {"type": "choice", "choices": ["red", "reddish", "green"]}
@@ -125,7 +126,7 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
         return result
 
     made.constraining(COLOURS, make, found.put)(Encoded(b""))
-    assert "no such file" in str(found.get(timeout=60))
+    assert "no such file" in str(found.get(timeout=PATIENCE))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ log = logging.getLogger("mlxpool.broker")
 MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes
 CHECK_INTERVAL = 0.25  # seconds
 SETTLE_TIME = 0.5  # seconds until memory of ended connections is freed; shorter than the unbinding
+TRIM_TIME = 60.0  # seconds after connections were ended in which freed memory is given back
 RECENT = 2.0  # seconds within which a client with live streams has sent a whole message
 UNREAD_ID_BYTES = 64  # of a token id that was sent and not acknowledged, somewhere in a socket
 OVERHEAD = 2  # memory of a message in Python, in multiples of its bytes
@@ -44,6 +45,7 @@ class MemoryGuard:
         self._check_at = 0.0
         self._floor = 0  # bytes that remained when nobody was connected
         self._strikes = 0
+        self._trim_until = 0.0
 
     def next_wake(self) -> float:
         """When `check` is due."""
@@ -54,8 +56,10 @@ class MemoryGuard:
         if now < self._check_at:
             return
         self._check_at = now + CHECK_INTERVAL
-        if self._strikes:
-            _trim_heap()  # so that the memory of ended connections is not counted
+        if now < self._trim_until:
+            # The memory of ended connections is not counted, and not kept when it is freed later:
+            # a busy machine may need longer than SETTLE_TIME.
+            _trim_heap()
         used = os_process.resident_bytes(os.getpid()) - self._floor
         if self._strikes < 2 and (
             used < MAX_UNEXPLAINED or used - self._explained() < MAX_UNEXPLAINED
@@ -63,6 +67,7 @@ class MemoryGuard:
             self._strikes = 0
             return
         self._check_at = now + SETTLE_TIME
+        self._trim_until = now + TRIM_TIME
         self._strikes += 1
         if self._strikes == 1:
             # A client with live streams that is not in the middle of a message has sent a ping.

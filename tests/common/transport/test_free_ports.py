@@ -1,0 +1,37 @@
+"""The ports that tests give to servers."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from support import free_ports
+
+
+def test_each_port_is_free_and_given_once() -> None:
+    ports = [*free_ports.free_ports(20), free_ports.free_port()]
+    assert len(set(ports)) == 21
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = free_ports._limit()
+    first = next(port for port in range(free_ports.LOWEST, limit) if free_ports._is_free(port))
+    monkeypatch.setattr(free_ports, "_given", set(range(free_ports.LOWEST, limit)) - {first})
+    assert free_ports.free_port() == first
+    with socket.create_server(("127.0.0.1", first)), pytest.raises(IndexError):
+        free_ports._given.discard(first)
+        free_ports.free_port()
+
+
+@pytest.mark.parametrize("low", [1024, 32_768])
+def test_they_are_not_those_of_the_kernel_if_it_leaves_others(
+    low: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(free_ports, "RANGE", tmp_path / "range")
+    free_ports.RANGE.write_text(f"{low}\t60999\n")
+    ports = free_ports.free_ports(3)
+    assert len(set(ports)) == 3 and (low == 1024 or max(ports) < low)
