@@ -286,7 +286,7 @@ def main() -> None:
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):  # as workers have it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     folder = inspect(arguments.model, predicts=arguments.speculation in (MTP, AUTO))
-    if arguments.speculation == MTP and folder.plan.prediction_cache is None:
+    if arguments.speculation == MTP and not folder.plan.predicts:
         raise SystemExit(f"{arguments.model} has no head that predicts further tokens (MTP)")
     if arguments.speculation == DRAFT and not arguments.draft:
         parser.error("name the draft model, --draft MODEL")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from support.constrained_answers import PROMPT, Answer, Answers, demo
 from support.drafting import EagerSpeculator, OracleDrafter
-from support.predicting_models import FAMILIES, write_predicting
+from support.predicting_models import EVERY, FAMILIES, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -43,7 +43,12 @@ DEMO = "demo"
 OF_DEMO = [(DEMO, layout) for layout in ("rows", "slabs", "pool")]
 OF_HEADS = [
     (f"{family}, {kind}", layout)
-    for family, layout in [*((family, "rows") for family in FAMILIES), ("glm4_moe_lite", "pool")]
+    for family, layout in [
+        *((family, "rows") for family in FAMILIES),
+        ("glm4_moe_lite", "pool"),
+        ("llama", "rows"),
+        ("llama", "slabs"),
+    ]
     for kind in ("right", "wrong")
 ]
 # The models and layouts of each drafter: a value of the setting `speculation`, or "oracle".
@@ -118,7 +123,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """
     root, size = tmp_path_factory.mktemp("models"), demo()[0].plan.vocab_size
     found = Models({DEMO: load(demo()[0]), DEMO_DRAFT: load(inspect(FOLDERS[DEMO_DRAFT]))})
-    for family in FAMILIES:
+    for family in EVERY:
         for kind in ("right", "wrong"):
             path, right = root / family / kind, kind == "right"
             write_predicting(path, family, 1, right=right, vocab_size=size)

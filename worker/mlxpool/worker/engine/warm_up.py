@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
+from mlxpool.worker.attention.head_drafts import HeadDrafts
 from mlxpool.worker.attention.layouts import Layout
-from mlxpool.worker.attention.prediction_rows import Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.engine.engine import Mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
@@ -81,7 +81,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     _pairs: int  # of a query and a key, that a pass has at most
     _image_encoder: ImageEncoder | None
     _uploads: Uploads | None
-    _predictions: Predictions | None
+    _predictions: HeadDrafts | None
     _draws: TokenDraws
     _target: StepTarget
     _step_seconds: float
@@ -219,7 +219,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         longest = min(self.context - 1, self.chunk)
         yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
 
-    def _warm_up_head(self, head: Predictions) -> None:
+    def _warm_up_head(self, head: HeadDrafts) -> None:
         """Has the model's head draft for one row, and the row check it."""
         (seq,) = self._dummy_rows(1, 1)
         for _ in range(min(WARM_UP_PASSES, self.context // 4)):  # of four inputs at most

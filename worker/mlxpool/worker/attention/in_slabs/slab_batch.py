@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -25,6 +25,7 @@ from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE, WIDTH_ST
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_batch import (
+    PassOutput,
     Queries,
     RowAttention,
     RowBatch,
@@ -36,7 +37,7 @@ from mlxpool.worker.attention.row_batch import (
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import ForwardBatch, LatentProjections, Rope, Scan
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
@@ -193,12 +194,22 @@ def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
     return every[:, reading.first : reading.last, : reading.width]
 
 
+class Reader(Protocol):
+    """Writes and reads the keys and values of all lines of a compiled pass."""
+
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        """Writes k [T, KV, D] and v [T, KV, V], each line behind the tokens of its row."""
+
+    def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """q [T, H, D] -> [T, H, V]."""
+
+
 class SlabBatch(RotateThenAttend):
-    """A ForwardBatch of one token for each row; its arrays belong to one compiled pass."""
+    """A ForwardBatch of lines that all give logits; its arrays belong to one compiled pass."""
 
     logits = True
 
-    def __init__(self, positions: mx.array, reader: SlabReader) -> None:
+    def __init__(self, positions: mx.array, reader: Reader) -> None:
         self._rotation, self._reader = RotaryEmbedding(positions), reader
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -382,28 +393,49 @@ def _readings(
     return mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE), readings
 
 
+def computed(model: Model, ids: mx.array, batch: ForwardBatch, *, states: bool) -> list[mx.array]:
+    """Returns the logits of a pass and, with `states`, the states [E, d] that they are of."""
+    if not states:
+        return [model(ids, batch)]
+    found = model.hidden_states(ids, batch)
+    return [model.logits_of(found), found]
+
+
+def output_of(arrays: Sequence[mx.array]) -> PassOutput:
+    """Returns the output of a pass that gave what `computed` returns."""
+    return PassOutput(arrays[0], drawn=arrays[1] if len(arrays) > 1 else None)
+
+
 class SlabRunner:
     """Runs compiled decode passes of a model over rows in slabs."""
 
-    def __init__(self, model: Model, shape: RowShape, *, max_passes: int = MAX_PASSES) -> None:
-        self._model, self._shape = model, shape
+    def __init__(
+        self,
+        model: Model,
+        shape: RowShape,
+        *,
+        states: bool = False,
+        max_passes: int = MAX_PASSES,
+    ) -> None:
+        """`states`: passes give the states that their logits are of, too."""
+        self._model, self._shape, self._states = model, shape, states
         self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
 
-    def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> mx.array:
-        """Returns logits [R, vocabulary] of one token `ids` [R] for each row; advances the rows."""
+    def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
+        """Computes a pass over one token `ids` [R] for each row; advances the rows."""
         for row in rows:
             row.reserve(row.offset + 1)
         found = slab_accesses(rows)
-        logits, slabs = self._call(rows, ids, found)
+        given, slabs = self._call(rows, ids, found)
         for (slab, _), layers in zip(found, slabs, strict=True):
             slab.layers = [tuple(arrays) for arrays in layers]
         for row in rows:
             row.advance(1)
-        return logits
+        return output_of(given)
 
     def _call(
         self, rows: Sequence[SlabRow], ids: mx.array, found: list[tuple[Slab, SlabAccess]]
-    ) -> tuple[mx.array, list[list[Arrays]]]:
+    ) -> tuple[list[mx.array], list[list[Arrays]]]:
         count = len(rows)
         simple, (constants, arrays, blocks) = _is_simple(found, count), _packed(found, count)
         kind = (count, simple, *constants, *(_sizes(p) for _, p in found))
@@ -420,7 +452,7 @@ class SlabRunner:
         arrays: list[tuple[mx.array, ...]],
         blocks: list[mx.array],
         caches: list[list[Arrays]],
-    ) -> tuple[mx.array, list[list[Arrays]]]:
+    ) -> tuple[list[mx.array], list[list[Arrays]]]:
         member, readings = _readings(ids.shape[0], simple, constants, arrays, blocks)
         step = SlabBatch(positions, SlabReader(self._shape, member, readings, caches))
-        return self._model(ids, step), caches
+        return computed(self._model, ids, step, states=self._states), caches
