@@ -416,7 +416,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=DEMO, help="folder of the head")
     parser.add_argument("--seconds", type=float, default=150, help="of training")
-    parser.add_argument("--width", type=int, default=512, help="of the feed-forward")
+    parser.add_argument("--width", type=int, default=384, help="of the feed-forward")
     parser.add_argument("--drafted", type=int, default=1024, help="tokens that it drafts")
     parser.add_argument("--rows", type=int, default=4096, help="texts that are written together")
     parser.add_argument("--batches", type=int, default=24, help="of such texts at most")

@@ -37,7 +37,7 @@ from mlxpool.worker.speculation.best_drafter import (  # noqa: E402
 from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
-from mlxpool.worker.weights.locate import DEMO_DRAFT, FOLDERS  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS  # noqa: E402
 
 DEMO = "demo"
 OF_DEMO = [(DEMO, layout) for layout in ("rows", "slabs", "pool")]
@@ -51,6 +51,7 @@ OF_HEADS = [
     ]
     for kind in ("right", "wrong")
 ]
+OF_HEADS.append(("demo, with its head", "slabs"))
 # The models and layouts of each drafter: a value of the setting `speculation`, or "oracle".
 DRAFTERS = {
     "oracle": OF_DEMO,
@@ -123,6 +124,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """
     root, size = tmp_path_factory.mktemp("models"), demo()[0].plan.vocab_size
     found = Models({DEMO: load(demo()[0]), DEMO_DRAFT: load(inspect(FOLDERS[DEMO_DRAFT]))})
+    found["demo, with its head"] = load(inspect(DEMO_FOLDER, predicts=True))
     for family in EVERY:
         for kind in ("right", "wrong"):
             path, right = root / family / kind, kind == "right"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +23,12 @@ from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
 
 TOKENS = 60
 
@@ -165,3 +168,23 @@ def test_blocks_of_a_pool_give_no_states(loaded: LoadedModel, tmp_path: Path) ->
         make_speculator("mtp", engine, "some")
     found = make_speculator("auto", engine, "some")
     assert found is not None and found.drafter.name == "ngram"
+
+
+def test_the_head_of_the_demo_is_right_mostly() -> None:
+    """Its first draft of what the demo writes greedily; and it is small."""
+    folder = inspect(DEMO_FOLDER, predicts=True)
+    own = sum(one.nbytes for name, one in folder.tensors.items() if name.startswith("mtp."))
+    assert 0 < own < 1_000_000
+    text = ChatTokenizer.from_folder(folder)
+    engine = ModelEngine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
+    head, right = head_of(engine), []
+    for prompt in ("def add(one, two):\n", "class Stack:\n    def __init__(self):\n"):
+        seq = replace(sequence(0), prompt=tuple(text.encode(prompt)), ids=[])
+        enter(engine, seq)
+        decode(engine, [seq], 1)
+        while len(seq.ids) < TOKENS - 1:
+            (draft,) = head.drafts({seq: 1})[seq]
+            (drawn,) = decode(engine, [seq], 1)
+            right.append(draft == drawn.token)
+        engine.release(seq)
+    assert sum(right) > 0.5 * len(right)
