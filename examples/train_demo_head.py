@@ -53,6 +53,7 @@ from train_demo_model import (
 FILE = "mtp.safetensors"
 INDEX = "model.safetensors.index.json"  # which file has which tensor
 PREFIX = "mtp."  # of the names of the head's tensors
+TOKENS = f"{PREFIX}draft_tokens"
 DEPTH = 4  # drafts, one behind the other, that the loss is over
 WEIGHTS = (1.0, 0.8, 0.6, 0.5)  # of the losses of these
 WINDOW = 192  # tokens of a text
@@ -396,7 +397,7 @@ def save(folder: Path, head: Head, words: Vocabulary) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     flat = tree_flatten(head.parameters())
     weights = {f"{PREFIX}{name}": w.astype(mx.bfloat16) for name, w in flat}
-    weights[f"{PREFIX}draft_tokens"] = words.tokens.astype(mx.float32)
+    weights[TOKENS] = words.tokens.astype(mx.float32)
     mx.save_safetensors(str(folder / FILE), weights, metadata={"format": "pt"})
     model = mx.load(str(DEMO / "model.safetensors"))
     assert isinstance(model, dict)
@@ -453,12 +454,11 @@ def main() -> None:
     steps = train(head, words, texts, held_out, args)
     save(args.out, head, words)
     rounded = Head(shape, args.width)
+    stored = mx.load(str(args.out / FILE))
+    assert isinstance(stored, dict)
+    del stored[TOKENS]
     rounded.load_weights(
-        [
-            (name.removeprefix(PREFIX), one.astype(mx.float32))
-            for name, one in mx.load(str(args.out / FILE)).items()
-            if not name.endswith("draft_tokens")
-        ]
+        [(name.removeprefix(PREFIX), one.astype(mx.float32)) for name, one in stored.items()]
     )
     flat = tree_flatten(head.parameters())
     report = {

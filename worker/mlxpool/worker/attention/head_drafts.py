@@ -82,10 +82,10 @@ class HeadDrafts(ABC):
 
 
 class _States(NamedTuple):
-    """The states of the inputs [start, start + count): rows of an array from `line` on."""
+    """The states of the inputs [start, end): rows of an array from `line` on."""
 
     start: int
-    count: int
+    end: int
     array: mx.array
     line: int
 
@@ -114,13 +114,14 @@ class StateDrafts(HeadDrafts):
         line, kept = 0, self._states
         for span in asking:
             draws = int(span.draws)
-            kept[span.sequence] = _States(span.start + span.count - draws, draws, states, line)
+            end = span.start + span.count
+            kept[span.sequence] = _States(end - draws, end, states, line)
             line += draws
 
     def ready(self, seq: Sequence) -> bool:
         """See Predictor."""
         known = self._states.get(seq)
-        return known is not None and 0 <= seq.length - 2 - known.start < known.count
+        return known is not None and known.start <= seq.length - 2 < known.end
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         rows, deepest = [*depths], max(depths.values())
