@@ -175,7 +175,7 @@ def test_models_without_a_head_have_no_plan_of_one() -> None:
     assert models.plan(changed).prediction is None
 
 
-DRAFTED = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}
+DRAFTED: dict[str, Any] = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}
 
 
 def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabRunner, slab_accesses  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_batch import slab_accesses  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402

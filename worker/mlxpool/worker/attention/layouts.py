@@ -17,7 +17,8 @@ import numpy as np
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
 from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch, SlabRunner
+from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
+from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore

@@ -14,8 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.attention.dot_product import apply_softcap, softmax_average
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabBatch, computed, output_of
+from mlxpool.worker.attention.in_slabs.slab_batch import SlabBatch
 from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE
+from mlxpool.worker.attention.in_slabs.slab_runner import computed, output_of
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.row_batch import PassOutput
 from mlxpool.worker.attention.row_cache import Arrays, RowShape

@@ -25,7 +25,6 @@ from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE, WIDTH_ST
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_batch import (
-    PassOutput,
     Queries,
     RowAttention,
     RowBatch,
@@ -35,10 +34,8 @@ from mlxpool.worker.attention.row_batch import (
     line_selector,
 )
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
-from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import ForwardBatch, LatentProjections, Rope, Scan
-from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 NOT_PLAIN = (
@@ -99,7 +96,7 @@ def _slab_access(found: dict[int, tuple[int, int]], writes: list[tuple[int, int]
     )
 
 
-def _sizes(part: SlabAccess) -> tuple[int, ...]:
+def access_sizes(part: SlabAccess) -> tuple[int, ...]:
     return len(part.owner), len(part.lines), len(part.blocks)
 
 
@@ -331,24 +328,24 @@ class SlabRowBatch(RowBatch):
     @staticmethod
     def _reader_of(rows: Sequence[SlabRow]) -> SlabReader:
         found = slab_accesses(rows)
-        constants, arrays, blocks = _packed(found, len(rows))
-        member, readings = _readings(
-            len(rows), _is_simple(found, len(rows)), constants, arrays, blocks
+        constants, arrays, blocks = packed_accesses(found, len(rows))
+        member, readings = slab_readings(
+            len(rows), is_simple(found, len(rows)), constants, arrays, blocks
         )
         return SlabReader(rows[0].shape, member, readings, [slab.layers for slab, _ in found])
 
 
-_Constants = tuple[int, int, int, bool, bool, bool]
+PassConstants = tuple[int, int, int, bool, bool, bool]
 
 
-def _is_simple(found: list[tuple[Slab, SlabAccess]], rows: int) -> bool:
+def is_simple(found: list[tuple[Slab, SlabAccess]], rows: int) -> bool:
     """Returns whether row r has block r of one slab, and no other."""
     return len(found) == 1 and found[0][1].owner == list(range(rows))
 
 
-def _packed(
+def packed_accesses(
     found: list[tuple[Slab, SlabAccess]], rows: int
-) -> tuple[list[_Constants], list[tuple[mx.array, ...]], list[mx.array]]:
+) -> tuple[list[PassConstants], list[tuple[mx.array, ...]], list[mx.array]]:
     """Returns constants and arrays of the accesses, and the listed blocks."""
     constants = [
         (
@@ -368,10 +365,10 @@ def _packed(
     return constants, arrays, [mx.array(p.blocks, dtype=mx.int32) for _, p in found]
 
 
-def _readings(
+def slab_readings(
     rows: int,
     simple: bool,
-    constants: list[_Constants],
+    constants: list[PassConstants],
     arrays: list[tuple[mx.array, ...]],
     blocks: list[mx.array],
 ) -> tuple[mx.array | None, list[_SlabArrays]]:
@@ -391,68 +388,3 @@ def _readings(
         return None, readings
     every = mx.concatenate(owners)[None]
     return mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE), readings
-
-
-def computed(model: Model, ids: mx.array, batch: ForwardBatch, *, states: bool) -> list[mx.array]:
-    """Returns the logits of a pass and, with `states`, the states [E, d] that they are of."""
-    if not states:
-        return [model(ids, batch)]
-    found = model.hidden_states(ids, batch)
-    return [model.logits_of(found), found]
-
-
-def output_of(arrays: Sequence[mx.array]) -> PassOutput:
-    """Returns the output of a pass that gave what `computed` returns."""
-    return PassOutput(arrays[0], drawn=arrays[1] if len(arrays) > 1 else None)
-
-
-class SlabRunner:
-    """Runs compiled decode passes of a model over rows in slabs."""
-
-    def __init__(
-        self,
-        model: Model,
-        shape: RowShape,
-        *,
-        states: bool = False,
-        max_passes: int = MAX_PASSES,
-    ) -> None:
-        """`states`: passes give the states that their logits are of, too."""
-        self._model, self._shape, self._states = model, shape, states
-        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
-
-    def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
-        """Computes a pass over one token `ids` [R] for each row; advances the rows."""
-        for row in rows:
-            row.reserve(row.offset + 1)
-        found = slab_accesses(rows)
-        given, slabs = self._call(rows, ids, found)
-        for (slab, _), layers in zip(found, slabs, strict=True):
-            slab.layers = [tuple(arrays) for arrays in layers]
-        for row in rows:
-            row.advance(1)
-        return output_of(given)
-
-    def _call(
-        self, rows: Sequence[SlabRow], ids: mx.array, found: list[tuple[Slab, SlabAccess]]
-    ) -> tuple[list[mx.array], list[list[Arrays]]]:
-        count = len(rows)
-        simple, (constants, arrays, blocks) = _is_simple(found, count), _packed(found, count)
-        kind = (count, simple, *constants, *(_sizes(p) for _, p in found))
-        positions = mx.array([row.offset for row in rows], dtype=mx.int32)
-        caches = [slab.layers for slab, _ in found]
-        return self._pass(kind, ids, positions, simple, constants, arrays, blocks, caches)
-
-    def _one_pass(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        simple: bool,
-        constants: list[_Constants],
-        arrays: list[tuple[mx.array, ...]],
-        blocks: list[mx.array],
-        caches: list[list[Arrays]],
-    ) -> tuple[list[mx.array], list[list[Arrays]]]:
-        member, readings = _readings(ids.shape[0], simple, constants, arrays, blocks)
-        step = SlabBatch(positions, SlabReader(self._shape, member, readings, caches))
-        return computed(self._model, ids, step, states=self._states), caches
