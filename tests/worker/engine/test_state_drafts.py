@@ -156,7 +156,10 @@ def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> No
     engine = engine_of(loaded, context=context, blocks=8, max_sequences=2)
     engine.expect_drafts(16)
     engine.warm_up(lambda: None)
-    assert head_of(engine).nbytes == 0 and not head_of(engine)._states
+    head = head_of(engine)
+    assert head.nbytes == 0 and not head._states
+    compiled = {(rows, depth) in head._chain for rows in (1, 2) for depth in (1, 2, 3, 4)}
+    assert compiled == {True}
     assert engine.kv_use()[1] == 0
 
 

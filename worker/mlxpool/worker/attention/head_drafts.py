@@ -24,6 +24,7 @@ log = logging.getLogger("mlxpool.worker")
 
 MAX_FAILURES = 3  # of the head's passes, after which it gives no more drafts
 MAX_COMPILED = 24  # chains of drafts: of each depth for 1, 2, 4, … rows
+MAX_AHEAD = 8  # rows up to which chains are compiled at load
 
 
 class HeadDrafts(ABC):
@@ -71,6 +72,9 @@ class HeadDrafts(ABC):
     @abstractmethod
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Computes the drafts of sequences that are ready."""
+
+    def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
+        """Compiles what drafts of up to `rows` rows and this depth need; `seq` is ready."""
 
     @abstractmethod
     def release(self, seq: Sequence) -> None:
@@ -132,6 +136,16 @@ class StateDrafts(HeadDrafts):
         drawn = self._chain((padded, deepest), tokens, self._gathered(chosen), deepest)
         lists: Any = drawn.tolist()
         return {seq: tuple(lists[row][: depths[seq]]) for row, seq in enumerate(rows)}
+
+    def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
+        """See HeadDrafts. Else the first steps with drafts would be measured with it."""
+        state = self._gathered([seq])
+        padded = 1
+        while padded <= min(rows, MAX_AHEAD):
+            tokens, states = mx.zeros(padded, dtype=mx.int32), mx.repeat(state, padded, axis=0)
+            for each in range(1, depth + 1):
+                mx.eval(self._chain((padded, each), tokens, states, each))
+            padded *= 2
 
     def _gathered(self, rows: Many[Sequence]) -> mx.array:
         """Returns the newest known states [R, d] of rows."""

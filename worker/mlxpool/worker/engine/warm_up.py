@@ -30,6 +30,7 @@ from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
+from mlxpool.worker.speculation.mtp import FIRST_CHANCES
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.transfers.shared_array import SETS
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table
@@ -227,6 +228,8 @@ class WarmedEngine(RowEngine[CacheRow]):
             drafts = head.drafts({seq: 1})
             found = self.step([Span.check(seq, drafts.get(seq, (0,)))])
             seq.ids += [one.token for one in found.drawn]
+            if self._most_drafts and head.ready(seq):
+                head.compile_ahead(seq, self._most_rows(), len(FIRST_CHANCES))
         self._drop_rows([seq])
 
     def _most_rows(self) -> int:
