@@ -73,6 +73,7 @@ class HeadDrafts(ABC):
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Computes the drafts of sequences that are ready."""
 
+    @abstractmethod
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
         """Compiles what drafts of up to `rows` rows and this depth need; `seq` is ready."""
 

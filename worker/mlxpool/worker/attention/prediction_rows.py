@@ -203,6 +203,9 @@ class Predictions(HeadDrafts):
             for number, seq in enumerate(rows)
         }
 
+    def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
+        """See HeadDrafts. Its passes are not compiled."""
+
     def release(self, seq: Sequence) -> None:
         """See HeadDrafts."""
         self._rows.pop(seq, None)
