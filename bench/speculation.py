@@ -35,6 +35,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,17 @@ LOADS = ("edits", "prose", "completions", "sampled")
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-def functions() -> Iterator[tuple[str, str]]:
-    """Yields functions of the standard library: name and source."""
+@cache  # to cut the sources out takes seconds
+def functions() -> list[tuple[str, str]]:
+    """Returns functions of the standard library: name and source."""
+    found = []
     folder = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:
         source = (folder / f"{module}.py").read_text("utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                yield node.name, ast.get_source_segment(source, node) or ""
+                found.append((node.name, ast.get_source_segment(source, node) or ""))
+    return found
 
 
 def paragraphs() -> Iterator[str]:
@@ -286,7 +290,7 @@ def main() -> None:
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):  # as workers have it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     folder = inspect(arguments.model, predicts=arguments.speculation in (MTP, AUTO))
-    if arguments.speculation == MTP and folder.plan.prediction_cache is None:
+    if arguments.speculation == MTP and not folder.plan.predicts:
         raise SystemExit(f"{arguments.model} has no head that predicts further tokens (MTP)")
     if arguments.speculation == DRAFT and not arguments.draft:
         parser.error("name the draft model, --draft MODEL")

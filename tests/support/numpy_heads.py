@@ -48,17 +48,32 @@ def glm_head(
     return out, out @ (own(name) if own.has(name) else weights["lm_head.weight"]).T
 
 
+def feed_head(
+    weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
+) -> tuple[Array, Array]:
+    """See glm_head. The layer is a feed-forward, and the output head the model's."""
+    return _mtp_head(weights, config, tokens, states, _feed_layer)
+
+
 def qwen_head(
     weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
 ) -> tuple[Array, Array]:
     """See glm_head."""
+    return _mtp_head(weights, config, tokens, states, qwen_layer)
+
+
+def _mtp_head(
+    weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array, layer: Layer
+) -> tuple[Array, Array]:
     own, eps = Tensors(weights, "mtp"), config["rms_norm_eps"]
     embed = weights["model.embed_tokens.weight"].astype(np.float64)
     e = _norm(embed[tokens], own("pre_fc_norm_embedding.weight"), eps)
     h = _norm(states, own("pre_fc_norm_hidden.weight"), eps)
     x = np.concatenate([e, h], axis=1) @ own("fc.weight").T
-    out = _norm(qwen_layer(x, own.below("layers.0"), config), own("norm.weight"), eps)
+    out = _norm(layer(x, own.below("layers.0"), config), own("norm.weight"), eps)
     head = embed if config.get("tie_word_embeddings") else weights["lm_head.weight"]
+    if own.has("draft_tokens"):
+        head = head[own("draft_tokens").astype(int)]
     return out, out @ head.T
 
 
@@ -97,6 +112,11 @@ def qwen_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
         shares = shares / shares.sum(1, keepdims=True)
     gate = 1 / (1 + np.exp(-(y @ mlp("shared_expert_gate.weight").T)))
     return x + _experts(y, mlp, chosen, shares) + gate * _swiglu(y, mlp.below("shared_expert"))
+
+
+def _feed_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
+    norm = layer("post_attention_layernorm.weight")
+    return x + _swiglu(_norm(x, norm, config["rms_norm_eps"]), layer.below("mlp"))
 
 
 def _latent_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Array:

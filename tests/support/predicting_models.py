@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mlxpool.worker import models
-from support.numpy_heads import glm_head, qwen_head
+from support.numpy_heads import feed_head, glm_head, qwen_head
 from support.worker_checkpoints import (
     GLM,
     QWEN3_5,
@@ -26,21 +26,25 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+# The layer of a head keeps something of each token, but for these.
+WITHOUT_CACHE: dict[str, dict[str, Any]] = {"llama": {"mtp_intermediate_size": 24}}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**GLM, "num_nextn_predict_layers": 1},
     "qwen3_next": {**QWEN3_NEXT, **EXPERTS, "head_dim": 8},
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": {**QWEN3_5, **EXPERTS, "model_type": "qwen3_5_moe_text"},
 }
+EVERY = {**FAMILIES, **WITHOUT_CACHE}
 REFERENCES: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
-    name: glm_head if name.startswith("glm") else qwen_head for name in FAMILIES
+    **{name: glm_head if name.startswith("glm") else qwen_head for name in FAMILIES},
+    **dict.fromkeys(WITHOUT_CACHE, feed_head),
 }
 OWN = ("embed_tokens.weight", "shared_head.head.weight")  # that GLM's head may have
 
 
 def settings(family: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a family."""
-    return config(**{**FAMILIES[family], **changes})
+    return config(**{**EVERY[family], **changes})
 
 
 def weights_with_head(
@@ -51,9 +55,14 @@ def weights_with_head(
     prediction = models.plan(whole).prediction
     assert prediction is not None
     stored = {"mtp.layers.0.mlp.gate.weight"} if whole.get("num_experts") else set()
+    drafted = whole.get("mtp_draft_vocab_size")
     if own:
         stored |= {f"model.layers.{whole['num_hidden_layers']}.{name}" for name in OWN}
-    return random_weights(whole, seed, prediction.whole(stored))
+    weights = random_weights(whole, seed, prediction.whole(stored))
+    if drafted:
+        tokens = np.random.default_rng(seed).permutation(whole["vocab_size"])[:drafted]
+        weights["mtp.draft_tokens"] = tokens.astype(np.float32)
+    return weights
 
 
 def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dict[str, np.ndarray]:
@@ -83,4 +92,4 @@ def write_predicting(
     """Writes a model with a head; `right`: most of its drafts are, see likely_right."""
     weights = weights_with_head(family, seed, **changes)
     stored = likely_right(weights) if right else weights
-    return write_checkpoint(path, weights=stored, **{**FAMILIES[family], **changes})
+    return write_checkpoint(path, weights=stored, **{**EVERY[family], **changes})

@@ -35,6 +35,7 @@ REASONS = {
     "python examples/train_demo_chat.py": "trains for most of an hour: its own parser reads these",
     "python examples/train_demo_draft.py": "trains for minutes: its own parser reads these",
     "python examples/train_demo_embedding.py": "trains for minutes: its own parser reads these",
+    "python examples/train_demo_head.py": "trains on a GPU: its own parser reads the arguments",
     "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the arguments",
     "python -m pytest": "the suite runs these itself: they are collected",
     "python3 -m venv": "takes long: a folder with this environment's programs is made",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from support.constrained_answers import PROMPT, Answer, Answers, demo
 from support.drafting import EagerSpeculator, OracleDrafter
-from support.predicting_models import FAMILIES, write_predicting
+from support.predicting_models import EVERY, FAMILIES, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -39,15 +39,21 @@ from mlxpool.worker.speculation.best_drafter import (  # noqa: E402
 from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
-from mlxpool.worker.weights.locate import DEMO_DRAFT, FOLDERS  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS  # noqa: E402
 
 DEMO = "demo"
 OF_DEMO = [(DEMO, layout) for layout in ("rows", "slabs", "pool")]
 OF_HEADS = [
     (f"{family}, {kind}", layout)
-    for family, layout in [*((family, "rows") for family in FAMILIES), ("glm4_moe_lite", "pool")]
+    for family, layout in [
+        *((family, "rows") for family in FAMILIES),
+        ("glm4_moe_lite", "pool"),
+        ("llama", "rows"),
+        ("llama", "slabs"),
+    ]
     for kind in ("right", "wrong")
 ]
+OF_HEADS.append(("demo, with its head", "slabs"))
 # The models and layouts of each drafter: a value of the setting `speculation`, or "oracle".
 DRAFTERS = {
     "oracle": OF_DEMO,
@@ -120,7 +126,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """
     root, size = tmp_path_factory.mktemp("models"), demo()[0].plan.vocab_size
     found = Models({DEMO: load(demo()[0]), DEMO_DRAFT: load(inspect(FOLDERS[DEMO_DRAFT]))})
-    for family in FAMILIES:
+    found["demo, with its head"] = load(inspect(DEMO_FOLDER, predicts=True))
+    for family in EVERY:
         for kind in ("right", "wrong"):
             path, right = root / family / kind, kind == "right"
             write_predicting(path, family, 1, right=right, vocab_size=size)

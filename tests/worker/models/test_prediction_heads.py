@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from support.predicting_models import FAMILIES, REFERENCES, settings, weights_with_head
+from support.predicting_models import EVERY, FAMILIES, REFERENCES, settings, weights_with_head
 from support.stored_checkpoints import after, converted, glm_released, one_by_one
 from support.worker_checkpoints import write_checkpoint
 
@@ -28,26 +28,27 @@ TOKENS = 19
 TOLERANCE = 2e-4  # of the largest number
 
 
-def head_of(path: Path) -> tuple[Prediction, RowShape]:
-    """The head of a stored model, and the shape of its rows."""
+def head_of(path: Path) -> tuple[Prediction, RowShape | None]:
+    """The head of a stored model, and the shape of its rows; None: it keeps none."""
     loaded = load(inspect(path, predicts=True))
-    cache = loaded.folder.plan.prediction_cache
-    assert cache is not None
-    head = cast(PredictingModel, loaded.model).prediction
-    return head, RowShape((cache,), loaded.dtype, 512, 64)
+    plan = loaded.folder.plan
+    assert plan.predicts
+    head, cache = cast(PredictingModel, loaded.model).prediction, plan.prediction_cache
+    return head, None if cache is None else RowShape((cache,), loaded.dtype, 512, 64)
 
 
 def computed(path: Path, tokens: list[int], states: np.ndarray, parts: list[int]) -> Any:
     """States and logits of the tokens, read in parts of these sizes."""
     head, shape = head_of(path)
-    row, found = RowCache(shape), []
+    row, found = None if shape is None else RowCache(shape), []
     begin = 0
     for count in parts:
         ids = mx.array(tokens[begin : begin + count], dtype=mx.int32)
         given = mx.array(states[begin : begin + count].astype(np.float32))
-        batch = RowBatch([RowSpan(row, count)], None)
+        batch = None if row is None else RowBatch([RowSpan(row, count)], None)
         found.append(head(ids, given, batch))
-        batch.done()
+        if batch is not None:
+            batch.done()
         begin += count
     out = mx.concatenate(found)
     return np.array(out), np.array(head.logits_of(out))
@@ -63,7 +64,9 @@ def inputs(seed: int, width: int) -> tuple[list[int], np.ndarray]:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in FAMILIES),
+    *((family, {}) for family in EVERY),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}),
     ("glm4_moe_lite", {"own": True}),
     ("qwen3_5", {"tie_word_embeddings": True}),
     ("qwen3_next", {"num_experts": None}),
@@ -80,7 +83,7 @@ def test_a_head_computes_what_numpy_does(
     others = {key: value for key, value in changes.items() if key != "own"}
     stored = converted(weights_with_head(family, 3, own=own, **others))
     whole = settings(family, **others)
-    path = write_checkpoint(tmp_path, weights=stored, **{**FAMILIES[family], **others})
+    path = write_checkpoint(tmp_path, weights=stored, **{**EVERY[family], **others})
     tokens, states = inputs(5, whole["hidden_size"])
     wanted = REFERENCES[family](stored, whole, tokens, states)
     for ours, theirs in zip(computed(path, tokens, states, parts), wanted, strict=True):
@@ -132,25 +135,24 @@ def test_a_released_checkpoint_has_the_same_head(form: str, tmp_path: Path) -> N
         np.testing.assert_allclose(one, same, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_head_is_read_only_if_it_is_asked_for(family: str, tmp_path: Path) -> None:
     """Without it the folder is the same, and the model's digest does not change."""
-    path = write_checkpoint(
-        tmp_path, weights=converted(weights_with_head(family)), **FAMILIES[family]
-    )
+    path = write_checkpoint(tmp_path, weights=converted(weights_with_head(family)), **EVERY[family])
     without, whole = inspect(path), inspect(path, predicts=True)
-    assert without.plan.prediction_cache is None and whole.plan.prediction_cache is not None
+    assert whole.plan.predicts and not without.plan.predicts
+    assert (whole.plan.prediction_cache is None) == (family not in FAMILIES)
     assert without.digest == whole.digest
     assert without.weight_bytes < whole.weight_bytes
     assert without.plan.caches == whole.plan.caches
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_tensor_that_a_head_lacks_is_named(family: str, tmp_path: Path) -> None:
     stored = converted(weights_with_head(family))
     lost = next(name for name in stored if name.endswith(("hnorm.weight", "mtp.norm.weight")))
     del stored[lost]
-    path = write_checkpoint(tmp_path, weights=stored, **FAMILIES[family])
+    path = write_checkpoint(tmp_path, weights=stored, **EVERY[family])
     inspect(path)
     with pytest.raises(ModelLoadFailed, match=f"the weights lack the tensor '{lost}'"):
         inspect(path, predicts=True)
@@ -171,3 +173,28 @@ def test_further_heads_are_left_out(tmp_path: Path) -> None:
 def test_models_without_a_head_have_no_plan_of_one() -> None:
     changed = settings("glm4_moe_lite", num_nextn_predict_layers=0)
     assert models.plan(changed).prediction is None
+
+
+DRAFTED: dict[str, Any] = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}
+
+
+def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
+    """The likeliest of them, by their numbers in the whole vocabulary."""
+    stored = weights_with_head("llama", 3, **DRAFTED)
+    path = write_checkpoint(tmp_path, weights=stored, **{**EVERY["llama"], **DRAFTED})
+    head, _ = head_of(path)
+    states = mx.array(inputs(7, settings("llama")["hidden_size"])[1].astype(np.float32))
+    places = np.argmax(np.array(head.logits_of(states)), axis=1)
+    wanted = stored["mtp.draft_tokens"][places].astype(int)
+    assert np.array_equal(np.array(head.likeliest(states)), wanted)
+
+
+def test_tokens_that_a_head_cannot_draft_are_refused(tmp_path: Path) -> None:
+    untied = settings("llama", mtp_draft_vocab_size=40)
+    with pytest.raises(ModelLoadFailed, match="mtp_draft_vocab_size 40 and untied embeddings"):
+        models.plan(untied)
+    stored = weights_with_head("llama", 3, **DRAFTED)
+    stored["mtp.draft_tokens"][:3] = (-1, 264, 1.5)
+    path = write_checkpoint(tmp_path, weights=stored, **{**EVERY["llama"], **DRAFTED})
+    with pytest.raises(ModelLoadFailed, match=r"3 of the 40 tokens .* whole numbers from 0 to 263"):
+        load(inspect(path, predicts=True))

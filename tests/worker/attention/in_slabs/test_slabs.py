@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabRunner, slab_accesses  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_batch import slab_accesses  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
@@ -165,7 +166,7 @@ def test_a_batch_gives_the_logits_of_each_row_alone(
     batch, order = SlabRunner(model, SHAPE), np.argsort(lengths)[::-1].tolist()
     for chosen in (order, order[: len(order) // 2 + 1], order):
         ids = mx.array(DRAW.integers(0, 50, len(chosen)))
-        got = batch([pairs[line][0] for line in chosen], ids)
+        got = batch([pairs[line][0] for line in chosen], ids).logits
         wanted = [alone(model, pairs[line][1], ids[i : i + 1]) for i, line in enumerate(chosen)]
         assert mx.allclose(got, mx.concatenate(wanted), rtol=1e-4, atol=1e-5).item()
     assert all(same_nearly(*pair) for pair in pairs)
@@ -179,7 +180,7 @@ def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])
-        got = batch([row], ids)
+        got = batch([row], ids).logits
         assert mx.allclose(got, alone(model, other, ids), rtol=1e-4, atol=1e-5).item()
         kinds |= set(batch._pass._passes)
         assert len(batch._pass._passes) <= 2

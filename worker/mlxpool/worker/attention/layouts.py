@@ -16,7 +16,9 @@ import numpy as np
 
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch, SlabRunner
+from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
+from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
+from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
@@ -35,6 +37,7 @@ from mlxpool.worker.attention.row_batch import (
     RowBatch,
     RowSpan,
     all_plain,
+    is_check,
     logit_spans,
     singles_first,
     wanted_lines,
@@ -76,16 +79,25 @@ class Layout:
     reads_int8 = False  # whether kernels of a GPU read keys and values as integers
 
     def __init__(
-        self, shape: RowShape, model: Model, *, deterministic: bool, keeps_states: bool = False
+        self,
+        shape: RowShape,
+        model: Model,
+        *,
+        deterministic: bool,
+        keeps_states: bool = False,
+        keeps_drawn: bool = False,
     ) -> None:
-        """`keeps_states`: passes give the states of all their inputs, see PassOutput."""
+        """`keeps_states`: passes give the states of all their inputs; `keeps_drawn`: those that
+        their logits are of. See PassOutput.
+        """
         self._model = model
-        self._keeps_states = keeps_states
+        self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
         # Bytes of what integers become while a pass reads them; none where kernels read integers.
         self.read_bytes = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
+        self._most_drafts = 0  # that the rows of a pass check together
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
@@ -116,6 +128,7 @@ class Layout:
 
     def expect_drafts(self, most: int) -> None:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""
+        self._most_drafts = most
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether a pass over these spans that wants some of them is the first."""
@@ -148,8 +161,9 @@ class Layout:
 
         The evaluation of any array that is returned completes the pass.
         """
-        if self._is_decode(spans, wanted):
-            return PassOutput(self._decode([span.row for span in spans], ids))
+        compiled = self._compiled(spans, ids, wanted)
+        if compiled is not None:
+            return compiled
         given = spans
         spans, ids, wanted = singles_first(spans, ids, wanted)
         step = self.batch(spans, wanted, self._attention, every=self._keeps_states)
@@ -168,26 +182,26 @@ class Layout:
         some = logit_spans(spans, wanted)
         nothing = mx.zeros(1)  # if none is wanted, no more of the last layer than what it writes
         embeds = len(some) < len(wanted)
-        if not embeds and not self._keeps_states:
+        if not embeds and not self._keeps_states and not (some and self._keeps_drawn):
             found = self._model(ids, step)
             return PassOutput(found if wanted else nothing)
         every = states = self._model.hidden_states(ids, step)
         if self._keeps_states:
             states = step.logit_rows(every)
         count = wanted_lines(spans, some)
+        drawn = states[:count] if embeds else states
         return PassOutput(
-            self._model.logits_of(states[:count]) if some else nothing,
+            self._model.logits_of(drawn) if some else nothing,
             states[count:].astype(mx.float32) if embeds else None,
             every if self._keeps_states else None,
+            drawn if self._keeps_drawn and some else None,
         )
 
-    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """Returns whether `_decode` computes the pass: one token of each row, with logits."""
-        return False
-
-    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """Builds a pass over one token `ids` [R] of each row; returns logits [R, vocabulary]."""
-        raise NotImplementedError
+    def _compiled(
+        self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
+    ) -> PassOutput | None:
+        """As `forward`, by a compiled pass; None where there is none for these spans."""
+        return None
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
         """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
@@ -212,14 +226,28 @@ class SlabLayout(Layout):
     shares_arrays = True
 
     def __init__(
-        self, shape: RowShape, model: Model, *, deterministic: bool, keeps_states: bool = False
+        self,
+        shape: RowShape,
+        model: Model,
+        *,
+        deterministic: bool,
+        keeps_states: bool = False,
+        keeps_drawn: bool = False,
     ) -> None:
-        super().__init__(shape, model, deterministic=deterministic, keeps_states=keeps_states)
+        super().__init__(
+            shape,
+            model,
+            deterministic=deterministic,
+            keeps_states=keeps_states,
+            keeps_drawn=keeps_drawn,
+        )
         self.slabs = Slabs(shape)
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
-        self._runner = SlabRunner(model, shape)
+        self._runner = SlabRunner(model, shape, states=keeps_drawn)
+        self._check_runner = SlabCheckRunner(model, shape, states=keeps_drawn)
+        self._compiles = not deterministic and not keeps_states
         read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
         self.read_bytes = shape.dequantised_bytes(read)
 
@@ -237,14 +265,45 @@ class SlabLayout(Layout):
         row.reserve(tokens)
         mx.eval(row.arrays())
 
-    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+    def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        exact = self._deterministic or self._keeps_states
-        return not exact and is_plain_decode(spans, wanted)
+        checked = self._checked(spans)
+        compiles = checked is not None and self._check_runner.compiles(*checked)
+        return super().is_new(spans, wanted) or compiles
 
-    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+    def _compiled(
+        self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
+    ) -> PassOutput | None:
         """See Layout."""
-        return self._runner(rows, ids)
+        if not self._compiles:
+            return None
+        if is_plain_decode(spans, wanted):
+            rows = [cast(SlabRow, span.row) for span in spans]
+            return self._runner(rows, ids)
+        checked = self._checked(spans)
+        if checked is None or list(wanted) != [0] or not self._check_runner.serves(*checked):
+            return None
+        return self._check_runner(checked[0], ids)
+
+    def _checked(self, spans: Sequence[RowSpan]) -> tuple[SlabRow, int] | None:
+        """Returns the row that checks drafts alone, and its inputs; None: the spans are others."""
+        if not self._compiles or len(spans) > 1 or not is_check(spans[0]):
+            return None
+        return cast(SlabRow, spans[0].row), spans[0].count
+
+    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
+        """See Layout. Compiles the passes of a short row that checks drafts alone."""
+        if not self._compiles or not self._most_drafts:
+            return
+        row = SlabRow(self.slabs)
+        for lines in check_sizes(self._most_drafts):
+            if lines > context:
+                break
+            found = self._check_runner(row, mx.zeros(lines, dtype=mx.int32))
+            mx.eval(*(one for one in found if one is not None), self._written([row]))
+            row.trim(0)
+            on_progress()
+        row.release()
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
         """See Layout."""
@@ -521,11 +580,12 @@ def make_layout(
     uploads: Uploads | None = None,
     images: bool = False,
     keeps_states: bool = False,
+    keeps_drawn: bool = False,
 ) -> Layout:
     """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
 
     `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
-    reads images. `keeps_states`: see Layout.
+    reads images. `keeps_states`, `keeps_drawn`: see Layout; a pool keeps no drawn ones.
     """
     if name == "pool":
         return PagedLayout(
@@ -540,7 +600,13 @@ def make_layout(
             keeps_states=keeps_states,
         )
     kind = SlabLayout if name == "slabs" else Layout
-    return kind(shape, model, deterministic=deterministic, keeps_states=keeps_states)
+    return kind(
+        shape,
+        model,
+        deterministic=deterministic,
+        keeps_states=keeps_states,
+        keeps_drawn=keeps_drawn,
+    )
 
 
 def writes_in_place(shape: RowShape, on_gpu: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Drafts of a model's own head (MTP): keys and values of the head's layer, and the passes of it.
+"""Drafts of a model's own head (MTP) whose layer has a cache: its keys and values, and its passes.
 
 Entry i of a row of the head is of input `first` + i of the sequence: of its state, which a pass of
 the model gave, and of the token behind it. The states of few inputs wait until drafts are wanted
@@ -9,7 +9,6 @@ never make a token another one. All is dropped with the sequence's row.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -18,17 +17,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.worker.attention.head_drafts import HeadDrafts
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
-from mlxpool.worker.kernels import device
 from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-log = logging.getLogger("mlxpool.worker")
-
 MAX_WAITING = 32  # inputs of a row whose states wait for drafts; then the head reads them
-MAX_FAILURES = 3  # of its passes, after which it gives no more drafts
 
 
 @dataclass(slots=True)
@@ -86,19 +82,19 @@ class _Row:
         return found
 
 
-class Predictions:
-    """Implements speculation.mtp.Predictor; used by the engine and the compute thread alone."""
+class Predictions(HeadDrafts):
+    """Drafts of a head whose layer keeps something of each token."""
 
     def __init__(self, head: Prediction, shape: RowShape) -> None:
         """`shape`: of the head's rows, which have one layer."""
+        super().__init__()
         self._head = head
         self._shape = shape
         self._rows: dict[Sequence, _Row] = {}
-        self._failures = 0  # of passes, one after the other
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the head's rows."""
+        """See HeadDrafts."""
         return sum(one.row.nbytes for one in self._rows.values())
 
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
@@ -106,7 +102,7 @@ class Predictions:
 
         Where many wait, the head reads them. Returns the arrays to evaluate with the pass.
         """
-        if self._failures >= MAX_FAILURES:
+        if self.failed:
             return []
         line, inside = 0, []
         for span in spans:
@@ -174,27 +170,12 @@ class Predictions:
         one = self._rows.get(seq)
         return one is not None and one.read < seq.length - 1 <= one.end
 
-    def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """See Predictor."""
-        for seq in depths:
-            one = self._rows.get(seq)
-            if one is not None:
-                one.cut(seq.length - 1)
-        ready = {seq: depth for seq, depth in depths.items() if self.ready(seq) and depth > 0}
-        if not ready:
-            return {}
-        try:
-            found = self._computed(ready)
-        except Exception as error:
-            self.clear()
-            if not device.device_computes():
-                raise
-            self._failures += 1
-            more = "" if self._failures < MAX_FAILURES else "; it gives no more drafts"
-            log.warning(f"a pass of the model's head failed{more}", exc_info=error)
-            return {}
-        self._failures = 0
-        return found
+    def _prepared(self, seq: Sequence) -> bool:
+        """See HeadDrafts."""
+        one = self._rows.get(seq)
+        if one is not None:
+            one.cut(seq.length - 1)
+        return self.ready(seq)
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """One pass for each depth over all rows that go so far; the deepest are first."""
@@ -211,7 +192,7 @@ class Predictions:
             batch = RowBatch(spans, range(live))
             states = self._head(tokens, states, batch)
             batch.done()
-            drawn.append(mx.argmax(self._head.logits_of(states), axis=-1).astype(mx.int32))
+            drawn.append(self._head.likeliest(states))
         for seq, offset in zip(rows, read, strict=True):
             self._rows[seq].row.trim(offset)
         written = [array for seq in rows for array in self._rows[seq].row.arrays()]
@@ -222,10 +203,13 @@ class Predictions:
             for number, seq in enumerate(rows)
         }
 
+    def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
+        """See HeadDrafts. Its passes are not compiled."""
+
     def release(self, seq: Sequence) -> None:
-        """Drops what is kept of a sequence; ignores an unknown one."""
+        """See HeadDrafts."""
         self._rows.pop(seq, None)
 
     def clear(self) -> None:
-        """Drops what is kept of all sequences."""
+        """See HeadDrafts."""
         self._rows.clear()

@@ -101,13 +101,14 @@ class PassOutput(NamedTuple):
     """What a pass gives of the spans that it wants, none of it computed yet.
 
     `logits` [E, vocabulary], one array to evaluate where no span wants them; `hidden` [H, d]
-    float32. `states` [T, d] of all inputs, in their order and behind the last norm; None: the
-    layout keeps none.
+    float32. Behind the last norm, and None where the layout keeps none: `states` [T, d] of all
+    inputs, in their order; `drawn` [E, d], those that the logits are of.
     """
 
     logits: mx.array
     hidden: mx.array | None = None
     states: mx.array | None = None
+    drawn: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)

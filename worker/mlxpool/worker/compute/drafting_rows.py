@@ -47,8 +47,8 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
         )
     if setting == MTP and engine.predictor is None:
         raise ModelLoadFailed(
-            f"speculation is {MTP!r}, but models.{model} has no head that predicts further tokens;"
-            f" set it to {AUTO!r}"
+            f"speculation is {MTP!r}, but models.{model} has no head that predicts further tokens"
+            f" and drafts on this device; set it to {AUTO!r}"
         )
     if setting == DRAFT and draft is None:
         raise ModelLoadFailed(

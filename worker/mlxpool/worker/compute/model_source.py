@@ -191,7 +191,7 @@ def uses_head(config: ModelConfig) -> bool:
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
     """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
-    if config.speculation != MTP or folder.plan.prediction_cache is not None:
+    if config.speculation != MTP or folder.plan.predicts:
         return
     kind, head = f"model_type {folder.model_type!r}", folder.plan.prediction
     if config.devices > 1:
@@ -308,7 +308,7 @@ def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
         return "deterministic is true: log-probabilities of drafts differ in their last bits"
     plan = folder.plan
     recurrent = any(isinstance(cache, RecurrentSpec) for cache in plan.caches)
-    if recurrent and plan.prediction_cache is None:
+    if recurrent and not plan.predicts:
         return "its layers have recurrent states, and rows with these cannot give up wrong drafts"
     return ""
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
+from mlxpool.worker.attention.head_drafts import HeadDrafts, StateDrafts
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
@@ -132,7 +133,7 @@ class ModelEngine(WarmedEngine):
         name, shape = choose_layout(
             layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
         )
-        self._predictions = self._make_predictions(shape)
+        self._predictions = self._make_predictions(name, shape)
         self._set_row_sizes(shape)
         integers = shape.quantised and device.on_gpu()  # of which kernels read those of pools
         windows = shape.keeps_all and shape.has_windows and not integers
@@ -171,11 +172,19 @@ class ModelEngine(WarmedEngine):
         self._rows_before: list[RowSpan] = []  # of that pass
         self._steps = 0
 
-    def _make_predictions(self, shape: RowShape) -> Predictions | None:
-        """Makes the drafts of the model's own head; None where it is not loaded."""
-        cache = self._loaded.folder.plan.prediction_cache
-        if cache is None:
+    def _make_predictions(self, layout: str, shape: RowShape) -> HeadDrafts | None:
+        """Makes the drafts of the model's own head; None where it is not loaded or not served.
+
+        A layout in blocks of a pool does not give the states that a head without a cache reads.
+        """
+        plan = self._loaded.folder.plan
+        if not plan.predicts:
             return None
+        cache = plan.prediction_cache
+        if cache is None:
+            served = layout != "pool" and not self._loaded.deterministic
+            head = cast(PredictingModel, self._model).prediction
+            return StateDrafts(head) if served else None
         own = RowShape((cache,), shape.dtype, shape.capacity, shape.chunk)
         self._head_block_bytes = KV_BLOCK_TOKENS * own.token_bytes
         return Predictions(cast(PredictingModel, self._model).prediction, own)
@@ -248,7 +257,8 @@ class ModelEngine(WarmedEngine):
             on_gpu=device.on_gpu(),
             uploads=self._uploads,
             images=self._loaded.folder.vision is not None,
-            keeps_states=self._predictions is not None,
+            keeps_states=isinstance(self._predictions, Predictions),
+            keeps_drawn=isinstance(self._predictions, StateDrafts),
         )
 
     @property
@@ -264,7 +274,7 @@ class ModelEngine(WarmedEngine):
 
         With a head they have the states behind few drafts, see RowCache.put_states.
         """
-        return not self._layout.store.stateful or self._predictions is not None
+        return not self._layout.store.stateful or isinstance(self._predictions, Predictions)
 
     @property
     def predictor(self) -> Predictor | None:
@@ -350,9 +360,12 @@ class ModelEngine(WarmedEngine):
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
             head: Many[mx.array] = ()  # what its head keeps of the pass
-            if self._predictions is not None and found.states is not None:
-                head = self._predictions.take(wants.every, found.states)
             asking, sampled = wants.asking, None
+            if isinstance(self._predictions, Predictions) and found.states is not None:
+                head = self._predictions.take(wants.every, found.states)
+            elif isinstance(self._predictions, StateDrafts) and found.drawn is not None:
+                self._predictions.take(asking, found.drawn)
+                head = [found.drawn]
             embedded = wants.embedded() if wants.hidden else ()
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
             states, hidden = (found.hidden, None) if reports else (None, found.hidden)

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
+from mlxpool.worker.attention.head_drafts import HeadDrafts
 from mlxpool.worker.attention.layouts import Layout
-from mlxpool.worker.attention.prediction_rows import Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
@@ -31,6 +31,7 @@ from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
+from mlxpool.worker.speculation.mtp import FIRST_CHANCES
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.transfers.shared_array import SETS
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table
@@ -83,7 +84,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     _pairs: int  # of a query and a key, that a pass has at most
     _image_encoder: ImageEncoder | None
     _uploads: Uploads | None
-    _predictions: Predictions | None
+    _predictions: HeadDrafts | None
     _draws: TokenDraws
     _mask_tables: list[MaskTable]
     _target: StepTarget
@@ -222,7 +223,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         longest = min(self.context - 1, self.chunk)
         yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
 
-    def _warm_up_head(self, head: Predictions) -> None:
+    def _warm_up_head(self, head: HeadDrafts) -> None:
         """Has the model's head draft for one row, and the row check it."""
         (seq,) = self._dummy_rows(1, 1)
         for _ in range(min(WARM_UP_PASSES, self.context // 4)):  # of four inputs at most
@@ -230,6 +231,8 @@ class WarmedEngine(RowEngine[CacheRow]):
             drafts = head.drafts({seq: 1})
             found = self.step([Span.check(seq, drafts.get(seq, (0,)))])
             seq.ids += [one.token for one in found.drawn]
+            if self._most_drafts and head.ready(seq):
+                head.compile_ahead(seq, self._most_rows(), len(FIRST_CHANCES))
         self._drop_rows([seq])
 
     def _most_rows(self) -> int:

@@ -26,6 +26,10 @@ class CompiledPasses(Generic[P, R]):
         self._function, self._max_passes = function, max_passes
         self._passes: OrderedDict[Hashable, Callable[P, R]] = OrderedDict()
 
+    def __contains__(self, kind: Hashable) -> bool:
+        """Whether the function is compiled for this kind."""
+        return kind in self._passes
+
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; `kind` are the constants and shapes for which it is compiled."""
         if kind not in self._passes:

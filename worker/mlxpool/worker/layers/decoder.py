@@ -3,8 +3,9 @@
 Some have a second head, which predicts the token behind the next one (MTP). Its input is a token
 and the state, behind the model's last norm, of the token before it. Norms of the token's embedding
 and of that state are joined, and a decoder layer reads them with those of earlier tokens, of which
-it has keys and values of its own. What it gives behind the head's own norm is the state in place of
-the model's for the next token, so the head can go on by itself.
+it has keys and values of its own; or it sees each token alone (FeedLayer). What it gives behind the
+head's own norm is the state in place of the model's for the next token, so the head can go on by
+itself.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.config_fields import flag, integer, number
 from mlxpool.worker.layers.decoder_layer import (
     DecoderLayer,
@@ -42,7 +44,10 @@ OutputLayer: TypeAlias = "Callable[[LinearInput], mx.array]"  # [E, d] -> [E, vo
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
-    """The names of a head's modules. `embed` and `output` empty: the model's are the head's."""
+    """The names of a head's modules. `embed` and `output` empty: the model's are the head's.
+
+    `drafted` is a tensor: the tokens that it drafts, where these are a part of the vocabulary.
+    """
 
     token_norm: str  # of the token's embedding
     state_norm: str
@@ -51,17 +56,33 @@ class HeadNames:
     norm: str  # behind the layer
     embed: str = ""
     output: str = ""
+    drafted: str = ""
+
+
+MTP = "mtp."  # how the names of a head's tensors begin, in the checkpoints of most families
+MTP_NAMES = HeadNames(
+    token_norm=f"{MTP}pre_fc_norm_embedding",
+    state_norm=f"{MTP}pre_fc_norm_hidden",
+    joint=f"{MTP}fc",
+    layer=f"{MTP}layers.0",
+    norm=f"{MTP}norm",
+    drafted=f"{MTP}draft_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionHead:
-    """Describes a head that predicts further tokens, see above; the sizes are the model's."""
+    """Describes a head that predicts further tokens, see above; the sizes are the model's.
+
+    `drafted`: the number of tokens that it drafts, whose embeddings are its output head; 0: all.
+    """
 
     vocab_size: int
     hidden: int
     eps: float
     layer: DecoderLayer
     names: HeadNames
+    drafted: int = 0
 
     def shapes(self) -> WeightShapes:
         """Every tensor of the head, in the order in which it uses them."""
@@ -75,6 +96,8 @@ class PredictionHead:
         yield f"{names.norm}.weight", (d,)
         if names.output:
             yield f"{names.output}.weight", (self.vocab_size, d)
+        if self.drafted:
+            yield names.drafted, (self.drafted,)
 
     def build(self, builder: LayerBuilder, embed: Embedding, output: OutputLayer) -> HeadModel:
         """The head over the builder's weights; `embed` and `output` are the model's."""
@@ -95,18 +118,30 @@ class HeadModel:
         self.layer = spec.layer.build(builder, names.layer, 0)
         self.norm = builder.rms_norm(names.norm, spec.eps)
         self.output: OutputLayer = builder.linear(names.output) if names.output else output
+        self.drafted: mx.array | None = None  # [N] the token of each logit; None: its number
+        if spec.drafted:
+            self.drafted = _token_numbers(builder.tensor(names.drafted), spec.vocab_size)
+            self.output = _part_of(self.embed, self.drafted)
 
-    def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch) -> mx.array:
+    def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch | None) -> mx.array:
         """See model_plan.Prediction."""
         import mlx.core as mx
 
         halves = [self.token_norm(self.embed(tokens)), self.state_norm(states)]
-        x = self.layer(self.joint(mx.concatenate(halves, axis=-1)), batch)
+        joint = self.joint(mx.concatenate(halves, axis=-1))
+        x = self.layer(joint, cast("ForwardBatch", batch))  # a layer without a cache uses none
         return add_and_norm(self.norm, x)[1]
 
     def logits_of(self, states: mx.array) -> mx.array:
         """See model_plan.Prediction."""
         return self.output(states)
+
+    def likeliest(self, states: mx.array) -> mx.array:
+        """See model_plan.Prediction."""
+        import mlx.core as mx
+
+        found = mx.argmax(self.output(states), axis=-1).astype(mx.int32)
+        return found if self.drafted is None else self.drafted[found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +197,7 @@ class Decoder:
             derived=derived,
             layers=len(self.layers),
             input_only=self.input_only,
+            predicts=self.prediction is not None,
             prediction_cache=None if self.prediction is None else self.prediction.layer.cache,
         )
 
@@ -232,6 +268,29 @@ def _numbered(layers: Iterable[DecoderLayer]) -> Iterator[tuple[DecoderLayer, in
     """Yields each layer with its number among those that have a cache, or among those without."""
     numbers = {True: count(), False: count()}
     return ((layer, next(numbers[layer.cache is not None])) for layer in layers)
+
+
+def _token_numbers(stored: mx.array, vocabulary: int) -> mx.array:
+    """Tokens [N] of stored float32 numbers; raises ModelLoadFailed for one that is no token."""
+    import mlx.core as mx
+
+    tokens = stored.astype(mx.int32)
+    wrong = mx.sum((tokens != stored) | (tokens < 0) | (tokens >= vocabulary)).item()
+    if wrong:
+        raise ModelLoadFailed(
+            f"{wrong} of the {tokens.size} tokens that the head drafts are no whole numbers from 0"
+            f" to {vocabulary - 1}; take the file of the head from where the model comes from again"
+        )
+    return tokens
+
+
+def _part_of(embed: Embedding, tokens: mx.array) -> OutputLayer:
+    """An output head [E, d] -> [E, N] over the embeddings of some tokens [N]."""
+    import mlx.core as mx
+
+    columns = mx.contiguous(embed(tokens).T)
+    mx.eval(columns)
+    return lambda x: cast("mx.array", x) @ columns
 
 
 def soft_capped(x: mx.array, cap: float) -> mx.array:

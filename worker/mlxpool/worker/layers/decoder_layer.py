@@ -164,6 +164,30 @@ class _PreNorm:
         return _residual(self.before_feed, self.feed, mixed)
 
 
+@dataclass(frozen=True, slots=True)
+class FeedLayer:
+    """x + feed(norm(x)): a layer that sees each token alone, and so keeps nothing of a sequence."""
+
+    hidden: int
+    eps: float
+    feed: FeedForward
+
+    @property
+    def cache(self) -> None:
+        """See DecoderLayer."""
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See DecoderLayer."""
+        yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
+        yield from self.feed.shapes(f"{name}.mlp")
+
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
+        """See DecoderLayer. What it returns uses no batch."""
+        norm = builder.rms_norm(f"{name}.post_attention_layernorm", self.eps)
+        feed = self.feed.build(builder, f"{name}.mlp")
+        return lambda x, batch: _residual(norm, feed, x)
+
+
 def _residual(
     norm: Norm, sublayer: Callable[..., mx.array], x: Residual, *batch: ForwardBatch
 ) -> ResidualSum:

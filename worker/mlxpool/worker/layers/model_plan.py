@@ -39,18 +39,27 @@ class Model(Protocol):
 class Prediction(Protocol):
     """The built head of a model that predicts further tokens (MTP), see layers/decoder.py."""
 
-    def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch, /) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, states: mx.array, batch: ForwardBatch | None, /
+    ) -> mx.array:
         """Tokens [T] and the states [T, d] of those before them -> states [E, d].
 
-        These are of the tokens that the batch selects; its only layer is the head's.
+        These are of the tokens that the batch selects; its only layer is the head's. None: of all
+        tokens, by a head that has no cache.
         """
 
     def logits_of(self, states: mx.array, /) -> mx.array:
-        """Returns logits [E, vocabulary] of states [E, d] that the head gave."""
+        """Returns logits [E, vocabulary] of states [E, d] that the head gave.
+
+        They are fewer where the head drafts a part of the vocabulary.
+        """
+
+    def likeliest(self, states: mx.array, /) -> mx.array:
+        """Returns the likeliest tokens [E] of such states."""
 
 
 class PredictingModel(Model, Protocol):
-    """A built model whose plan has a `prediction_cache`."""
+    """A built model whose plan `predicts`."""
 
     @property
     def prediction(self) -> Prediction: ...
@@ -94,7 +103,8 @@ class ModelPlan:
     input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
     vision: VisionPlan | None = None  # of the whole model, where this is its text part
     prediction: PredictionPlan | None = None  # where this is the model without its head
-    prediction_cache: CacheSpec | None = None  # what the head keeps of a sequence; None: no head
+    predicts: bool = False  # whether this is the model with its head
+    prediction_cache: CacheSpec | None = None  # what the head keeps of a sequence; None: nothing
 
     @property
     def embedding_rows(self) -> int:

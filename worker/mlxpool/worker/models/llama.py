@@ -1,10 +1,17 @@
-"""Llama 2 and 3.x, and Mistral, which differs only in its sliding window."""
+"""Llama 2 and 3.x, and Mistral, which differs only in its sliding window.
+
+With `mtp_intermediate_size` in config.json a head predicts further tokens (MTP), whose layer is a
+feed-forward of this width. The demo model has one; its tensors are named as those of Qwen3-Next.
+With `mtp_draft_vocab_size` it drafts so many tokens of the vocabulary: `mtp.draft_tokens`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.config_fields import (
     SLIDING,
@@ -17,17 +24,41 @@ from mlxpool.worker.layers.config_fields import (
     number,
     require,
 )
-from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
+from mlxpool.worker.layers.decoder import MTP, MTP_NAMES, Decoder, PredictionHead
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, FeedLayer, PreNormLayer
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
 from mlxpool.worker.layers.rope import parse_rope
+
+HEAD_WIDTH, DRAFTED = "mtp_intermediate_size", "mtp_draft_vocab_size"
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.from_config(config, _layers(config)).plan()
+    decoder = Decoder.from_config(config, _layers(config))
+    if config.get(HEAD_WIDTH) is None:
+        return decoder.plan()
+    feed = GatedMLP(decoder.hidden, integer(config, HEAD_WIDTH))
+    layer = FeedLayer(decoder.hidden, decoder.eps, feed)
+    drafted = integer(config, DRAFTED) if config.get(DRAFTED) else 0
+    if drafted and not decoder.tied:
+        raise ModelLoadFailed(
+            f"config.json has {DRAFTED} {drafted} and untied embeddings; the output head for some"
+            f" tokens is made of tied ones: take {DRAFTED} out"
+        )
+    head = PredictionHead(
+        decoder.vocab_size, decoder.hidden, decoder.eps, layer, MTP_NAMES, drafted
+    )
+    whole = replace(
+        replace(decoder, prediction=head).plan(), float32=lambda name: name == MTP_NAMES.drafted
+    )
+    prediction = PredictionPlan(
+        is_part=lambda name: name.startswith(f"{MTP_NAMES.joint}."),
+        whole=lambda names: whole,
+        tensors=f"{MTP}*",
+    )
+    return replace(decoder.plan(lambda name: name.startswith(MTP)), prediction=prediction)
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:

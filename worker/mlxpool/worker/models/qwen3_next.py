@@ -21,7 +21,7 @@ from mlxpool.worker.layers.config_fields import (
     number,
     require,
 )
-from mlxpool.worker.layers.decoder import Decoder, HeadNames, PredictionHead
+from mlxpool.worker.layers.decoder import MTP, MTP_NAMES, Decoder, PredictionHead
 from mlxpool.worker.layers.decoder_layer import (
     DecoderLayer,
     PreNormLayer,
@@ -35,15 +35,9 @@ from mlxpool.worker.layers.moe import SoftmaxMoE
 LINEAR = "linear_attention"
 FULL_INTERVAL = 4  # every 4th layer has attention, unless config.json says otherwise
 NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-PREDICTION = "mtp."  # tensors of the head that predicts further tokens
-HEAD = HeadNames(
-    token_norm="mtp.pre_fc_norm_embedding",
-    state_norm="mtp.pre_fc_norm_hidden",
-    joint="mtp.fc",
-    layer="mtp.layers.0",
-    norm="mtp.norm",
+HEAD_NORMS = tuple(
+    f"{one}.weight" for one in (MTP_NAMES.token_norm, MTP_NAMES.state_norm, MTP_NAMES.norm)
 )
-HEAD_NORMS = tuple(f"{one}.weight" for one in (HEAD.token_norm, HEAD.state_norm, HEAD.norm))
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
@@ -66,13 +60,13 @@ def plan_of(
     require(config, "hidden_act", ["silu"])
 
     def whole(stored: Collection[str]) -> ModelPlan:
-        routed = f"{HEAD.layer}.mlp.gate.weight" in stored
+        routed = f"{MTP_NAMES.layer}.mlp.gate.weight" in stored
         return _plan(config, delta_net, sparse, normed=normed, routed=routed)
 
     prediction = PredictionPlan(
-        is_part=lambda name: name.startswith(f"{HEAD.joint}."),
+        is_part=lambda name: name.startswith(f"{MTP_NAMES.joint}."),
         whole=whole,
-        tensors=f"{PREDICTION}*",
+        tensors=f"{MTP}*",
     )
     plan = _plan(config, delta_net, sparse, normed=normed)
     return replace(plan, prediction=prediction)
@@ -101,8 +95,10 @@ def _plan(
     head = None
     if routed is not None:
         feed = _experts(config, normed) if routed else _dense(config)
-        named[HEAD.layer] = PreNormLayer(hidden, eps, attention, feed)
-        head = PredictionHead(integer(config, "vocab_size"), hidden, eps, named[HEAD.layer], HEAD)
+        named[MTP_NAMES.layer] = PreNormLayer(hidden, eps, attention, feed)
+        head = PredictionHead(
+            integer(config, "vocab_size"), hidden, eps, named[MTP_NAMES.layer], MTP_NAMES
+        )
     plan = Decoder.from_config(config, layers, prediction=head).plan(
         _is_unused if head is None else _is_further, partial(_derived, named, head is not None)
     )
@@ -110,12 +106,12 @@ def _plan(
 
 
 def _is_unused(name: str) -> bool:
-    return name.startswith(PREDICTION)
+    return name.startswith(MTP)
 
 
 def _is_further(name: str) -> bool:
     """Layers of the head behind its first one are not used."""
-    return name.startswith("mtp.layers.") and not name.startswith(f"{HEAD.layer}.")
+    return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 
 
 def _dense(config: Mapping[str, Any]) -> GatedMLP:

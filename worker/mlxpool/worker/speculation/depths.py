@@ -36,14 +36,19 @@ def choose_depths(
         checked += not reached[row]
         reached[row] += 1
         deepest = max(deepest, reached[row])
-        if number & (number - 1) and number < len(every):
-            continue  # only powers of two, and all
+        if _between(number) and _between(number + checked) and number < len(every):
+            continue  # only powers of two, of drafts or of inputs, and all
         rate = (rows + gained) / seconds(checked, number, deepest)
         if rate > best:
             best, chosen = rate, number
     for _, row in every[:chosen]:
         depths[row] += 1
     return depths
+
+
+def _between(number: int) -> bool:
+    """Whether a number is no power of two."""
+    return bool(number & (number - 1))
 
 
 def _together(chances: Many[float]) -> list[float]:

@@ -16,8 +16,8 @@ NEW_STREAM = 0.12  # weight of the newest draft in the average of a stream
 NEW_MODEL = 0.02  # the same of the averages of all streams, with which a new one begins
 # Weight of the average of all streams, for each token of a stream that has no drafts, and of what
 # was assumed at first in the average of all: wrong drafts do not forbid further ones for ever.
-# With these a step checks such drafts for one token in some hundred.
-RETURN_STREAM = 1 / 1024
+# With these a step checks such drafts for one token in some fifty to a hundred.
+RETURN_STREAM = 1 / 256
 RETURN_MODEL = 1 / 2**15
 
 

@@ -18,7 +18,7 @@ from mlxpool.worker.speculation.depths import choose_depths
 from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.step_times import StepTimes
 
-MAX_DRAFTS = 16  # of a row in one step
+MAX_DRAFTS = 15  # of a row in one step: with its newest token 16 inputs
 MAX_STEP_DRAFTS = 256  # of all rows
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 HOST_SHARE = 0.01  # of the time of steps: so much may be spent on rows whose drafts do not pay

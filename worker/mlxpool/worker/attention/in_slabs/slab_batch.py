@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -34,10 +34,8 @@ from mlxpool.worker.attention.row_batch import (
     line_selector,
 )
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
-from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
-from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 NOT_PLAIN = (
@@ -98,7 +96,7 @@ def _slab_access(found: dict[int, tuple[int, int]], writes: list[tuple[int, int]
     )
 
 
-def _sizes(part: SlabAccess) -> tuple[int, ...]:
+def access_sizes(part: SlabAccess) -> tuple[int, ...]:
     return len(part.owner), len(part.lines), len(part.blocks)
 
 
@@ -193,12 +191,22 @@ def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
     return every[:, reading.first : reading.last, : reading.width]
 
 
+class Reader(Protocol):
+    """Writes and reads the keys and values of all lines of a compiled pass."""
+
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        """Writes k [T, KV, D] and v [T, KV, V], each line behind the tokens of its row."""
+
+    def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """q [T, H, D] -> [T, H, V]."""
+
+
 class SlabBatch(RotateThenAttend):
-    """A ForwardBatch of one token for each row; its arrays belong to one compiled pass."""
+    """A ForwardBatch of lines that all give logits; its arrays belong to one compiled pass."""
 
     logits = True
 
-    def __init__(self, positions: mx.array, reader: SlabReader) -> None:
+    def __init__(self, positions: mx.array, reader: Reader) -> None:
         self._rotation, self._reader = RotaryEmbedding(positions), reader
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -324,24 +332,24 @@ class SlabRowBatch(RowBatch):
     @staticmethod
     def _reader_of(rows: Sequence[SlabRow]) -> SlabReader:
         found = slab_accesses(rows)
-        constants, arrays, blocks = _packed(found, len(rows))
-        member, readings = _readings(
-            len(rows), _is_simple(found, len(rows)), constants, arrays, blocks
+        constants, arrays, blocks = packed_accesses(found, len(rows))
+        member, readings = slab_readings(
+            len(rows), is_simple(found, len(rows)), constants, arrays, blocks
         )
         return SlabReader(rows[0].shape, member, readings, [slab.layers for slab, _ in found])
 
 
-_Constants = tuple[int, int, int, bool, bool, bool]
+PassConstants = tuple[int, int, int, bool, bool, bool]
 
 
-def _is_simple(found: list[tuple[Slab, SlabAccess]], rows: int) -> bool:
+def is_simple(found: list[tuple[Slab, SlabAccess]], rows: int) -> bool:
     """Returns whether row r has block r of one slab, and no other."""
     return len(found) == 1 and found[0][1].owner == list(range(rows))
 
 
-def _packed(
+def packed_accesses(
     found: list[tuple[Slab, SlabAccess]], rows: int
-) -> tuple[list[_Constants], list[tuple[mx.array, ...]], list[mx.array]]:
+) -> tuple[list[PassConstants], list[tuple[mx.array, ...]], list[mx.array]]:
     """Returns constants and arrays of the accesses, and the listed blocks."""
     constants = [
         (
@@ -361,10 +369,10 @@ def _packed(
     return constants, arrays, [mx.array(p.blocks, dtype=mx.int32) for _, p in found]
 
 
-def _readings(
+def slab_readings(
     rows: int,
     simple: bool,
-    constants: list[_Constants],
+    constants: list[PassConstants],
     arrays: list[tuple[mx.array, ...]],
     blocks: list[mx.array],
 ) -> tuple[mx.array | None, list[_SlabArrays]]:
@@ -384,47 +392,3 @@ def _readings(
         return None, readings
     every = mx.concatenate(owners)[None]
     return mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE), readings
-
-
-class SlabRunner:
-    """Runs compiled decode passes of a model over rows in slabs."""
-
-    def __init__(self, model: Model, shape: RowShape, *, max_passes: int = MAX_PASSES) -> None:
-        self._model, self._shape = model, shape
-        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
-
-    def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> mx.array:
-        """Returns logits [R, vocabulary] of one token `ids` [R] for each row; advances the rows."""
-        for row in rows:
-            row.reserve(row.offset + 1)
-        found = slab_accesses(rows)
-        logits, slabs = self._call(rows, ids, found)
-        for (slab, _), layers in zip(found, slabs, strict=True):
-            slab.layers = [tuple(arrays) for arrays in layers]
-        for row in rows:
-            row.advance(1)
-        return logits
-
-    def _call(
-        self, rows: Sequence[SlabRow], ids: mx.array, found: list[tuple[Slab, SlabAccess]]
-    ) -> tuple[mx.array, list[list[Arrays]]]:
-        count = len(rows)
-        simple, (constants, arrays, blocks) = _is_simple(found, count), _packed(found, count)
-        kind = (count, simple, *constants, *(_sizes(p) for _, p in found))
-        positions = mx.array([row.offset for row in rows], dtype=mx.int32)
-        caches = [slab.layers for slab, _ in found]
-        return self._pass(kind, ids, positions, simple, constants, arrays, blocks, caches)
-
-    def _one_pass(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        simple: bool,
-        constants: list[_Constants],
-        arrays: list[tuple[mx.array, ...]],
-        blocks: list[mx.array],
-        caches: list[list[Arrays]],
-    ) -> tuple[mx.array, list[list[Arrays]]]:
-        member, readings = _readings(ids.shape[0], simple, constants, arrays, blocks)
-        step = SlabBatch(positions, SlabReader(self._shape, member, readings, caches))
-        return self._model(ids, step), caches

@@ -1,0 +1,190 @@
+"""The texts from which the demo model's head learns: what the demo model itself writes, mostly."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from train_demo_model import Llama, Shape, say
+
+WINDOW = 192  # tokens of a text
+PROMPTS = (8, 16, 24, 32, 48)  # tokens that a text begins with
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the texts, in turn
+LONGEST = max(PROMPTS)
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts with what the demo model makes of each token of them.
+
+    `ids` and `choices` [N, WINDOW]: the tokens, and the token that the demo model holds for the
+    likeliest behind each. `states` [N, WINDOW, hidden] behind its last norm.
+    """
+
+    ids: mx.array
+    choices: mx.array
+    states: mx.array
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+
+def function_begins(texts: dict[str, str]) -> Iterator[str]:
+    """Yields the source of every function of some modules."""
+    for text in texts.values():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except (SyntaxError, ValueError):  # tests of wrong source
+            continue
+        lines = text.splitlines(keepends=True)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first, *others = lines[node.lineno - 1 : (node.end_lineno or node.lineno)]
+                yield first[node.col_offset :] + "".join(others)
+
+
+def prompts_of(tokenizer: Tokenizer, texts: dict[str, str]) -> Tokens:
+    """Returns begins [N, LONGEST] of functions, with END before each."""
+    sources = [one[: 8 * LONGEST] for one in function_begins(texts)]
+    every = (one.ids[:LONGEST] for one in tokenizer.encode_batch(sources))
+    return np.array([ids for ids in every if len(ids) == LONGEST], dtype=np.int32)
+
+
+def corpus_tokens(tokenizer: Tokenizer, texts: dict[str, str], most: int, seed: int) -> Tokens:
+    """Returns up to `most` tokens of modules in a random order."""
+    every = [*texts.values()]
+    random.Random(seed).shuffle(every)
+    while sum(map(len, every)) > 5 * most:  # a token has three bytes or more
+        every.pop()
+    ids = [one.ids for one in tokenizer.encode_batch(every)]
+    return np.concatenate([np.array(one, dtype=np.int32) for one in ids])[:most]
+
+
+def places_of(tokens: Tokens, count: int, size: int, draw: np.random.Generator) -> Tokens:
+    """Returns `size` tokens [count, size] from random places on, END in place of the first."""
+    starts = draw.integers(0, len(tokens) - size, count)
+    found = tokens[starts[:, None] + np.arange(size)]
+    found[:, 0] = 0
+    return found
+
+
+def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) -> Texts:
+    """Returns what the model writes behind prompts [R, P], up to WINDOW tokens in all.
+
+    `size`: the tokens of each prompt that are used. `temperatures` [R, 1].
+    """
+    attention = model.model.layers[0].self_attn
+    shape: Shape = attention._shape
+    rows, dtype = len(prompts), model._dtype
+    caches = [
+        [mx.zeros((rows, shape.kv_heads, WINDOW, shape.head), dtype=dtype) for _ in range(2)]
+        for _ in model.model.layers
+    ]
+    given = mx.array(prompts)
+    tokens, ids, choices, states = given[:, 0], [], [], []
+    for at in range(WINDOW):
+        state = decoded(model, tokens, at, caches, shape)
+        logits = model.model.embed_tokens.score(state).astype(mx.float32)
+        choice = mx.argmax(logits, axis=-1).astype(mx.int32)
+        ids.append(tokens)
+        choices.append(choice)
+        states.append(state)
+        if at + 1 < size:
+            tokens = given[:, at + 1]
+        else:
+            noise = mx.random.gumbel(logits.shape)
+            drawn = mx.argmax(logits + temperatures * noise, axis=-1).astype(mx.int32)
+            tokens = mx.where(temperatures[:, 0] > 0, drawn, choice)
+        mx.eval(tokens, choice, state, caches)
+    found = Texts(mx.stack(ids, 1), mx.stack(choices, 1), mx.stack(states, 1))
+    mx.eval(found.ids, found.choices, found.states)
+    return found
+
+
+def decoded(
+    model: Llama, ids: mx.array, at: int, caches: list[list[mx.array]], shape: Shape
+) -> mx.array:
+    """Returns the states [R, hidden] of token number `at` of each row; writes its keys, values."""
+    x = model.model.embed_tokens(ids, model._dtype)
+    for layer, cache in zip(model.model.layers, caches, strict=True):
+        attention, normed = layer.self_attn, layer.input_layernorm(x)
+        q, k, v = (
+            part(normed).reshape(len(ids), -1, 1, shape.head)
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = (
+            mx.fast.rope(
+                one, shape.head, traditional=False, base=shape.rope_base, scale=1.0, offset=at
+            )
+            for one in (q, k)
+        )
+        for held, new in zip(cache, (k, v), strict=True):
+            held[:, :, at : at + 1] = new
+        keys, values = (held[:, :, : at + 1] for held in cache)
+        y = mx.fast.scaled_dot_product_attention(q, keys, values, scale=shape.head**-0.5)
+        x = x + attention.o_proj(y.reshape(len(ids), -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.model.norm(x)
+
+
+def read(model: Llama, ids: Tokens, rows: int) -> Texts:
+    """Returns given texts [N, WINDOW] with the model's states, `rows` of them at a time."""
+    parts = []
+    for first in range(0, len(ids), rows):
+        some = mx.array(ids[first : first + rows])
+        x = model.model.embed_tokens(some, model._dtype)
+        for layer in model.model.layers:
+            x = layer(x)
+        states = model.model.norm(x)
+        choices = mx.argmax(model.model.embed_tokens.score(states), axis=-1).astype(mx.int32)
+        mx.eval(states, choices)
+        parts.append(Texts(some, choices, states))
+    return joined(parts)
+
+
+def joined(parts: list[Texts]) -> Texts:
+    """Returns all texts of some parts, which are emptied."""
+    found = Texts(
+        mx.concatenate([one.ids for one in parts]),
+        mx.concatenate([one.choices for one in parts]),
+        mx.concatenate([one.states for one in parts]),
+    )
+    mx.eval(found.ids, found.choices, found.states)
+    parts.clear()
+    return found
+
+
+def training_texts(
+    model: Llama, prompts: Tokens, tokens: Tokens, args: argparse.Namespace
+) -> Texts:
+    """Returns what the model writes in `args.batches` batches, and windows of its own text."""
+    draw, parts = np.random.default_rng(args.seed), []
+    temperatures = mx.array([TEMPERATURES[row % len(TEMPERATURES)] for row in range(args.rows)])
+    began = time.monotonic()
+    for number in range(args.batches):
+        size = PROMPTS[number % len(PROMPTS)]
+        functions = prompts[draw.integers(0, len(prompts), args.rows)]
+        places = places_of(tokens, args.rows, LONGEST, draw)
+        # Of every eight rows four are functions; both halves have all temperatures.
+        chosen = np.where((np.arange(args.rows) // 4 % 2)[:, None] == 0, functions, places)
+        parts.append(written(model, chosen, size, temperatures[:, None]))
+        say(f"batch {number + 1} is written, {time.monotonic() - began:.1f} s")
+        if time.monotonic() - began > args.write_seconds:
+            break
+    windows = places_of(tokens, args.rows * len(parts) // 4, WINDOW, draw)
+    parts.append(read(model, windows, max(1, min(256, args.rows))))
+    return joined(parts)

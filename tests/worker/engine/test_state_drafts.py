@@ -1,0 +1,193 @@
+"""Drafts of a head without a cache are those of the newest state, whatever rows went through."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from support.engine_steps import decode, decode_spans, enter, step
+from support.predicting_models import write_predicting
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
+
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = write_predicting(tmp_path_factory.mktemp("model"), "llama")
+    return load(inspect(path, predicts=True))
+
+
+def engine_of(loaded: LoadedModel, layout: str = "slabs", **settings: Any) -> ModelEngine:
+    return ModelEngine(loaded, layout=layout, **{"prefix": "off", "lookahead": False, **settings})
+
+
+def head_of(engine: ModelEngine) -> StateDrafts:
+    assert isinstance(engine.predictor, StateDrafts)
+    return engine.predictor
+
+
+def sequence(number: int, size: int = 70) -> Sequence:
+    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
+    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
+    return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)
+
+
+def wanted(loaded: LoadedModel, seq: Sequence, count: int) -> tuple[int, ...]:
+    """The drafts behind the state of the whole sequence, computed anew."""
+    shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, 512)
+    model = cast(PredictingModel, loaded.model)
+    batch = RowBatch([RowSpan(RowCache(shape), seq.length - 1)], None)
+    states = model.hidden_states(mx.array(seq.tokens[:-1]), batch)[-1:]
+    given, found = mx.array(seq.tokens[-1:]), []
+    for _ in range(count):
+        states = model.prediction(given, states, None)
+        given = mx.argmax(model.prediction.logits_of(states), axis=-1)
+        found.append(int(given.item()))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("layout", ["rows", "slabs"])
+def test_drafts_are_those_of_the_newest_state(loaded: LoadedModel, layout: str) -> None:
+    """Of prompts read in chunks, beside others, behind right and wrong drafts and plain steps."""
+    draw = random.Random(layout)
+    engine = engine_of(loaded, layout)
+    head = head_of(engine)
+    rows = [sequence(number, size) for number, size in enumerate((2, 33, 70))]
+    for seq in rows:
+        enter(engine, seq, 40)
+    late = sequence(9, 90)
+    engine.admit(late)
+    for number in range(12):
+        depths = {seq: draw.randint(0, 3) for seq in rows}
+        assert not number or all(map(head.ready, rows))
+        found = head.drafts(depths)
+        spans = []
+        for seq in rows:
+            drafts = found.get(seq, ())
+            if number:
+                assert drafts == wanted(loaded, seq, depths[seq])
+            following = drafts if draw.random() < 0.6 else (draw.randrange(256),) * len(drafts)
+            spans.append(Span.check(seq, following) if following else decode_spans([seq])[0])
+        if late.submitted < 80:
+            spans.insert(draw.randrange(len(spans)), Span(late, late.submitted, 20, 0))
+        for one in step(engine, spans):
+            one.sequence.ids.append(one.token)
+        assert not head.ready(late)
+    for seq in (*rows, late):
+        engine.release(seq)
+    assert head.nbytes == 0 and engine.memory().kv == 0
+
+
+def test_one_row_checks_in_compiled_passes(loaded: LoadedModel) -> None:
+    """Its drafts and answers are the same, for as long as the row grows."""
+    engine, plain = engine_of(loaded), engine_of(loaded, "rows")
+    head, seq, other = head_of(engine), sequence(4, 230), sequence(4, 230)
+    enter(engine, seq)
+    enter(plain, other)
+    decode(plain, [other], TOKENS)
+    decode(engine, [seq], 1)
+    while len(seq.ids) < TOKENS - 4:
+        drafts = head.drafts({seq: 3})[seq]
+        assert drafts == wanted(loaded, seq, 3)
+        seq.ids += [one.token for one in step(engine, [Span.check(seq, drafts)])]
+    assert seq.ids == other.ids[: len(seq.ids)]
+
+
+def test_a_sequence_whose_state_is_not_known_has_no_drafts(loaded: LoadedModel) -> None:
+    """Forced tokens were appended, or nothing was computed yet."""
+    engine = engine_of(loaded)
+    head, seq = head_of(engine), sequence(5, 9)
+    enter(engine, seq)
+    assert not head.ready(seq) and head.drafts({seq: 2}) == {}
+    decode(engine, [seq], 1)
+    assert head.ready(seq)
+    seq.ids.append(3)
+    assert not head.ready(seq) and head.drafts({seq: 2}) == {}
+    step(engine, [Span(seq, seq.submitted, 1, 0)])
+    decode(engine, [seq], 1)
+    assert head.drafts({seq: 2})[seq] == wanted(loaded, seq, 2)
+
+
+def test_a_failed_pass_costs_drafts_and_nothing_else(loaded: LoadedModel) -> None:
+    """After some of them there are none any more."""
+    engine = engine_of(loaded)
+    head, seq = head_of(engine), sequence(6)
+    enter(engine, seq)
+    decode(engine, [seq], 2)
+    whole = head._chain
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the device has no memory left")
+
+    for failures in range(1, MAX_FAILURES + 1):
+        head._chain = cast(Any, fails)
+        assert head.drafts({seq: 2}) == {} and head.nbytes == 0
+        head._chain = whole
+        decode(engine, [seq], 1)
+        assert head.ready(seq) == (failures < MAX_FAILURES)
+    assert len(seq.ids) == 2 + MAX_FAILURES
+
+
+@pytest.mark.parametrize("context", [4, 512])
+def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> None:
+    """It leaves no rows, and serves the smallest context."""
+    engine = engine_of(loaded, context=context, blocks=8, max_sequences=2)
+    engine.expect_drafts(16)
+    engine.warm_up(lambda: None)
+    head = head_of(engine)
+    assert head.nbytes == 0 and not head._states
+    compiled = {(rows, depth) in head._chain for rows in (1, 2) for depth in (1, 2, 3, 4)}
+    assert compiled == {True}
+    assert engine.kv_use()[1] == 0
+
+
+def test_blocks_of_a_pool_give_no_states(loaded: LoadedModel, tmp_path: Path) -> None:
+    """The setting "mtp" is refused there, and "auto" drafts with n-grams alone."""
+    engine = engine_of(loaded, "pool")
+    assert engine.predictor is None
+    with pytest.raises(ModelLoadFailed, match="drafts on this device; set it to 'auto'"):
+        make_speculator("mtp", engine, "some")
+    found = make_speculator("auto", engine, "some")
+    assert found is not None and found.drafter.name == "ngram"
+
+
+def test_the_head_of_the_demo_is_right_mostly() -> None:
+    """Its first draft of what the demo writes greedily; and it is small."""
+    folder = inspect(DEMO_FOLDER, predicts=True)
+    own = sum(one.nbytes for name, one in folder.tensors.items() if name.startswith("mtp."))
+    assert 0 < own < 1_000_000
+    text = ChatTokenizer.from_folder(folder)
+    engine = ModelEngine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
+    head, right = head_of(engine), []
+    for prompt in ("def add(one, two):\n", "class Stack:\n    def __init__(self):\n"):
+        seq = replace(sequence(0), prompt=tuple(text.encode(prompt)), ids=[])
+        enter(engine, seq)
+        decode(engine, [seq], 1)
+        while len(seq.ids) < TOKENS - 1:
+            (draft,) = head.drafts({seq: 1})[seq]
+            (drawn,) = decode(engine, [seq], 1)
+            right.append(draft == drawn.token)
+        engine.release(seq)
+    assert sum(right) > 0.5 * len(right)

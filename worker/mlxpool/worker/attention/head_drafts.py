@@ -1,0 +1,182 @@
+"""What drafts of a model's own head (MTP) have in common, and those of a head without a cache.
+
+A head whose layer reads earlier tokens is in prediction_rows.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.layers.model_plan import Prediction
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
+
+log = logging.getLogger("mlxpool.worker")
+
+MAX_FAILURES = 3  # of the head's passes, after which it gives no more drafts
+MAX_COMPILED = 24  # chains of drafts: of each depth for 1, 2, 4, … rows
+MAX_AHEAD = 8  # rows up to which chains are compiled at load
+
+
+class HeadDrafts(ABC):
+    """Implements speculation.mtp.Predictor; used by the engine and the compute thread alone."""
+
+    def __init__(self) -> None:
+        self._failures = 0  # of passes, one after the other
+
+    @property
+    def failed(self) -> bool:
+        """Whether its passes failed too often."""
+        return self._failures >= MAX_FAILURES
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes that are kept of sequences."""
+
+    @abstractmethod
+    def ready(self, seq: Sequence) -> bool:
+        """See Predictor."""
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """See Predictor."""
+        ready = {seq: depth for seq, depth in depths.items() if depth > 0 and self._prepared(seq)}
+        if not ready:
+            return {}
+        try:
+            found = self._computed(ready)
+        except Exception as error:
+            self.clear()
+            if not device.device_computes():
+                raise
+            self._failures += 1
+            more = "; it gives no more drafts" if self.failed else ""
+            log.warning(f"a pass of the model's head failed{more}", exc_info=error)
+            return {}
+        self._failures = 0
+        return found
+
+    def _prepared(self, seq: Sequence) -> bool:
+        """Returns whether a sequence is ready; what is known of tokens that it lost is dropped."""
+        return self.ready(seq)
+
+    @abstractmethod
+    def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """Computes the drafts of sequences that are ready."""
+
+    @abstractmethod
+    def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
+        """Compiles what drafts of up to `rows` rows and this depth need; `seq` is ready."""
+
+    @abstractmethod
+    def release(self, seq: Sequence) -> None:
+        """Drops what is kept of a sequence; ignores an unknown one."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drops what is kept of all sequences."""
+
+
+class _States(NamedTuple):
+    """The states of the inputs [start, end): rows of an array from `line` on."""
+
+    start: int
+    end: int
+    array: mx.array
+    line: int
+
+
+class StateDrafts(HeadDrafts):
+    """Drafts of a head without a cache: of the newest state of a row, and the token behind it.
+
+    All drafts of all rows are one compiled pass, for the deepest depth and a power of two of rows.
+    """
+
+    def __init__(self, head: Prediction) -> None:
+        super().__init__()
+        self._head = head
+        self._states: dict[Sequence, _States] = {}
+        self._chain = CompiledPasses(self._drafted, max_passes=MAX_COMPILED)
+
+    @property
+    def nbytes(self) -> int:
+        """See HeadDrafts. Rows share the arrays of a pass."""
+        return sum({id(one.array): one.array.nbytes for one in self._states.values()}.values())
+
+    def take(self, asking: Many[Span], states: mx.array) -> None:
+        """Takes the states [E, d] that the spans of a pass draw their tokens of, in their order."""
+        if self.failed:
+            return
+        line, kept = 0, self._states
+        for span in asking:
+            draws = int(span.draws)
+            end = span.start + span.count
+            kept[span.sequence] = _States(end - draws, end, states, line)
+            line += draws
+
+    def ready(self, seq: Sequence) -> bool:
+        """See Predictor."""
+        known = self._states.get(seq)
+        return known is not None and known.start <= seq.length - 2 < known.end
+
+    def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        rows, deepest = [*depths], max(depths.values())
+        padded = 1 << (len(rows) - 1).bit_length()
+        chosen = [rows[min(number, len(rows) - 1)] for number in range(padded)]
+        newest = [seq.token_range(seq.length - 1, seq.length)[0] for seq in chosen]
+        tokens = mx.array(np.array(newest, np.int32))
+        drawn = self._chain((padded, deepest), tokens, self._gathered(chosen), deepest)
+        lists: Any = drawn.tolist()
+        return {seq: tuple(lists[row][: depths[seq]]) for row, seq in enumerate(rows)}
+
+    def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
+        """See HeadDrafts. Else the first steps with drafts would be measured with it."""
+        state = self._gathered([seq])
+        padded = 1
+        while padded <= min(rows, MAX_AHEAD):
+            tokens, states = mx.zeros(padded, dtype=mx.int32), mx.repeat(state, padded, axis=0)
+            for each in range(1, depth + 1):
+                mx.eval(self._chain((padded, each), tokens, states, each))
+            padded *= 2
+
+    def _gathered(self, rows: Many[Sequence]) -> mx.array:
+        """Returns the newest known states [R, d] of rows."""
+        places: dict[int, tuple[mx.array, list[int]]] = {}
+        order: list[tuple[int, int]] = []  # of each row, its array and its number among those
+        for seq in rows:
+            known = self._states[seq]
+            _, lines = places.setdefault(id(known.array), (known.array, []))
+            order.append((id(known.array), len(lines)))
+            lines.append(known.line + seq.length - 2 - known.start)
+        parts = [array[mx.array(lines, dtype=mx.int32)] for array, lines in places.values()]
+        if len(parts) == 1:
+            return parts[0]
+        begins = dict(zip(places, np.cumsum([0, *(len(part) for part in parts)]), strict=False))
+        numbers = [int(begins[key]) + number for key, number in order]
+        return mx.concatenate(parts)[mx.array(numbers, dtype=mx.int32)]
+
+    def _drafted(self, tokens: mx.array, states: mx.array, depth: int) -> mx.array:
+        """Returns drafts [R, depth] behind tokens [R] and the states [R, d] before these."""
+        drawn: list[mx.array] = []
+        for _ in range(depth):
+            states = self._head(tokens, states, None)
+            tokens = self._head.likeliest(states)
+            drawn.append(tokens)
+        return mx.stack(drawn, axis=1)
+
+    def release(self, seq: Sequence) -> None:
+        """See HeadDrafts."""
+        self._states.pop(seq, None)
+
+    def clear(self) -> None:
+        """See HeadDrafts."""
+        self._states.clear()
