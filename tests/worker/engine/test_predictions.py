@@ -16,8 +16,8 @@ from support.predicting_models import FAMILIES, write_predicting
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.head_drafts import MAX_FAILURES  # noqa: E402
-from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions  # noqa: E402
+from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES  # noqa: E402
+from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS  # noqa: E402

@@ -17,7 +17,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
+from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402

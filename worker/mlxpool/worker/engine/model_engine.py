@@ -22,9 +22,9 @@ import numpy as np
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
-from mlxpool.worker.attention.head_drafts import HeadDrafts, StateDrafts
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
+from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts, StateDrafts
+from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.head_drafts import HeadDrafts
+from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.layers.model_plan import Prediction

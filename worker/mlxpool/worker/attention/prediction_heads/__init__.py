@@ -1,0 +1,1 @@
+"""Drafts of a model's own head (MTP): its passes, and its keys and values where it has some."""
