@@ -2,7 +2,7 @@
 
 python -m mlxpool.bench.groups --model FOLDER --devices 1 2 --streams 1 32 128 --prefill 4096
 
-Prints a JSON object for each number of devices.
+Prints a JSON object for each number of devices, and for each of `--sums`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlxpool.bench import checkpoint
 from mlxpool.bench.pools import START_TIMEOUT, interrupt_at_signals, serving
 from mlxpool.bench.traffic.swarm import MODEL, Arrivals, Job, run, summarise
 from mlxpool.common.transport import question, sockets
+from mlxpool.worker.groups.collectives import AUTO, NCCL
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
 CLIENTS = 4  # processes that share the streams
@@ -38,12 +39,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--sums", nargs="+", choices=(AUTO, NCCL), default=[AUTO], help="values of device_sums"
+    )
     options = parser.parse_args()
     if not (options.model / "config.json").is_file():
         checkpoint.write(options.model, options.shape)
     ids: list[list[int]] = []
-    for devices in options.devices:
-        found, drawn = measure(options, devices)
+    for devices, sums in _setups(options):
+        found, drawn = measure(options, devices, sums)
         same = sum(one == other for one, other in zip(ids, drawn, strict=False))
         if ids:
             found["streams_with_the_same_tokens"] = f"{same} of {len(drawn)}"
@@ -51,18 +55,29 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
 
-def measure(options: argparse.Namespace, devices: int) -> tuple[dict[str, Any], list[list[int]]]:
+def _setups(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """Numbers of devices with what adds up between them; one device adds up nothing."""
+    for devices in options.devices:
+        for sums in options.sums if devices > 1 else options.sums[:1]:
+            yield devices, sums
+
+
+def measure(
+    options: argparse.Namespace, devices: int, sums: str
+) -> tuple[dict[str, Any], list[list[int]]]:
     """The figures with so many devices, and the tokens of the streams of one round."""
     context = max(options.prompt + options.tokens, options.prefill) + SPARE_CONTEXT
     settings = (
         f'[models.{MODEL}]\npath = "{options.model}"\nprefix_cache = "off"\npin = true\n'
-        f"devices = {devices}\ncontext = {context}\nsequences = {max(options.streams)}\n"
+        f'devices = {devices}\ndevice_sums = "{sums}"\n'
+        f"context = {context}\nsequences = {max(options.streams)}\n"
     )
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         run_dir = Path(folder)
         with serving(run_dir, settings):
             try:
-                return _measured(options, devices, run_dir)
+                found, drawn = _measured(options, run_dir)
+                return {"devices": devices, "device_sums": sums, **found}, drawn
             except BaseException:
                 for log in sorted((run_dir / "logs").glob("*.log")):
                     print(log.read_text("utf-8", "replace")[-4000:], flush=True)
@@ -70,11 +85,10 @@ def measure(options: argparse.Namespace, devices: int) -> tuple[dict[str, Any], 
 
 
 def _measured(
-    options: argparse.Namespace, devices: int, run_dir: Path
+    options: argparse.Namespace, run_dir: Path
 ) -> tuple[dict[str, Any], list[list[int]]]:
     worker = _ready_worker(run_dir)
     found: dict[str, Any] = {
-        "devices": devices,
         "load_s": worker["load_s"],
         "layout": worker["layout"],
         "weights_gb": round(worker["memory"]["weights"] / 1e9, 2),

@@ -1,0 +1,181 @@
+"""Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
+
+Each rank has one buffer, allocated once, that its peers map and write. The kernels are
+cuda/peer_sum.cu, for few bytes, and cuda/peer_sum_large.cu; cuda/peer_memory.cuh says how they stay
+in step. A sum has the number of those before it, its epoch, which the GPU counts: so every rank has
+to compute the same sums in the same order. MLX runs kernels of one evaluation beside each other
+unless one reads what the other writes, and evaluations one after the other. So the sums of one
+evaluation must be a chain, each of numbers that depend on the one before, as those of a model are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, build_kernel, include_line
+from mlxpool.worker.transfers.shared_array import SharedArray
+
+PIECE_BYTES = 16  # that a thread has of x
+WORD_BYTES = 32  # that a piece takes with its tags
+FLAG_BYTES = 8
+HALVES = 2  # of a buffer: a sum uses that of its epoch
+ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
+SMALL_THREADS = 128  # of a thread block of peer_sum
+FIRST_EPOCH = 1
+WHO, BOUND_MS = range(2)  # of the numbers that the host shares
+LONGEST_BOUND = 2**31 // 1000 - 1  # seconds
+DTYPES = (*FLOAT_DTYPES, mx.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most bytes of an array that each kernel adds up; larger ones are NCCL's."""
+
+    small: int
+    large: int
+
+
+# By the number of ranks. With more than two each rank writes an array to each peer, where NCCL's
+# rings write it about twice: large ones are NCCL's then. Only two ranks were measured.
+LIMITS: Mapping[int, Limits] = {2: Limits(2**19, 2**25)}
+
+
+def limits_of(ranks: int) -> Limits:
+    """The limits for so many ranks."""
+    few = 2**19 // (ranks - 1) // PIECE_BYTES * PIECE_BYTES
+    return LIMITS.get(ranks, Limits(few, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class LargeLaunch:
+    """How peer_sum_large is launched: each block has chunks of `threads * unroll` pieces."""
+
+    threads: int = 512
+    unroll: int = 2
+    blocks: int = 264
+
+
+@dataclass(frozen=True, slots=True)
+class BufferShape:
+    """The places in a rank's buffer: words for small sums, numbers for large ones, their flags."""
+
+    ranks: int
+    limits: Limits
+    launch: LargeLaunch = LargeLaunch()
+
+    @property
+    def small_pieces(self) -> int:
+        """The pieces of a small array at most."""
+        return self.limits.small // PIECE_BYTES
+
+    @property
+    def large_pieces(self) -> int:
+        """The pieces of a large array at most."""
+        return self.limits.large // PIECE_BYTES
+
+    @property
+    def large_offset(self) -> int:
+        """Where the areas of large arrays begin."""
+        return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
+
+    @property
+    def size(self) -> int:
+        """The bytes of a buffer."""
+        chunks = -(-self.large_pieces // (self.launch.threads * self.launch.unroll))
+        area = self.large_pieces * PIECE_BYTES + chunks * FLAG_BYTES
+        whole = self.large_offset + HALVES * (self.ranks - 1) * area
+        return -(-whole // ALIGNMENT) * ALIGNMENT
+
+
+class PeerSums:
+    """The sums of one rank. Used by one thread, which computes."""
+
+    def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
+        """`addresses`: where this process has the buffer of each rank, by rank."""
+        self.shape, self.rank = shape, rank
+        state = [FIRST_EPOCH, 0, 0, rank, *addresses]
+        self._state = mx.array(state, dtype=mx.int64) + mx.zeros((len(state),), dtype=mx.int64)
+        mx.eval(self._state)
+        self._watch = SharedArray(2)
+
+    def set_bound(self, seconds: float) -> None:
+        """Says how long a sum waits for a peer before it gives it up as lost."""
+        self._watch.numbers[BOUND_MS] = int(1000 * min(seconds, LONGEST_BOUND))
+
+    @property
+    def lost(self) -> int | None:
+        """The rank that did not come to a sum within the bound; no sum counts since then."""
+        who = int(self._watch.numbers[WHO])
+        return who - 1 if who else None
+
+    def takes(self, size: int, dtype: mx.Dtype) -> bool:
+        """Whether `sum` adds up arrays of `size` bytes of this dtype."""
+        return dtype in DTYPES and 0 < size <= max(self.shape.limits.small, self.shape.limits.large)
+
+    def sum(self, x: mx.array, residual: mx.array | None = None) -> mx.array | None:
+        """The sum of all ranks' x, and of `residual` of the same shape, rounded once.
+
+        None: these kernels do not add up such arrays.
+        """
+        if not self.takes(x.nbytes, x.dtype):
+            return None
+        if residual is not None and residual.dtype != x.dtype:
+            return None
+        wide = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim > 2 else 1)
+        beside = None if residual is None else residual.reshape(wide.shape)
+        return self._launch(wide, beside, joins=False).reshape(x.shape)
+
+    def joined(self, x: mx.array) -> mx.array | None:
+        """x [T, n] of each rank -> [T, ranks * n], in the order of ranks; None as in `sum`."""
+        if not self.takes(x.nbytes, x.dtype) or x.shape[1] * x.dtype.size % PIECE_BYTES:
+            return None
+        return self._launch(x, None, joins=True)
+
+    def _launch(self, x: mx.array, residual: mx.array | None, *, joins: bool) -> mx.array:
+        shape, pieces = self.shape, -(-x.nbytes // PIECE_BYTES)
+        width, small = x.shape[1], x.nbytes <= shape.limits.small
+        adds = residual is not None
+        made = _kernel(shape, width, x.dtype, small=small, adds=adds, joins=joins)
+        if small:
+            threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
+        else:
+            threads = shape.launch.threads
+            blocks = min(shape.launch.blocks, -(-pieces // (threads * shape.launch.unroll)))
+        found: list[mx.array] = made(
+            inputs=[x, x if residual is None else residual, self._state, self._watch.array],
+            grid=(blocks * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(x.shape[0], width * (shape.ranks if joins else 1))],
+            output_dtypes=[x.dtype],
+        )
+        return found[0]
+
+
+@cache
+def _kernel(
+    shape: BufferShape, width: int, dtype: mx.Dtype, *, small: bool, adds: bool, joins: bool
+) -> Any:
+    launch = shape.launch
+    return build_kernel(
+        "peer_sum" if small else "peer_sum_large",
+        ["x", "residual", "state", "watch"],
+        ["out"],
+        {
+            "N": dtype,
+            "WIDTH": width,
+            "RANKS": shape.ranks,
+            "PIECES": shape.small_pieces if small else shape.large_pieces,
+            "OFFSET": 0 if small else shape.large_offset,
+            "THREADS": SMALL_THREADS if small else launch.threads,
+            "UNROLL": 1 if small else launch.unroll,
+            "ADDS": adds,
+            "JOINS": joins,
+        },
+        contiguous=True,
+        header=include_line("peer_memory.cuh"),
+    )
