@@ -84,9 +84,7 @@ def measure(
                 raise
 
 
-def _measured(
-    options: argparse.Namespace, run_dir: Path
-) -> tuple[dict[str, Any], list[list[int]]]:
+def _measured(options: argparse.Namespace, run_dir: Path) -> tuple[dict[str, Any], list[list[int]]]:
     worker = _ready_worker(run_dir)
     found: dict[str, Any] = {
         "load_s": worker["load_s"],

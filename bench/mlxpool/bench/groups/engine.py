@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, nargs="*", default=[4096])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sums", nargs="+", choices=(NCCL, AUTO), default=[NCCL, AUTO])
+    parser.add_argument("--sums", nargs="+", choices=(AUTO, NCCL), default=[AUTO, NCCL])
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
@@ -72,6 +72,7 @@ def _lead(options: argparse.Namespace) -> int:
     expected = _measure(options, engine, {"devices": 1}, [])
     del engine, whole
     mx.clear_cache()
+    _end_reading(options)  # the others join now
     collectives, loaded = _joined(options)
     for sums in options.sums:
         orders = Orders(options.pipes)
@@ -81,14 +82,19 @@ def _lead(options: argparse.Namespace) -> int:
         )
         told = {"devices": options.ranks, "sums": sums if collectives.nbytes else NCCL}
         _measure(options, group, told, expected)
-        for descriptor in options.pipes:
-            os.write(descriptor, END)
+        _end_reading(options)
     return 0
 
 
+def _end_reading(options: argparse.Namespace) -> None:
+    for descriptor in options.pipes:
+        os.write(descriptor, END)
+
+
 def _follow(options: argparse.Namespace) -> int:
-    collectives, loaded = _joined(options)
     inbox = Inbox(options.pipes[0])
+    inbox.take()
+    collectives, loaded = _joined(options)
     for sums in options.sums:
         collectives.connect_gpus(BOUND, sums)
         follower = Follower(loaded, collectives, Progress(lambda: None))
@@ -126,7 +132,7 @@ def _measure(
     told: dict[str, Any],
     expected: Sequence[Sequence[int]],
 ) -> list[list[int]]:
-    """Prints the figures of an engine and closes it; returns the greedy tokens of the first rows."""
+    """Prints the figures of an engine and closes it; returns greedy tokens of the first rows."""
     figures = dict(told)
     drawn: list[list[int]] = []
     for streams in options.streams:

@@ -2,9 +2,9 @@
 
 python -m mlxpool.bench.groups.sums --rows 1 8 32 128 512 2048 --width 4096
 
-A measurement is an evaluation of `--chain` sums, each of the result of the one before, as the layers
-of a model are. Prints a line for each number of rows: microseconds of one sum, least and median of
-the rounds. Every sum is compared with that of the host first. On a CPU the ranks' ring is measured.
+A measurement is an evaluation of `--chain` sums, each of the result of the one before, as in the
+layers of a model. Prints a line for each number of rows: microseconds of one sum, least and median
+of the rounds. Each is compared with the host's sum first. On a CPU the ranks' ring is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxpool.bench.groups.rank_processes import add_options, meeting_of, run_ran
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.collectives import NCCL, Collectives
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, LargeLaunch, Limits, PeerSums
+from mlxpool.worker.groups.peer_sums import BufferShape, LargeLaunch, Limits
 from mlxpool.worker.kernels import device
 
 Sum = Callable[[mx.array], "mx.array | None"]
@@ -40,8 +40,12 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--chain", type=int, default=64, help="sums of an evaluation")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--unroll", type=int, nargs="*", default=[LargeLaunch().unroll])
-    parser.add_argument("--blocks", type=int, nargs="*", default=[LargeLaunch().blocks])
+    parser.add_argument(
+        "--launch",
+        nargs="*",
+        default=[f"{LargeLaunch().unroll}x{LargeLaunch().blocks}"],
+        help="of the kernel for many bytes: pieces of a thread in a chunk, x thread blocks",
+    )
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
@@ -66,11 +70,11 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
         return found
     plain = BufferShape(options.ranks, Limits(MAX_WORDS, 0))
     shapes = {WORDS: plain}
-    for unroll in options.unroll:
-        for blocks in options.blocks:
-            launch = LargeLaunch(unroll=unroll, blocks=blocks)
-            name = f"{CHUNKS} of {unroll} by {blocks}"
-            shapes[name] = replace(plain, limits=Limits(0, MAX_CHUNKS), launch=launch)
+    for name in options.launch:
+        unroll, blocks = map(int, name.split("x"))
+        launch = LargeLaunch(unroll=unroll, blocks=blocks)
+        large = Limits(0, MAX_CHUNKS)
+        shapes[f"{CHUNKS} {name}"] = replace(plain, limits=large, launch=launch)
     for name, shape in shapes.items():
         try:
             peers = peer_exchange.connect(collectives, CudaPeerMemory, shape)
@@ -78,15 +82,8 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
             print(f"rank {options.rank}: {name}: {error}", flush=True)
             continue
         peers.set_bound(BOUND)
-        found[name] = _checked(peers)
+        found[name] = peers.sum
     return found
-
-
-def _checked(peers: PeerSums) -> Sum:
-    def add(x: mx.array) -> mx.array | None:
-        return peers.sum(x)
-
-    return add
 
 
 def _part(rank: int, rows: int, width: int) -> mx.array:

@@ -70,6 +70,7 @@ class DialSettings:
     key: str = ""
     orphan_grace: float = 60.0  # seconds
 
+
 SPARE_WAIT = 60.0  # seconds between the broker's end of a group that hangs and the group's own
 
 

@@ -59,8 +59,9 @@ class Collectives:
     def connect_gpus(self, wait_limit: float, sums: str = AUTO) -> None:
         """Adds up by kernels over the memory of peers from now on, where that works on all ranks.
 
-        A GPU waits `wait_limit` seconds for a peer in a sum.
+        A GPU waits `wait_limit` seconds for a peer in a sum. With NCCL in `sums` it adds up alone.
         """
+        self._peers = None
         if sums == NCCL:
             log.info("sums between the GPUs of the group are NCCL's", extra={"device_sums": NCCL})
             return

@@ -99,7 +99,7 @@ def _trial(sums: PeerSums) -> bool:
     """Sums of each kernel, with numbers that every rank knows of the others."""
     limits, right = sums.shape.limits, True
     for size in (8 * TRIAL_WIDTH, 2 * limits.small):
-        if size > max(limits.small, limits.large):
+        if not 0 < size <= max(limits.small, limits.large):
             continue
         every = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]
         own = mx.array(every[sums.rank]).astype(mx.bfloat16)

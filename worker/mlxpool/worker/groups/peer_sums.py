@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, build_kernel, include_line
-from mlxpool.worker.transfers.shared_array import SharedArray
+from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
 PIECE_BYTES = 16  # that a thread has of x
 WORD_BYTES = 32  # that a piece takes with its tags
@@ -101,7 +101,7 @@ class PeerSums:
         state = [FIRST_EPOCH, 0, 0, rank, *addresses]
         self._state = mx.array(state, dtype=mx.int64) + mx.zeros((len(state),), dtype=mx.int64)
         mx.eval(self._state)
-        self._watch = SharedArray(2)
+        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
 
     def set_bound(self, seconds: float) -> None:
         """Says how long a sum waits for a peer before it gives it up as lost."""
