@@ -3,8 +3,9 @@
 python -m mlxpool.bench.groups.engine --model FOLDER --streams 1 32 128 --prefill 4096
 
 Prints a line of JSON for one device, and for the group with each of `--sums`: tokens/s while so
-many rows decode, how long the host waits for the device in such a step, milliseconds to the first token of a long prompt, and how many greedy tokens are
-those of one device. All share one load of the weights, and no other process takes part.
+many rows decode, how long the host waits for the device in such a step, milliseconds to the first
+token of a long prompt, and how many greedy tokens are those of one device. No other process takes
+part, and a rank loads its part of the weights once.
 """
 
 from __future__ import annotations

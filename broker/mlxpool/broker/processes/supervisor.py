@@ -136,7 +136,7 @@ class Supervisor:
             prefix_dir=str(self.config.prefix_dir),
             save_limit=SAVE_SHARE * self.config.stop_grace,
             rank_block_fds=rank_fds,
-            wait_limit=_wait_limit(self.config),
+            wait_limit=rank_wait_limit(self.config),
         )
         if self.dial is not None:
             settings = replace(settings, dials=True, token="", **asdict(self.dial))
@@ -320,7 +320,7 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
     }
 
 
-def _wait_limit(config: PoolConfig) -> float:
+def rank_wait_limit(config: PoolConfig) -> float:
     """Seconds that a rank waits for others in a sum: longer than the broker lets it stand still."""
     longest = max(config.load_limit, config.fresh_limit, config.prefill_limit, config.step_limit)
     return 2 * longest + SPARE_WAIT
