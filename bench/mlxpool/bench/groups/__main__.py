@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,8 @@ from mlxpool.worker.groups.collectives import AUTO, NCCL
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
 CLIENTS = 4  # processes that share the streams
+OURS = "mlxpool"  # the name of the pool in the figures of `mlxpool bench load`
+MIXED_FIGURES = ("output token throughput", "TTFT median", "TTFT p99", "ITL p99", "failed requests")
 
 
 def main() -> None:
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixed", type=int, default=0, help="requests of a mixed load; 0: none")
     parser.add_argument(
         "--sums", nargs="+", choices=(AUTO, NCCL), default=[AUTO], help="values of device_sums"
     )
@@ -109,8 +114,24 @@ def _measured(options: argparse.Namespace, run_dir: Path) -> tuple[dict[str, Any
         for _ in range(options.rounds + 1)
     ][1:]
     found[f"first_token_ms_of_{options.prefill}"] = [round(one, 1) for one in firsts]
+    if options.mixed:
+        found["mixed_load"] = _mixed(run_dir, options.mixed)
     drawn = [list(one.ids) for one in _round(run_dir, options.prompt, options.tokens, 8, count())]
     return found, drawn
+
+
+def _mixed(run_dir: Path, requests: int) -> dict[str, float]:
+    """What `mlxpool bench load` says of so many requests at once: its first figures, by name."""
+    command = [sys.executable, "-m", "mlxpool.cli.main", "bench", "load", "--json"]
+    which = ["--run-dir", str(run_dir), "--running", MODEL, "--rounds", "1"]
+    size = ["--requests", str(requests), "--warm-up", str(requests // 4)]
+    done = subprocess.run([*command, *which, *size], stdout=subprocess.PIPE, text=True, check=True)
+    every = json.loads(done.stdout)["lines"]
+    return {
+        f"{one['name']}, {one['unit']}": round(one["sides"][OURS][0], 1)
+        for one in every
+        if one["name"] in MIXED_FIGURES
+    }
 
 
 def _round(
