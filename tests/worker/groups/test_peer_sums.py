@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -45,13 +48,13 @@ def parts(ranks: int, shape: Sequence[int], dtype: Any, seed: int) -> list[Any]:
     ]
 
 
-def added(given: Sequence[Any], residual: Any = None) -> Any:
+def added(every: Sequence[Any], residual: Any = None) -> Any:
     """The sum in the order of the ranks, rounded once."""
-    kind = mx.int32 if given[0].dtype == mx.int32 else mx.float32
-    total = mx.zeros(given[0].shape, kind)
-    for one in [*given, *([] if residual is None else [residual])]:
+    kind = mx.int32 if every[0].dtype == mx.int32 else mx.float32
+    total = mx.zeros(every[0].shape, kind)
+    for one in [*every, *([] if residual is None else [residual])]:
         total = total + one.astype(kind)
-    return total.astype(given[0].dtype)
+    return total.astype(every[0].dtype)
 
 
 def bits(x: Any) -> bytes:
@@ -75,7 +78,7 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(ranks: int, dtype: str) -> 
     """Many sums one after another, of both kernels in turns: their epochs go on."""
     group = SimulatedRanks(ranks, FEW)
     for seed, shape in enumerate(
-        [(1, 64), (7, 64), (64, 64), (5,), (1, 64), (33, 72), (1, 1), (3, 4, 8), (2, 64), (129, 64)]
+        [(1, 64), (7, 64), (64, 64), (5,), (1, 64), (1, 1), (3, 4, 64), (2, 64), (129, 64)]
     ):
         given = parts(ranks, shape, getattr(mx, dtype), seed)
         expected = bits(added(given))
@@ -107,7 +110,7 @@ def test_a_residual_is_added_behind_the_sum(lines: int) -> None:
 @pytest.mark.parametrize(("ranks", "lines"), [(2, 1), (2, 50), (3, 2)])
 def test_columns_are_joined_in_the_order_of_ranks(ranks: int, lines: int) -> None:
     group = SimulatedRanks(ranks, FEW)
-    given = parts(ranks, (lines, 72), mx.bfloat16, 5)
+    given = parts(ranks, (lines, 64), mx.bfloat16, 5)
     with simt.together(ranks) as gpus:
         found = []
         for rank, one in enumerate(given):
@@ -139,6 +142,39 @@ def test_many_sums_follow_each_other_without_the_host() -> None:
         x = x + x
     for rank in range(2):
         assert [bits(one) for one in found[rank]] == [bits(one) for one in expected]
+
+
+@drawn(
+    st.lists(
+        st.tuples(st.sampled_from(["sum", "onto", "joined"]), st.integers(1, 90)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(2**24, 2**40),
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_row_of_operations_is_right(operations: list[tuple[str, int]], epoch: int) -> None:
+    """Whatever follows what, from whatever epoch on: one exchange keeps the ranks in step."""
+    group = SimulatedRanks(2, FEW)
+    given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
+    found: list[list[Any]] = [[], []]
+    for one in group.sums:
+        one._state[0] = epoch
+        mx.eval(one._state)
+    with simt.together(2) as gpus:
+        for rank, sums in enumerate(group.sums):
+            with gpus.on(rank):
+                for (kind, _), every in zip(operations, given, strict=True):
+                    own = every[rank]
+                    if kind == "joined":
+                        found[rank].append(sums.joined(own))
+                    else:
+                        found[rank].append(sums.sum(own, every[0] if kind == "onto" else None))
+    for number, ((kind, lines), every) in enumerate(zip(operations, given, strict=True)):
+        expected = mx.concatenate(every, axis=1) if kind == "joined" else added(every)
+        if kind == "onto":
+            expected = added(every, every[0])
+        assert [bits(one[number]) for one in found] == [bits(expected)] * 2, (number, kind, lines)
 
 
 @pytest.mark.parametrize("lines", [1, 40])

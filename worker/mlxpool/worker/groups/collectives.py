@@ -112,8 +112,8 @@ class Collectives:
         return residual + self.all_sum(x) if found is None else found
 
     def gathered(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, as many of each, at once."""
-        mine = mx.array(np.frombuffer(own, dtype=np.uint8))
+        """The bytes of every rank, as many of each and a multiple of 4, at once."""
+        mine = mx.array(np.frombuffer(own, dtype=np.int32))
         every = mx.distributed.all_gather(mine, group=self._group)
         return [bytes(one) for one in np.array(every).reshape(self.ranks, -1)]
 
