@@ -17,16 +17,13 @@ from mlxpool.worker.groups.peer_sums import (  # noqa: E402
     ALIGNMENT,
     LIMITS,
     BufferShape,
-    Limits,
     limits_of,
 )
 from mlxpool.worker.kernels import device  # noqa: E402
 from support import simt  # noqa: E402
-from support.peer_ranks import SimulatedRanks  # noqa: E402
+from support.peer_ranks import FEW, SimulatedRanks  # noqa: E402
 
 pytestmark = pytest.mark.skipif(device.on_gpu(), reason="two ranks need two GPUs")
-
-FEW = Limits(small=2**12, large=2**17)  # bytes: so that a slow machine reaches both kernels
 
 
 @pytest.fixture(scope="module", autouse=True)

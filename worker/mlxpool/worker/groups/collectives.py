@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +12,8 @@ import numpy as np
 
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.links import Meeting
-from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, PeerSums, limits_of
+from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemory, PeerMemoryError
+from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums, limits_of
 from mlxpool.worker.kernels import device
 
 log = logging.getLogger("mlxpool.worker")
@@ -56,18 +57,26 @@ class Collectives:
             found.connect_gpus(meeting.wait_limit, sums)
         return found
 
-    def connect_gpus(self, wait_limit: float, sums: str = AUTO) -> None:
+    def connect_gpus(
+        self,
+        wait_limit: float,
+        sums: str = AUTO,
+        *,
+        open_memory: Callable[[], PeerMemory] = CudaPeerMemory,
+        limits: Limits | None = None,
+    ) -> None:
         """Adds up by kernels over the memory of peers from now on, where that works on all ranks.
 
         A GPU waits `wait_limit` seconds for a peer in a sum. With NCCL in `sums` it adds up alone.
+        `limits` None: those of so many ranks.
         """
         self._peers = None
         if sums == NCCL:
             log.info("sums between the GPUs of the group are NCCL's", extra={"device_sums": NCCL})
             return
-        shape = BufferShape(self.ranks, limits_of(self.ranks))
+        shape = BufferShape(self.ranks, limits or limits_of(self.ranks))
         try:
-            peers = peer_exchange.connect(self, CudaPeerMemory, shape)
+            peers = peer_exchange.connect(self, open_memory, shape)
         except PeerMemoryError as error:
             log.warning(
                 "sums between the GPUs of the group are NCCL's, which takes several times as long"
