@@ -134,4 +134,4 @@ def _serve_models(collectives: Collectives, inbox: Inbox) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:3]), *map(Path, sys.argv[3:]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)

@@ -402,8 +402,17 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     assert other.look.pid == os.getpid() and other.rss == 0
 
 
-@pytest.mark.parametrize("limit", ["load_limit", "fresh_limit", "prefill_limit", "step_limit"])
-def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(limit: str) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        PoolConfig(load_limit=1000.0),
+        PoolConfig(fresh_limit=1000.0),
+        PoolConfig(prefill_limit=1000.0),
+        PoolConfig(step_limit=1000.0),
+    ],
+    ids=["load", "fresh", "prefill", "step"],
+)
+def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
     """So the broker ends the group first, and says which rank is to blame."""
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
-    assert rank_wait_limit(replace(PoolConfig(), **{limit: 1000.0})) > 2 * 1000.0
+    assert rank_wait_limit(config) > 2 * 1000.0
