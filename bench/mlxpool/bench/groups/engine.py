@@ -37,6 +37,7 @@ from mlxpool.worker.groups.collectives import AUTO, NCCL, Collectives
 from mlxpool.worker.groups.divisions import part_of
 from mlxpool.worker.groups.group_engine import GroupEngine
 from mlxpool.worker.groups.part_layers import PartLayerBuilder
+from mlxpool.worker.groups.peer_sums import Limits
 from mlxpool.worker.groups.pipes import Inbox, Orders
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 from mlxpool.worker.scheduling.sequence import Sequence as Row
@@ -60,6 +61,9 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, nargs="*", default=[4096])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--limits", type=int, nargs=2, metavar="BYTES", help="of each kernel; see peer_sums.py"
+    )
     parser.add_argument("--sums", nargs="+", choices=(AUTO, NCCL), default=[AUTO, NCCL])
     add_options(parser)
     options = parser.parse_args()
@@ -80,7 +84,7 @@ def _lead(options: argparse.Namespace) -> int:
     collectives, loaded = _joined(options)
     for sums in options.sums:
         orders = Orders(options.pipes)
-        collectives.connect_gpus(BOUND, sums)
+        collectives.connect_gpus(BOUND, sums, limits=_limits(options))
         group = GroupEngine(
             loaded, None, orders=orders, collectives=collectives, **_settings(options)
         )
@@ -100,13 +104,17 @@ def _follow(options: argparse.Namespace) -> int:
     inbox.take()
     collectives, loaded = _joined(options)
     for sums in options.sums:
-        collectives.connect_gpus(BOUND, sums)
+        collectives.connect_gpus(BOUND, sums, limits=_limits(options))
         follower = Follower(loaded, collectives, Progress(lambda: None))
         while (message := inbox.take()) is not None:
             follower.handle(message)
         del follower
         mx.clear_cache()
     return 0
+
+
+def _limits(options: argparse.Namespace) -> Limits | None:
+    return Limits(*options.limits) if options.limits else None
 
 
 def _joined(options: argparse.Namespace) -> tuple[Collectives, LoadedModel]:

@@ -23,13 +23,13 @@ from mlxpool.bench.groups.rank_processes import add_options, meeting_of, run_ran
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.collectives import NCCL, Collectives
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, LargeLaunch, Limits
+from mlxpool.worker.groups.peer_sums import BufferShape, Launch, Limits
 from mlxpool.worker.kernels import device
 
 Sum = Callable[[mx.array], "mx.array | None"]
 
 WORDS, CHUNKS = "words", "chunks"  # peer_sum.cu and peer_sum_large.cu
-MAX_WORDS, MAX_CHUNKS = 2**22, 2**25  # bytes that each of them is measured up to
+MAX_WORDS, MAX_CHUNKS = 2**24, 2**25  # bytes that each of them is measured up to
 BOUND = 30.0  # seconds
 
 
@@ -43,9 +43,10 @@ def main() -> int:
     parser.add_argument(
         "--launch",
         nargs="*",
-        default=[f"{LargeLaunch().unroll}x{LargeLaunch().blocks}"],
+        default=[f"{Launch().unroll}x{Launch().blocks}"],
         help="of the kernel for many bytes: pieces of a thread in a chunk, x thread blocks",
     )
+    parser.add_argument("--threads", type=int, nargs="*", default=[Launch().small_threads])
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
@@ -69,10 +70,13 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
     if not device.on_gpu():
         return found
     plain = BufferShape(options.ranks, Limits(MAX_WORDS, 0))
-    shapes = {WORDS: plain}
+    shapes = {
+        f"{WORDS} {threads}": replace(plain, launch=Launch(small_threads=threads))
+        for threads in options.threads
+    }
     for name in options.launch:
         unroll, blocks = map(int, name.split("x"))
-        launch = LargeLaunch(unroll=unroll, blocks=blocks)
+        launch = Launch(unroll=unroll, blocks=blocks)
         large = Limits(0, MAX_CHUNKS)
         shapes[f"{CHUNKS} {name}"] = replace(plain, limits=large, launch=launch)
     for name, shape in shapes.items():
@@ -101,17 +105,20 @@ def _measured(options: argparse.Namespace, add: Sum, given: list[mx.array]) -> s
         expected += np.array(one.astype(mx.float32))
     right = mx.array(expected).astype(mx.bfloat16)
     same = bool(mx.array_equal(first, right).item())
-    took = []
-    for _ in range(options.rounds + 1):
-        x = own
-        mx.synchronize()
-        started = time.perf_counter()
+
+    def chain(x: mx.array) -> mx.array:
         for _ in range(options.chain):
             x = _given(add(x))
-        mx.eval(x)
+        return x
+
+    compiled, took = mx.compile(chain), []
+    for _ in range(options.rounds + 2):
+        mx.synchronize()
+        started = time.perf_counter()
+        mx.eval(compiled(own))
         mx.synchronize()
         took.append(1e6 * (time.perf_counter() - started) / options.chain)
-    times = took[1:]
+    times = took[2:]
     note = "" if same else " (NOT the sum in float32, rounded)"
     return f"{min(times):.1f}, {statistics.median(times):.1f} us{note}"
 

@@ -24,9 +24,9 @@ PIECE_BYTES = 16  # that a thread has of x
 WORD_BYTES = 32  # that a piece takes with its tags
 FLAG_BYTES = 8
 HALVES = 2  # of a buffer: a sum uses that of its epoch
+STATE_BYTES = 256  # of a buffer, before what peers write; see peer_memory.cuh
+PLACES = 512  # numbers of the array with the addresses of buffers
 ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
-SMALL_THREADS = 128  # of a thread block of peer_sum
-FIRST_EPOCH = 1
 WHO, BOUND_MS = range(2)  # of the numbers that the host shares
 LONGEST_BOUND = 2**31 // 1000 - 1  # seconds
 DTYPES = (*FLOAT_DTYPES, mx.int32)
@@ -52,9 +52,14 @@ def limits_of(ranks: int) -> Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class LargeLaunch:
-    """How peer_sum_large is launched: each block has chunks of `threads * unroll` pieces."""
+class Launch:
+    """How the kernels are launched.
 
+    `small_threads`: of a thread block of peer_sum, which has a piece for each. peer_sum_large has
+    `blocks` at most, each with chunks of `threads * unroll` pieces.
+    """
+
+    small_threads: int = 128
     threads: int = 512
     unroll: int = 2
     blocks: int = 264
@@ -66,7 +71,7 @@ class BufferShape:
 
     ranks: int
     limits: Limits
-    launch: LargeLaunch = LargeLaunch()
+    launch: Launch = Launch()
 
     @property
     def small_pieces(self) -> int:
@@ -80,7 +85,7 @@ class BufferShape:
 
     @property
     def large_offset(self) -> int:
-        """Where the areas of large arrays begin."""
+        """Where the areas of large arrays begin, behind the state."""
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property
@@ -88,7 +93,7 @@ class BufferShape:
         """The bytes of a buffer."""
         chunks = -(-self.large_pieces // (self.launch.threads * self.launch.unroll))
         area = self.large_pieces * PIECE_BYTES + chunks * FLAG_BYTES
-        whole = self.large_offset + HALVES * (self.ranks - 1) * area
+        whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * area
         return -(-whole // ALIGNMENT) * ALIGNMENT
 
 
@@ -98,9 +103,14 @@ class PeerSums:
     def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
         """`addresses`: where this process has the buffer of each rank, by rank."""
         self.shape, self.rank = shape, rank
-        state = [FIRST_EPOCH, 0, 0, rank, *addresses]
-        self._state = mx.array(state, dtype=mx.int64) + mx.zeros((len(state),), dtype=mx.int64)
-        mx.eval(self._state)
+        # Every thread block reads them: they have to be in memory of the device's own, as only the
+        # new output of an operation is, see docs/notes/mlx-cuda-buffers.md.
+        given = mx.array([rank, *addresses], dtype=mx.int64)
+        spare = mx.zeros((PLACES - given.size,), dtype=mx.int64)
+        mx.eval(given, spare)
+        mx.clear_cache()
+        self._places = mx.concatenate([given, spare])
+        mx.eval(self._places)
         self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
 
     def set_bound(self, seconds: float) -> None:
@@ -128,7 +138,8 @@ class PeerSums:
             return None
         wide = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim > 2 else 1)
         beside = None if residual is None else residual.reshape(wide.shape)
-        return self._launch(wide, beside, joins=False).reshape(x.shape)
+        found = self._launch(wide, beside, joins=False)
+        return found if x.ndim == 2 else found.reshape(x.shape)
 
     def joined(self, x: mx.array) -> mx.array | None:
         """x [T, n] of each rank -> [T, ranks * n], in the order of ranks; None as in `sum`."""
@@ -142,12 +153,13 @@ class PeerSums:
         adds = residual is not None
         made = _kernel(shape, width, x.dtype, small=small, adds=adds, joins=joins)
         if small:
-            threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
+            threads = shape.launch.small_threads
+            blocks = -(-pieces // threads)
         else:
             threads = shape.launch.threads
             blocks = min(shape.launch.blocks, -(-pieces // (threads * shape.launch.unroll)))
         found: list[mx.array] = made(
-            inputs=[x, x if residual is None else residual, self._state, self._watch.array],
+            inputs=[x, x if residual is None else residual, self._places, self._watch.array],
             grid=(blocks * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[(x.shape[0], width * (shape.ranks if joins else 1))],
@@ -163,7 +175,7 @@ def _kernel(
     launch = shape.launch
     return build_kernel(
         "peer_sum" if small else "peer_sum_large",
-        ["x", "residual", "state", "watch"],
+        ["x", "residual", "places", "watch"],
         ["out"],
         {
             "N": dtype,
@@ -171,7 +183,7 @@ def _kernel(
             "RANKS": shape.ranks,
             "PIECES": shape.small_pieces if small else shape.large_pieces,
             "OFFSET": 0 if small else shape.large_offset,
-            "THREADS": SMALL_THREADS if small else launch.threads,
+            "THREADS": launch.small_threads if small else launch.threads,
             "UNROLL": 1 if small else launch.unroll,
             "ADDS": adds,
             "JOINS": joins,

@@ -4,12 +4,14 @@
 // number of the sum. A rank is in epoch e + 1 when it has seen each peer there or beyond, and then each peer
 // has read all of epoch e: so e + 2 may overwrite its half, and one exchange a sum is enough.
 //
-// `state` is this rank's own: the epoch, thread blocks that have ended, whether a peer is lost, the rank, and
-// the addresses of all ranks' buffers. `watch` is the host's: 1 + the rank that did not come, and the bound
-// of a wait in milliseconds. When a peer is lost this rank writes nothing to others any more: no sum of
-// wrong numbers leaves it, and its results count no more.
-enum { EPOCH, ARRIVED, LOST, RANK, BUFFERS };
+// A buffer begins with its rank's own state: the epoch before, thread blocks that have ended, whether a peer
+// is lost. `places` are the rank and the addresses of all ranks' buffers. `watch` is the host's: 1 + the rank
+// that did not come, and the bound of a wait in milliseconds. When a peer is lost this rank writes nothing to
+// others any more: no sum of wrong numbers leaves it, and its results count no more.
+enum { EPOCH, ARRIVED, LOST };
+enum { RANK, BUFFERS };
 enum { WHO, BOUND_MS };
+constexpr int STATE_BYTES = 256;  // of a buffer, before what peers write
 constexpr int TAG_BITS = 24;  // of a tag below the epoch: what is summed, so that unlike sums never match
 constexpr int POLLS = 64;  // between two looks at the clock
 
@@ -25,17 +27,19 @@ template <typename N> union Piece {
 };
 
 struct Peers {
+  const long* places;
   long* state;
   int* watch;
   long epoch, rank;
   bool lost;
 
-  __device__ Peers(const void* of_rank, const void* of_host) : state((long*)of_rank), watch((int*)of_host) {
-    epoch = state[EPOCH];
-    rank = state[RANK];
+  __device__ Peers(const void* of_ranks, const void* of_host) : places((const long*)of_ranks), watch((int*)of_host) {
+    rank = places[RANK];
+    state = (long*)places[BUFFERS + rank];
+    epoch = state[EPOCH] + 1;
     lost = state[LOST];
   }
-  __device__ char* buffer(int of) const { return (char*)state[BUFFERS + of]; }
+  __device__ char* buffer(int of) const { return (char*)places[BUFFERS + of] + STATE_BYTES; }
   __device__ unsigned long tag(long size) const {
     return (unsigned long)epoch << TAG_BITS | (unsigned long)size & (1ul << TAG_BITS) - 1;
   }
@@ -55,13 +59,13 @@ struct Peers {
     ((volatile int*)watch)[WHO] = peer + 1;
     return lost = true;
   }
-  // The end of a thread block, with all its threads: the last one begins the next epoch.
+  // The end of a thread block, with all its threads: the last one ends the epoch.
   __device__ void end() {
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (atomicAdd((unsigned long long*)state + ARRIVED, 1ull) != gridDim.x - 1) return;
     state[ARRIVED] = 0;
-    state[EPOCH] = epoch + 1;
+    state[EPOCH] = epoch;
   }
 };
 

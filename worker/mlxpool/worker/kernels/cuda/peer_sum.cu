@@ -2,7 +2,7 @@
 // and a tag are one word, which arrives whole, so that data needs no flag behind it and no fence before it.
 // A thread has 16 bytes of x, whose first words lie beside each other, and the second ones behind them. With
 // ADDS the numbers of `residual` are added to the sum.
-Peers peers(state, watch);
+Peers peers(places, watch);
 constexpr int EACH = 16 / sizeof(N);
 const long count = (long)x_shape[0] * WIDTH, pieces = (count + EACH - 1) / EACH;
 const long piece = (long)blockIdx.x * THREADS + threadIdx.x;

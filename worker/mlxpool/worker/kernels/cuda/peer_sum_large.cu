@@ -1,6 +1,6 @@
 // As peer_sum.cu, for many bytes: a thread block writes a chunk of x to the peers and a flag behind it, and
 // while the chunk is under way it adds up the one before.
-Peers peers(state, watch);
+Peers peers(places, watch);
 constexpr int EACH = 16 / sizeof(N), CHUNK = THREADS * UNROLL;
 const long count = (long)x_shape[0] * WIDTH, pieces = (count + EACH - 1) / EACH;
 const int chunks = (pieces + CHUNK - 1) / CHUNK;
