@@ -15,10 +15,12 @@ import pytest
 
 from mlxpool.worker.groups.collectives import NCCL, Collectives
 from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums
+from mlxpool.worker.groups.peer_sums import BufferShape, Launch, Limits, PeerSums
 from support import simt
 
 FEW = Limits(small=2**12, large=2**17)  # bytes: so that a slow machine reaches both kernels
+# One block with two chunks, and two blocks with up to five chunks of another size together.
+FEW_LAUNCHES = (Launch(10_000, 1, 1), Launch(2**17, 2, 2))
 BOUND = 240.0  # seconds
 
 
@@ -65,7 +67,7 @@ class SimulatedRanks:
 
     def __init__(self, ranks: int, limits: Limits, bound: float = BOUND) -> None:
         self.memory = FakePeerMemory()
-        shape = BufferShape(ranks, limits)
+        shape = BufferShape(ranks, limits, FEW_LAUNCHES)
         addresses = [self.memory.allocate(shape.size) for _ in range(ranks)]
         self.sums: Sequence[PeerSums] = [PeerSums(shape, rank, addresses) for rank in range(ranks)]
         self._addresses = addresses

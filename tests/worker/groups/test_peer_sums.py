@@ -17,6 +17,8 @@ from mlxpool.worker.groups.peer_sums import (  # noqa: E402
     ALIGNMENT,
     LIMITS,
     BufferShape,
+    Launch,
+    Limits,
     limits_of,
 )
 from mlxpool.worker.kernels import device  # noqa: E402
@@ -143,7 +145,7 @@ def test_many_sums_follow_each_other_without_the_host() -> None:
 
 @drawn(
     st.lists(
-        st.tuples(st.sampled_from(["sum", "onto", "joined"]), st.integers(1, 90)),
+        st.tuples(st.sampled_from(["sum", "onto", "joined"]), st.integers(1, 300)),
         min_size=1,
         max_size=12,
     ),
@@ -215,3 +217,10 @@ def test_buffers_have_room_for_what_peers_write() -> None:
         assert shape.size <= 96 * 2**20, shape
         assert shape.large_offset >= 2 * (ranks - 1) * 2 * shape.limits.small
     assert limits_of(2) is LIMITS[2]
+
+
+def test_flags_of_all_launches_have_the_same_places() -> None:
+    """A flag may come while one of the sum before, of another launch, is still read."""
+    shape = BufferShape(2, Limits(0, 2**20), (Launch(2**18, 1, 4), Launch(2**20, 4, 2)))
+    assert shape.chunks == 2**20 // (512 * 16)
+    assert [shape.launch_of(size).unroll for size in (1, 2**18, 2**18 + 1, 2**30)] == [1, 1, 4, 4]

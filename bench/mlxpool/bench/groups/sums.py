@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +22,7 @@ from mlxpool.bench.groups.rank_processes import add_options, meeting_of, run_ran
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.collectives import NCCL, Collectives
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, Launch, Limits
+from mlxpool.worker.groups.peer_sums import LAUNCHES, BufferShape, Launch, Limits
 from mlxpool.worker.kernels import device
 
 Sum = Callable[[mx.array], "mx.array | None"]
@@ -43,10 +42,9 @@ def main() -> int:
     parser.add_argument(
         "--launch",
         nargs="*",
-        default=[f"{Launch().unroll}x{Launch().blocks}"],
+        default=sorted({f"{one.unroll}x{one.blocks}" for one in LAUNCHES}),
         help="of the kernel for many bytes: pieces of a thread in a chunk, x thread blocks",
     )
-    parser.add_argument("--threads", type=int, nargs="*", default=[Launch().small_threads])
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
@@ -69,16 +67,10 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
     found: dict[str, Sum] = {"NCCL" if device.on_gpu() else "ring": collectives.all_sum}
     if not device.on_gpu():
         return found
-    plain = BufferShape(options.ranks, Limits(MAX_WORDS, 0))
-    shapes = {
-        f"{WORDS} {threads}": replace(plain, launch=Launch(small_threads=threads))
-        for threads in options.threads
-    }
+    shapes = {WORDS: BufferShape(options.ranks, Limits(MAX_WORDS, 0))}
     for name in options.launch:
-        unroll, blocks = map(int, name.split("x"))
-        launch = Launch(unroll=unroll, blocks=blocks)
-        large = Limits(0, MAX_CHUNKS)
-        shapes[f"{CHUNKS} {name}"] = replace(plain, limits=large, launch=launch)
+        launch = Launch(MAX_CHUNKS, *map(int, name.split("x")))
+        shapes[f"{CHUNKS} {name}"] = BufferShape(options.ranks, Limits(0, MAX_CHUNKS), (launch,))
     for name, shape in shapes.items():
         try:
             peers = peer_exchange.connect(collectives, CudaPeerMemory, shape)

@@ -17,10 +17,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, build_kernel, include_line
+from mlxpool.worker.kernels.kernel_builder import (
+    FLOAT_DTYPES,
+    Constant,
+    build_kernel,
+    include_line,
+)
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
 PIECE_BYTES = 16  # that a thread has of x
+SMALL_THREADS, LARGE_THREADS = 128, 512  # of a thread block of each kernel
 WORD_BYTES = 32  # that a piece takes with its tags
 FLAG_BYTES = 8
 HALVES = 2  # of a buffer: a sum uses that of its epoch
@@ -40,29 +46,32 @@ class Limits:
     large: int
 
 
-# By the number of ranks. With more than two each rank writes an array to each peer, where NCCL's
-# rings write it about twice: large ones are NCCL's then. Only two ranks were measured.
-LIMITS: Mapping[int, Limits] = {2: Limits(2**19, 2**25)}
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How peer_sum_large adds up arrays of at most `size` bytes.
+
+    It has `blocks` thread blocks at most, each with chunks of `unroll` pieces for each thread. GPUs
+    release the flags of chunks one after the other, in about a microsecond each.
+    """
+
+    size: int
+    unroll: int
+    blocks: int
+
+
+# Two H200 over NVLink, microseconds of a sum with NCCL and with our kernel: 8 KiB 37 and 9, 64 KiB
+# 39 and 21, 256 KiB 38 and 21, 1 MiB 42 and 26, 8 MiB 79 and 69, 16 MiB 114 and 86. The kernel for
+# few bytes is the slower one from 64 KiB on: its polls delay the words that they wait for.
+LIMITS: Mapping[int, Limits] = {2: Limits(2**13, 2**25)}
+# With more ranks each writes an array to each peer, where NCCL's rings write it about twice.
+# Only two were measured, so the others have what is far below the time of NCCL.
+OTHER_LIMITS = Limits(2**13, 2**20)
+LAUNCHES = (Launch(2**20, 8, 64), Launch(2**23, 16, 32), Launch(2**25, 8, 64))
 
 
 def limits_of(ranks: int) -> Limits:
     """The limits for so many ranks."""
-    few = 2**19 // (ranks - 1) // PIECE_BYTES * PIECE_BYTES
-    return LIMITS.get(ranks, Limits(few, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the kernels are launched.
-
-    `small_threads`: of a thread block of peer_sum, which has a piece for each. peer_sum_large has
-    `blocks` at most, each with chunks of `threads * unroll` pieces.
-    """
-
-    small_threads: int = 128
-    threads: int = 512
-    unroll: int = 2
-    blocks: int = 264
+    return LIMITS.get(ranks, OTHER_LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class BufferShape:
 
     ranks: int
     limits: Limits
-    launch: Launch = Launch()
+    launches: tuple[Launch, ...] = LAUNCHES
 
     @property
     def small_pieces(self) -> int:
@@ -84,6 +93,12 @@ class BufferShape:
         return self.limits.large // PIECE_BYTES
 
     @property
+    def chunks(self) -> int:
+        """The chunks of a large array at most, of whatever launch."""
+        fewest = min(launch.unroll for launch in self.launches)
+        return -(-self.large_pieces // (LARGE_THREADS * fewest))
+
+    @property
     def large_offset(self) -> int:
         """Where the areas of large arrays begin, behind the state."""
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
@@ -91,10 +106,14 @@ class BufferShape:
     @property
     def size(self) -> int:
         """The bytes of a buffer."""
-        chunks = -(-self.large_pieces // (self.launch.threads * self.launch.unroll))
-        area = self.large_pieces * PIECE_BYTES + chunks * FLAG_BYTES
+        area = self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
         whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * area
         return -(-whole // ALIGNMENT) * ALIGNMENT
+
+    def launch_of(self, size: int) -> Launch:
+        """How arrays of `size` bytes are added up."""
+        fitting = (launch for launch in self.launches if size <= launch.size)
+        return next(fitting, self.launches[-1])
 
 
 class PeerSums:
@@ -148,16 +167,16 @@ class PeerSums:
         return self._launch(x, None, joins=True)
 
     def _launch(self, x: mx.array, residual: mx.array | None, *, joins: bool) -> mx.array:
-        shape, pieces = self.shape, -(-x.nbytes // PIECE_BYTES)
-        width, small = x.shape[1], x.nbytes <= shape.limits.small
+        shape, pieces, width = self.shape, -(-x.nbytes // PIECE_BYTES), x.shape[1]
         adds = residual is not None
-        made = _kernel(shape, width, x.dtype, small=small, adds=adds, joins=joins)
-        if small:
-            threads = shape.launch.small_threads
-            blocks = -(-pieces // threads)
+        if x.nbytes <= shape.limits.small:
+            made = _small_kernel(shape, width, x.dtype, adds=adds, joins=joins)
+            threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
         else:
-            threads = shape.launch.threads
-            blocks = min(shape.launch.blocks, -(-pieces // (threads * shape.launch.unroll)))
+            launch = shape.launch_of(x.nbytes)
+            made = _large_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
+            threads = LARGE_THREADS
+            blocks = min(launch.blocks, -(-pieces // (LARGE_THREADS * launch.unroll)))
         found: list[mx.array] = made(
             inputs=[x, x if residual is None else residual, self._places, self._watch.array],
             grid=(blocks * threads, 1, 1),
@@ -169,25 +188,43 @@ class PeerSums:
 
 
 @cache
-def _kernel(
-    shape: BufferShape, width: int, dtype: mx.Dtype, *, small: bool, adds: bool, joins: bool
+def _small_kernel(
+    shape: BufferShape, width: int, dtype: mx.Dtype, *, adds: bool, joins: bool
 ) -> Any:
-    launch = shape.launch
+    own = {"PIECES": shape.small_pieces, "THREADS": SMALL_THREADS}
+    return _kernel("peer_sum", shape, own, width, dtype, adds=adds, joins=joins)
+
+
+@cache
+def _large_kernel(
+    shape: BufferShape, unroll: int, width: int, dtype: mx.Dtype, *, adds: bool, joins: bool
+) -> Any:
+    own = {
+        "PIECES": shape.large_pieces,
+        "THREADS": LARGE_THREADS,
+        "UNROLL": unroll,
+        "MAX_CHUNKS": shape.chunks,
+        "OFFSET": shape.large_offset,
+    }
+    return _kernel("peer_sum_large", shape, own, width, dtype, adds=adds, joins=joins)
+
+
+def _kernel(
+    name: str,
+    shape: BufferShape,
+    own: Mapping[str, int],
+    width: int,
+    dtype: mx.Dtype,
+    *,
+    adds: bool,
+    joins: bool,
+) -> Any:
+    common: dict[str, Constant] = {"N": dtype, "WIDTH": width, "RANKS": shape.ranks}
     return build_kernel(
-        "peer_sum" if small else "peer_sum_large",
+        name,
         ["x", "residual", "places", "watch"],
         ["out"],
-        {
-            "N": dtype,
-            "WIDTH": width,
-            "RANKS": shape.ranks,
-            "PIECES": shape.small_pieces if small else shape.large_pieces,
-            "OFFSET": 0 if small else shape.large_offset,
-            "THREADS": launch.small_threads if small else launch.threads,
-            "UNROLL": 1 if small else launch.unroll,
-            "ADDS": adds,
-            "JOINS": joins,
-        },
+        {**common, **own, "ADDS": adds, "JOINS": joins},
         contiguous=True,
         header=include_line("peer_memory.cuh"),
     )
