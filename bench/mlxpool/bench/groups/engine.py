@@ -3,9 +3,8 @@
 python -m mlxpool.bench.groups.engine --model FOLDER --streams 1 32 128 --prefill 4096
 
 Prints a line of JSON for one device, and for the group with each of `--sums`: tokens/s while so
-many rows decode, how long the host waits for the device in such a step, milliseconds to the first
-token of a long prompt, and how many greedy tokens are those of one device. No other process takes
-part, and a rank loads its part of the weights once.
+many rows decode, milliseconds to the first token of a long prompt, and how many greedy tokens are
+those of one device. No other process takes part, and a rank loads its part of the weights once.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 
@@ -32,7 +29,6 @@ from mlxpool.common.options import Options
 from mlxpool.worker.compute.follower import Follower
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import ModelEngine
-from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.groups.collectives import AUTO, NCCL, Collectives
 from mlxpool.worker.groups.divisions import part_of
 from mlxpool.worker.groups.group_engine import GroupEngine
@@ -151,10 +147,7 @@ def _measure(
         rows = _rows(engine, streams, options.prompt)
         step = partial(decode, engine, rows)
         burst(step, FIRST_STEPS)
-        with _waits() as waits:
-            steps = [burst(step, options.steps // options.rounds) for _ in range(options.rounds)]
-        waited = 1e3 * sum(waits) / (options.steps // options.rounds * options.rounds)
-        figures[f"x{streams}_wait_ms"] = round(waited, 3)
+        steps = [burst(step, options.steps // options.rounds) for _ in range(options.rounds)]
         figures[f"x{streams}_step_ms"] = [round(1e3 * one, 3) for one in steps]
         figures[f"x{streams}_tokens_per_s"] = round(streams / statistics.median(steps))
         drawn += [list(row.ids) for row in rows[:8]]
@@ -167,21 +160,6 @@ def _measure(
     print(json.dumps(figures), flush=True)
     engine.close()
     return drawn
-
-
-@contextmanager
-def _waits() -> Iterator[list[float]]:
-    """Yields a list that gets the seconds of each wait for the device meanwhile."""
-    found: list[float] = []
-    wait = Flight.wait
-
-    def timed(flight: Flight) -> None:
-        began = time.perf_counter()
-        wait(flight)
-        found.append(time.perf_counter() - began)
-
-    with mock.patch.object(Flight, "wait", timed):
-        yield found
 
 
 def _rows(engine: ModelEngine, count: int, tokens: int) -> list[Row]:
