@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mlxpool.worker.groups.pipes import Inbox, Orders
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
 from support.free_ports import free_ports
+from support.peer_ranks import peer_sums
 
 RANKS = 2
 END = bytes(4)  # a message of no length: the model is not used any more
@@ -50,14 +51,27 @@ def load_rank(folder: Path, rank: int, collectives: Collectives) -> LoadedModel:
 class RankPair(Closing):
     """Rank 0, with a child that is rank 1. One of them may be in a process, at its first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, built: Path | None = None) -> None:
+        """`built`: both add up by simulated kernels, see peer_ranks.peer_sums; None: by the ring.
+
+        `kernels` are the names of those that ran here.
+        """
+        self.kernels: set[str] = set()
+        self._peers = ExitStack()
         reader, self._writer = os.pipe()
         with tempfile.TemporaryFile() as hosts:
             ports = free_ports(RANKS)
             hosts.write(json.dumps([[f"127.0.0.1:{port}"] for port in ports]).encode())
             hosts.flush()
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "support.rank_pair", str(hosts.fileno()), str(reader)],
+                [
+                    sys.executable,
+                    "-m",
+                    "support.rank_pair",
+                    str(hosts.fileno()),
+                    str(reader),
+                    *([] if built is None else [str(built)]),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -68,6 +82,8 @@ class RankPair(Closing):
             assert self._child.stdout is not None
             self._child.stdout.readline()  # it is about to join
             self.collectives = Collectives.join(Meeting.of(0, RANKS, hosts.fileno(), 0))
+        if built is not None:
+            self.kernels = self._peers.enter_context(peer_sums(self.collectives, built))
 
     @contextmanager
     def engine(self, folder: Path, **settings: Any) -> Iterator[GroupEngine]:
@@ -89,6 +105,7 @@ class RankPair(Closing):
 
     def close(self) -> None:
         """End the child."""
+        self._peers.close()
         os.close(self._writer)
         self._child.communicate()
 
@@ -98,10 +115,14 @@ def single(folder: Path, **settings: Any) -> ModelEngine:
     return ModelEngine(load(inspect(folder)), None, **{**SETTINGS, **settings})
 
 
-def _serve(hosts: int, reader: int) -> None:
+def _serve(hosts: int, reader: int, built: Path | None = None) -> None:
     print("ready", flush=True)
     collectives = Collectives.join(Meeting.of(1, RANKS, hosts, 0))
-    inbox = Inbox(reader)
+    with nullcontext() if built is None else peer_sums(collectives, built):
+        _serve_models(collectives, Inbox(reader))
+
+
+def _serve_models(collectives: Collectives, inbox: Inbox) -> None:
     for line in sys.stdin:
         loaded = load_rank(Path(line.rstrip("\n")), 1, collectives)
         follower = Follower(loaded, collectives, Progress(lambda: None))
@@ -111,4 +132,4 @@ def _serve(hosts: int, reader: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)

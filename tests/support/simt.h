@@ -6,7 +6,9 @@
 // as late as allowed, so that a missing wait is found.
 // It includes few headers: each kernel's compilation reads all of them again.
 #pragma once
+#include <sched.h>
 #include <setjmp.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -360,6 +362,31 @@ void products(float (&c)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned
     }
 }
 template <int COUNT> void hold(float (&)[COUNT]) {}
+// Another launch, in another thread, writes words and flags meanwhile; see simt.Ranks.
+static inline void store_word(void* to, unsigned long data, unsigned long tag) {
+  ((unsigned long*)to)[0] = data;
+  __atomic_store_n((unsigned long*)to + 1, tag, __ATOMIC_RELEASE);
+}
+static inline void load_word(const void* from, unsigned long& data, unsigned long& tag) {
+  tag = __atomic_load_n((const unsigned long*)from + 1, __ATOMIC_ACQUIRE);
+  data = ((const unsigned long*)from)[0];
+}
+static inline void release_flag(unsigned long* to, unsigned long tag) {
+  __atomic_store_n(to, tag, __ATOMIC_RELEASE);
+}
+static inline unsigned long acquired_flag(const unsigned long* from) {
+  return __atomic_load_n(from, __ATOMIC_ACQUIRE);
+}
+static inline long nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+__attribute__((noinline)) static void next_poll() {
+  simt::waits = 0;  // this thread can continue, when another launch has written
+  sched_yield();
+  if (!_setjmp(simt::here->jump)) simt::go_on();
+}
 
 // ---- a launch ------------------------------------------------------------------------------------
 

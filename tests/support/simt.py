@@ -17,6 +17,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 HOPPER = "sm_90a"
 TYPES = {
     mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.int32: "int",
-    mx.uint32: "unsigned", mx.uint8: "unsigned char", mx.int8: "signed char",
+    mx.uint32: "unsigned", mx.uint8: "unsigned char", mx.int8: "signed char", mx.int64: "long",
 }  # fmt: skip
 REPLACED = ("machine.cuh",)  # files that simt.h replaces
 WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}
@@ -68,12 +69,14 @@ def forget_kernels() -> None:
     """Clears the caches of built kernels and of their trials."""
     from mlxpool.worker import kernels
     from mlxpool.worker.attention import block_tables, kernel_trials
+    from mlxpool.worker.groups import peer_sums
     from mlxpool.worker.kernels.recurrent import gated_delta
     from mlxpool.worker.layers import delta_rule
     from mlxpool.worker.transfers import downloads
 
     modules = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
-    for module in [*modules, gated_delta, delta_rule, kernel_trials, block_tables, downloads]:
+    others = [gated_delta, delta_rule, kernel_trials, block_tables, peer_sums, downloads]
+    for module in [*modules, *others]:
         for one in vars(module).values():
             if hasattr(one, "cache_clear"):
                 one.cache_clear()
@@ -115,10 +118,11 @@ def kernel(
         arrays = [*inputs, *outs]
         mx.eval(arrays)
         views = [_view(one) for one in arrays]
-        run = _built(text, tuple(one.dtype for one in arrays))
+        rank = _together.rank if _together is not None else 0
+        run = _built(text, tuple(one.dtype for one in arrays), rank)
         compiled(text, tuple((x.dtype, x.ndim > 0) for x in inputs), tuple(output_dtypes))
         blocks = [-(-all_ // one) for all_, one in zip(grid, threadgroup, strict=True)]
-        why = run(
+        arguments = (
             (ctypes.c_void_p * len(views))(*(view.data for view in views)),
             (ctypes.c_void_p * len(views))(*(ctypes.addressof(view.shape) for view in views)),
             (ctypes.c_void_p * len(views))(*(ctypes.addressof(view.strides) for view in views)),
@@ -126,11 +130,64 @@ def kernel(
             ctypes.c_uint(threadgroup[0]),
             ctypes.c_long(shared_memory),
         )
-        if why:
-            raise RuntimeError(f"{name}: {WHY.get(why, why)}")
+
+        def launch() -> None:
+            why = run(*arguments)
+            del views[:]  # the memory was needed until now
+            if why:
+                raise RuntimeError(f"{name}: {WHY.get(why, why)}")
+
+        if _together is None:
+            launch()
+        else:
+            _together.launches[rank].append(launch)
         return outs
 
     return call
+
+
+class Ranks:
+    """The launches of several GPUs, which wait for each other: see `together`."""
+
+    def __init__(self, count: int) -> None:
+        self.rank = 0
+        self.launches: list[list[Callable[[], None]]] = [[] for _ in range(count)]
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        """Kernels that are called meanwhile are launched on this GPU."""
+        self.rank = rank
+        yield
+        self.rank = 0
+
+    def run(self) -> None:
+        """Runs the launches of each GPU in their order, beside those of the others."""
+        with ThreadPoolExecutor(len(self.launches)) as threads:
+            for done in [threads.submit(_in_order, one) for one in self.launches]:
+                done.result()
+
+
+def _in_order(launches: Sequence[Callable[[], None]]) -> None:
+    for launch in launches:
+        launch()
+
+
+_together: Ranks | None = None
+
+
+@contextmanager
+def together(count: int) -> Iterator[Ranks]:
+    """Kernels that are called inside are launched at the end, on `count` GPUs beside each other.
+
+    What a call returns has its numbers afterwards; until then only other kernels may read it.
+    """
+    global _together
+    _together = Ranks(count)
+    try:
+        yield _together
+        _together.run()
+    finally:
+        _together = None
 
 
 @functools.cache
@@ -173,13 +230,20 @@ def machine_code(
 
 
 @functools.cache
-def _built(text: KernelText, dtypes: tuple[Any, ...]) -> Any:
+def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
+    """Each GPU has a library of its own: its threads and blocks are static variables of it."""
     code = _code(text, dtypes)
     library = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()[:20]}.so"
     if not library.exists():  # another process of this run may have built it
         source = library.with_suffix(f".{os.getpid()}.cpp")
         source.write_text(code)
         _compile("-shared", f"-I{_folder()}", str(source), to=library, what=text.name)
+    if rank:
+        copy = library.with_suffix(f".{rank}.so")
+        if not copy.exists():
+            shutil.copyfile(library, part := copy.with_suffix(f".{os.getpid()}.so"))
+            part.replace(copy)
+        library = copy
     return ctypes.CDLL(str(library)).run
 
 

@@ -16,9 +16,21 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes.supervisor import KEPT_DUMPS, SAVE_SHARE, Child, Supervisor
+from mlxpool.broker.processes.supervisor import (
+    KEPT_DUMPS,
+    SAVE_SHARE,
+    Child,
+    Supervisor,
+    rank_wait_limit,
+)
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
-from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.config.schema import (
+    WAIT_LIMIT,
+    WORKER_VARIABLE,
+    ModelConfig,
+    PoolConfig,
+    WorkerConfig,
+)
 from mlxpool.common.progress import PHASES, ProgressReading
 from support.pool import PATIENCE, until
 
@@ -387,3 +399,19 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     nursery.start(RANK.replace("os.getpid()", str(os.getpid())))
     (other,) = nursery.supervisor.observe("m/0").others
     assert other.look.pid == os.getpid() and other.rss == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PoolConfig(load_limit=1000.0),
+        PoolConfig(fresh_limit=1000.0),
+        PoolConfig(prefill_limit=1000.0),
+        PoolConfig(step_limit=1000.0),
+    ],
+    ids=["load", "fresh", "prefill", "step"],
+)
+def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
+    """So the broker ends the group first, and says which rank is to blame."""
+    assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
+    assert rank_wait_limit(config) > 2 * 1000.0

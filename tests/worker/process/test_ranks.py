@@ -49,7 +49,7 @@ def test_other_systems_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:
     """MLX opens it by its name, and so do all ranks."""
-    descriptor = ranks._hosts_file([4000, 4001])
+    descriptor = ranks.hosts_file([4000, 4001])
     try:
         for _ in range(2):
             with open(f"/dev/fd/{descriptor}", encoding="ascii") as file:
@@ -59,5 +59,5 @@ def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:
 
 
 def test_ports_are_different_and_free() -> None:
-    ports = ranks._free_ports(5)
+    ports = ranks.free_ports(5)
     assert len(set(ports)) == 5 and min(ports) > 0

@@ -14,6 +14,7 @@ from mlxpool.common.config.schema import ModelConfig
 SHARED_SETTINGS = (  # that a worker is started with: names that share one must agree on them
     "context",
     "devices",
+    "device_sums",
     "memory_limit",
     "sequences",
     "batch",

@@ -71,6 +71,9 @@ class DialSettings:
     orphan_grace: float = 60.0  # seconds
 
 
+SPARE_WAIT = 60.0  # seconds between the broker's end of a group that hangs and the group's own
+
+
 class Supervisor:
     """Owns the child processes. Used by one thread."""
 
@@ -133,6 +136,7 @@ class Supervisor:
             prefix_dir=str(self.config.prefix_dir),
             save_limit=SAVE_SHARE * self.config.stop_grace,
             rank_block_fds=rank_fds,
+            wait_limit=rank_wait_limit(self.config),
         )
         if self.dial is not None:
             settings = replace(settings, dials=True, token="", **asdict(self.dial))
@@ -314,6 +318,12 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         WORKER_VARIABLE: settings.to_environment(),
     }
+
+
+def rank_wait_limit(config: PoolConfig) -> float:
+    """Seconds that a rank waits for others in a sum: longer than the broker lets it stand still."""
+    longest = max(config.load_limit, config.fresh_limit, config.prefill_limit, config.step_limit)
+    return 2 * longest + SPARE_WAIT
 
 
 def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:

@@ -103,6 +103,9 @@ class ModelConfig:
     # Devices that hold one copy of it together, each a part; each worker is a group of so many
     # processes.
     devices: Annotated[int, Within(1, 64)] = 1
+    # What adds up the parts of several GPUs. auto: kernels over the memory of each other, where
+    # GPUs reach it, and NCCL where not; nccl: NCCL alone.
+    device_sums: Annotated[str, OneOf(("auto", "nccl"))] = "auto"
     # Not a setting by this name: `replicas` as a table; max is 0 if it is a number.
     scaling: Scaling = field(default_factory=Scaling)
     # That a worker takes of its machine, for `mlxpool ray`; -1: one a device where the cluster has
@@ -298,6 +301,9 @@ class PoolConfig:
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
 
+WAIT_LIMIT = 300.0  # seconds; more than twice each limit of a worker without progress, by default
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """What a worker gets at its start, in the environment of its process."""
@@ -325,6 +331,9 @@ class WorkerConfig:
     hosts_fd: int = -1  # the file with the addresses of all ranks
     group_port: int = 0
     ready_fd: int = -1  # the pipe on which it says that it is about to join
+    # Seconds after which a rank's GPU gives up a peer whose part of a sum does not come. Longer
+    # than the broker lets any rank stand still: it ends a group sooner, and names the cause.
+    wait_limit: float = WAIT_LIMIT
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""

@@ -13,12 +13,13 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.layouts import PagedLayout, writes_in_place
+from mlxpool.worker.attention.layouts import writes_in_place
 from mlxpool.worker.attention.row_batch import RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.group_layout import GroupLayout
 from mlxpool.worker.groups.messages import (
     CompileAhead,
     CopyBlock,
@@ -48,8 +49,8 @@ class GivenStore(PagedStore):
         return []
 
 
-class FollowerLayout(PagedLayout):
-    """A PagedLayout of such rows."""
+class FollowerLayout(GroupLayout):
+    """A layout of such rows."""
 
     def _make_store(self) -> PagedStore:
         return GivenStore(self.pool)
@@ -101,6 +102,7 @@ class Follower:
                 layout = self._required_pool().layout
                 layout.compile_ahead(rows, context, self._progress.moved)
             case Settle(cache):
+                self._collectives.check()
                 mx.set_cache_limit(cache)
                 mx.clear_cache()
                 device.trim_heap()
@@ -158,6 +160,7 @@ class Follower:
     def _wait(self) -> None:
         done, fresh = self._flights.popleft()
         mx.eval(*done)
+        self._collectives.check()
         self._progress.ended(fresh=fresh)
         if not self._flights:
             self._progress.enter("idle")

@@ -52,6 +52,8 @@ def _load(config: WorkerConfig, progress: Progress) -> Follower:
     device.keep_large_arrays_off_heap()
     part = part_of(folder, config.rank, model.devices)
     os.write(config.ready_fd, b"1")
-    meeting = Meeting.of(config.rank, model.devices, config.hosts_fd, config.group_port)
+    meeting = Meeting.of(
+        config.rank, model.devices, config.hosts_fd, config.group_port, config.wait_limit
+    )
     found = load_part(part, model, meeting, lambda tensors, size: progress.moved())
     return Follower(found.loaded, found.collectives, progress)

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.links import Meeting
+from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemory, PeerMemoryError
+from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums, limits_of
 from mlxpool.worker.kernels import device
 
+log = logging.getLogger("mlxpool.worker")
+
 LOOPBACK = "127.0.0.1"
+AUTO, NCCL = "auto", "nccl"  # values of device_sums
+
+
+class RankLost(RuntimeError):
+    """Another rank did not come to a sum in time; the group cannot go on."""
 
 
 class Collectives:
-    """The operations of a group; each rank calls the same ones in the same order."""
+    """The operations of a group; each rank calls the same ones in the same order.
+
+    Those of one evaluation must be a chain, see peer_sums.py.
+    """
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self._group = group
         self.rank, self.ranks = group.rank(), group.size()
+        self._peers: PeerSums | None = None
+        self._wait_limit = 0.0
 
     @classmethod
-    def join(cls, meeting: Meeting) -> Collectives:
+    def join(cls, meeting: Meeting, sums: str = NCCL) -> Collectives:
         """Waits without end for all ranks: NCCL between GPUs, else a ring of connections.
 
-        Raises RuntimeError where the back end cannot begin.
+        `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError where
+        the back end cannot begin.
         """
         os.environ["MLX_RANK"] = str(meeting.rank)
         os.environ["MLX_WORLD_SIZE"] = str(meeting.ranks)
@@ -34,11 +53,78 @@ class Collectives:
         backend = "nccl" if device.on_gpu() else "ring"
         found = cls(mx.distributed.init(strict=True, backend=backend))
         mx.eval(found.all_sum(mx.zeros((1,))))  # connections are made before the first is needed
+        if backend == "nccl":
+            found.connect_gpus(meeting.wait_limit, sums)
         return found
+
+    def connect_gpus(
+        self,
+        wait_limit: float,
+        sums: str = AUTO,
+        *,
+        open_memory: Callable[[], PeerMemory] = CudaPeerMemory,
+        limits: Limits | None = None,
+    ) -> None:
+        """Adds up by kernels over the memory of peers from now on, where that works on all ranks.
+
+        A GPU waits `wait_limit` seconds for a peer in a sum. With NCCL in `sums` it adds up alone.
+        `limits` None: those of so many ranks.
+        """
+        self._peers = None
+        if sums == NCCL:
+            log.info("sums between the GPUs of the group are NCCL's", extra={"device_sums": NCCL})
+            return
+        shape = BufferShape(self.ranks, limits or limits_of(self.ranks))
+        try:
+            peers = peer_exchange.connect(self, open_memory, shape)
+        except PeerMemoryError as error:
+            log.warning(
+                "sums between the GPUs of the group are NCCL's, which takes several times as long"
+                " for small ones: they cannot use the memory of each other",
+                extra={"why": str(error)},
+            )
+            return
+        peers.set_bound(wait_limit)
+        self._peers, self._wait_limit = peers, wait_limit
+        log.info(
+            "sums between the GPUs of the group are computed over the memory of each other",
+            extra={"bytes": shape.size, "to": shape.limits.large or shape.limits.small},
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the GPU that the sums have beside MLX's."""
+        return 0 if self._peers is None else self._peers.shape.size
+
+    def check(self) -> None:
+        """Raises RankLost when a sum has given up a peer: no result counts since then."""
+        lost = None if self._peers is None else self._peers.lost
+        if lost is not None:
+            raise RankLost(
+                f"rank {lost} did not come to a sum of rank {self.rank} within"
+                f" {self._wait_limit:.0f} s: its process or its GPU stands still, or the ranks"
+                " have computed different passes"
+            )
 
     def all_sum(self, x: mx.array) -> mx.array:
         """The sum of the ranks' arrays, the same bits on every rank."""
-        return mx.distributed.all_sum(x, group=self._group)
+        found = None if self._peers is None else self._peers.sum(x)
+        return mx.distributed.all_sum(x, group=self._group) if found is None else found
+
+    def adds(self, size: int, dtype: mx.Dtype) -> bool:
+        """Whether `sum_onto` takes arrays of `size` bytes."""
+        return self._peers is not None and self._peers.takes(size, dtype)
+
+    def sum_onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """`residual` plus the sum of the ranks' x, which is rounded once where `adds` says so."""
+        found = None if self._peers is None else self._peers.sum(x, residual)
+        return residual + self.all_sum(x) if found is None else found
+
+    def gathered(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, as many of each and a multiple of 4, at once."""
+        mine = mx.array(np.frombuffer(own, dtype=np.int32))
+        every = mx.distributed.all_gather(mine, group=self._group)
+        return [bytes(one) for one in np.array(every).reshape(self.ranks, -1)]
 
     def least(self, number: int) -> int:
         """The least of the ranks' numbers, at once."""
@@ -48,6 +134,9 @@ class Collectives:
 
     def joined(self, x: mx.array) -> mx.array:
         """x [T, n] of each rank -> [T, ranks * n]: the columns of rank 0, of rank 1, and so on."""
+        found = None if self._peers is None else self._peers.joined(x)
+        if found is not None:
+            return found
         lines, columns = x.shape
         every = mx.distributed.all_gather(x, group=self._group)
         every = every.reshape(self.ranks, lines, columns)

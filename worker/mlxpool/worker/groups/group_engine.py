@@ -60,8 +60,9 @@ class GroupEngine(ModelEngine):
     no_drafts = "a group of devices checks no drafts"
 
     def collect(self) -> StepResult:
-        """See Engine.collect."""
+        """See Engine.collect. Raises RankLost before any number of a sum without a rank is used."""
         found = super().collect()
+        self._collectives.check()
         self._orders.send(Ended())
         self._orders.passes -= 1
         return found
@@ -72,6 +73,7 @@ class GroupEngine(ModelEngine):
 
     def _finish_warm_up(self) -> None:
         super()._finish_warm_up()
+        self._collectives.check()
         self._orders.send(Settle(self._cache))
 
     def device_works(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from mlxpool.common.config.schema import WAIT_LIMIT
 from mlxpool.worker.groups.pipes import Orders
 
 
@@ -16,17 +17,21 @@ class Meeting:
 
     `hosts` is the path of a file with an address for each rank, and `port` the one on which rank 0
     gives the others the identity of their group; which of them is used depends on the back end.
+    `wait_limit`: seconds that a rank's GPU waits for another's part of a sum, see WorkerConfig.
     """
 
     rank: int
     ranks: int
     hosts: str
     port: int
+    wait_limit: float = WAIT_LIMIT
 
     @classmethod
-    def of(cls, rank: int, ranks: int, hosts: int, port: int) -> Meeting:
+    def of(
+        cls, rank: int, ranks: int, hosts: int, port: int, wait_limit: float = WAIT_LIMIT
+    ) -> Meeting:
         """The meeting whose file of addresses this process has open as descriptor `hosts`."""
-        return cls(rank, ranks, f"/dev/fd/{hosts}", port)
+        return cls(rank, ranks, f"/dev/fd/{hosts}", port, wait_limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ def load_part(
     part: Part, config: ModelConfig, meeting: Meeting, on_progress: OnProgress
 ) -> LoadedPart:
     """Waits for all ranks, then loads. Raises ModelLoadFailed, RuntimeError."""
-    collectives = Collectives.join(meeting)
-    limit = rank_limit(config.memory_limit, part.ranks)
+    collectives = Collectives.join(meeting, config.device_sums)
+    limit = rank_limit(config.memory_limit, part.ranks) - collectives.nbytes
     loaded = load(
         part.folder,
         on_progress,

@@ -65,8 +65,11 @@ class SummedLinear:
     def __call__(self, x: LinearInput) -> mx.array:
         return self.collectives.all_sum(self.layer(x))
 
-    def add_to(self, x: mx.array, residual: mx.array) -> None:
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """See layer_types.Linear. The residual is added once, behind the sum."""
+        if x.dtype != residual.dtype or not self.collectives.adds(residual.nbytes, x.dtype):
+            return None
+        return self.collectives.sum_onto(residual, self.layer(x))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.layouts import PagedLayout
 from mlxpool.worker.attention.row_batch import Ids, PassOutput, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.group_layout import GroupLayout
 from mlxpool.worker.groups.messages import CompileAhead, CopyBlock, MakePool, Pass
 from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.kernels import kernel_cache
@@ -60,8 +60,8 @@ class Rank0Store(PagedStore):
         self._pool_copy(source, target)
 
 
-class Rank0Layout(PagedLayout):
-    """A PagedLayout each of whose passes is sent to the other ranks before it is built."""
+class Rank0Layout(GroupLayout):
+    """A layout each of whose passes is sent to the other ranks before it is built."""
 
     def __init__(
         self,

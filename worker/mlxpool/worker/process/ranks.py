@@ -95,8 +95,8 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
     own, *others = _environments(config)
     os.environ.update(own)
     try:
-        *addresses, meeting_port = _free_ports(ranks + 1)
-        hosts = _hosts_file(addresses)
+        *addresses, meeting_port = free_ports(ranks + 1)
+        hosts = hosts_file(addresses)
         ready, tells_ready = os.pipe()
         common = replace(
             config,
@@ -115,7 +115,8 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
         os.close(tells_ready)
     except OSError as error:
         raise ModelLoadFailed(f"a rank of {config.name!r} cannot be started: {error}") from error
-    return GroupLinks(Meeting.of(0, ranks, hosts, meeting_port), Orders(writers, block), ready)
+    meeting = Meeting.of(0, ranks, hosts, meeting_port, config.wait_limit)
+    return GroupLinks(meeting, Orders(writers, block), ready)
 
 
 def _environments(config: WorkerConfig) -> list[dict[str, str]]:
@@ -141,13 +142,14 @@ def _environments(config: WorkerConfig) -> list[dict[str, str]]:
     return [{**os.environ, gpus.VISIBLE: name} for name in names]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine on which nobody listens."""
     with ExitStack() as bound:
         sockets = [bound.enter_context(listening.listen(LOOPBACK, 0)) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in sockets]
 
 
-def _hosts_file(ports: Sequence[int]) -> int:
+def hosts_file(ports: Sequence[int]) -> int:
     """The descriptor of a file without a name, as MLX's ring reads it."""
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]).encode())

@@ -67,3 +67,28 @@ template <int COUNT> __device__ inline void hold(float (&sums)[COUNT]) {
   #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
+// Words of 16 bytes, 8 of data and a tag, which GPUs write into each other's memory: a word arrives whole.
+__device__ inline void store_word(void* to, unsigned long data, unsigned long tag) {
+  asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.sys.global.b128 [%0], w; }"
+               ::"l"(to), "l"(data), "l"(tag) : "memory");
+}
+__device__ inline void load_word(const void* from, unsigned long& data, unsigned long& tag) {
+  asm volatile("{ .reg .b128 w; ld.relaxed.sys.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+               : "=l"(data), "=l"(tag) : "l"(from) : "memory");
+}
+// A flag in the memory of any GPU: whoever sees it sees what this block wrote before its last barrier.
+__device__ inline void release_flag(unsigned long* to, unsigned long tag) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(tag) : "memory");
+}
+__device__ inline unsigned long acquired_flag(const unsigned long* from) {
+  unsigned long tag;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(tag) : "l"(from) : "memory");
+  return tag;
+}
+// The GPU's clock, which goes on while nothing runs; the next poll of a wait may begin.
+__device__ inline long nanoseconds() {
+  long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ inline void next_poll() {}

@@ -2,7 +2,7 @@
 
 python -m mlxpool.bench.groups --model FOLDER --devices 1 2 --streams 1 32 128 --prefill 4096
 
-Prints a JSON object for each number of devices.
+Prints a JSON object for each number of devices, and for each of `--sums`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,9 +23,12 @@ from mlxpool.bench import checkpoint
 from mlxpool.bench.pools import START_TIMEOUT, interrupt_at_signals, serving
 from mlxpool.bench.traffic.swarm import MODEL, Arrivals, Job, run, summarise
 from mlxpool.common.transport import question, sockets
+from mlxpool.worker.groups.collectives import AUTO, NCCL
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
 CLIENTS = 4  # processes that share the streams
+OURS = "mlxpool"  # the name of the pool in the figures of `mlxpool bench load`
+MIXED_FIGURES = ("output token throughput", "TTFT median", "TTFT p99", "ITL p99", "failed requests")
 
 
 def main() -> None:
@@ -38,12 +43,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixed", type=int, default=0, help="requests of a mixed load; 0: none")
+    parser.add_argument(
+        "--sums", nargs="+", choices=(AUTO, NCCL), default=[AUTO], help="values of device_sums"
+    )
     options = parser.parse_args()
     if not (options.model / "config.json").is_file():
         checkpoint.write(options.model, options.shape)
     ids: list[list[int]] = []
-    for devices in options.devices:
-        found, drawn = measure(options, devices)
+    for devices, sums in _setups(options):
+        found, drawn = measure(options, devices, sums)
         same = sum(one == other for one, other in zip(ids, drawn, strict=False))
         if ids:
             found["streams_with_the_same_tokens"] = f"{same} of {len(drawn)}"
@@ -51,30 +60,38 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
 
-def measure(options: argparse.Namespace, devices: int) -> tuple[dict[str, Any], list[list[int]]]:
+def _setups(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """Numbers of devices with what adds up between them; one device adds up nothing."""
+    for devices in options.devices:
+        for sums in options.sums if devices > 1 else options.sums[:1]:
+            yield devices, sums
+
+
+def measure(
+    options: argparse.Namespace, devices: int, sums: str
+) -> tuple[dict[str, Any], list[list[int]]]:
     """The figures with so many devices, and the tokens of the streams of one round."""
     context = max(options.prompt + options.tokens, options.prefill) + SPARE_CONTEXT
     settings = (
         f'[models.{MODEL}]\npath = "{options.model}"\nprefix_cache = "off"\npin = true\n'
-        f"devices = {devices}\ncontext = {context}\nsequences = {max(options.streams)}\n"
+        f'devices = {devices}\ndevice_sums = "{sums}"\n'
+        f"context = {context}\nsequences = {max(options.streams)}\n"
     )
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         run_dir = Path(folder)
         with serving(run_dir, settings):
             try:
-                return _measured(options, devices, run_dir)
+                found, drawn = _measured(options, run_dir)
+                return {"devices": devices, "device_sums": sums, **found}, drawn
             except BaseException:
                 for log in sorted((run_dir / "logs").glob("*.log")):
                     print(log.read_text("utf-8", "replace")[-4000:], flush=True)
                 raise
 
 
-def _measured(
-    options: argparse.Namespace, devices: int, run_dir: Path
-) -> tuple[dict[str, Any], list[list[int]]]:
+def _measured(options: argparse.Namespace, run_dir: Path) -> tuple[dict[str, Any], list[list[int]]]:
     worker = _ready_worker(run_dir)
     found: dict[str, Any] = {
-        "devices": devices,
         "load_s": worker["load_s"],
         "layout": worker["layout"],
         "weights_gb": round(worker["memory"]["weights"] / 1e9, 2),
@@ -97,8 +114,24 @@ def _measured(
         for _ in range(options.rounds + 1)
     ][1:]
     found[f"first_token_ms_of_{options.prefill}"] = [round(one, 1) for one in firsts]
+    if options.mixed:
+        found["mixed_load"] = _mixed(run_dir, options.mixed)
     drawn = [list(one.ids) for one in _round(run_dir, options.prompt, options.tokens, 8, count())]
     return found, drawn
+
+
+def _mixed(run_dir: Path, requests: int) -> dict[str, float]:
+    """What `mlxpool bench load` says of so many requests at once: its first figures, by name."""
+    command = [sys.executable, "-m", "mlxpool.cli.main", "bench", "load", "--json"]
+    which = ["--run-dir", str(run_dir), "--running", MODEL, "--rounds", "1"]
+    size = ["--requests", str(requests), "--warm-up", str(requests // 4)]
+    done = subprocess.run([*command, *which, *size], stdout=subprocess.PIPE, text=True, check=True)
+    every = json.loads(done.stdout)["lines"]
+    return {
+        f"{one['name']}, {one['unit']}": round(one["sides"][OURS][0], 1)
+        for one in every
+        if one["name"] in MIXED_FIGURES
+    }
 
 
 def _round(

@@ -1,0 +1,130 @@
+"""Ranks of a group on simulated GPUs: in this process, or each in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from mlxpool.worker.groups.collectives import NCCL, Collectives
+from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, PeerMemoryError
+from mlxpool.worker.groups.peer_sums import BufferShape, Launch, Limits, PeerSums
+from support import simt
+
+FEW = Limits(small=2**12, large=2**17)  # bytes: so that a slow machine reaches both kernels
+# One block with two chunks, and two blocks with up to five chunks of another size together.
+FEW_LAUNCHES = (Launch(10_000, 1, 1), Launch(2**17, 2, 2))
+BOUND = 240.0  # seconds
+
+
+class FakePeerMemory:
+    """Implements PeerMemory in this process; a handle is the address."""
+
+    def __init__(self, *, exports: bool = True, opens: bool = True) -> None:
+        """`exports`, `opens`: whether these calls work."""
+        self.exports, self.opens = exports, opens
+        self.allocated: dict[int, np.ndarray] = {}
+        self.opened: list[int] = []
+
+    def allocate(self, size: int) -> int:
+        """See PeerMemory."""
+        whole = np.zeros(size + 64, dtype=np.uint8)
+        address = -(-whole.ctypes.data // 64) * 64
+        self.allocated[address] = whole
+        return address
+
+    def export(self, address: int) -> bytes:
+        """See PeerMemory."""
+        if not self.exports:
+            raise PeerMemoryError("cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED")
+        return address.to_bytes(HANDLE_BYTES, "little")
+
+    def open(self, handle: bytes) -> int:
+        """See PeerMemory."""
+        if not self.opens:
+            raise PeerMemoryError("cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_INVALID_HANDLE")
+        self.opened.append(int.from_bytes(handle, "little"))
+        return self.opened[-1]
+
+    def close(self, address: int) -> None:
+        """See PeerMemory."""
+        self.opened.remove(address)
+
+    def free(self, address: int) -> None:
+        """See PeerMemory."""
+        del self.allocated[address]
+
+
+class SimulatedRanks:
+    """The sums of all ranks of a group; `memory` keeps their buffers."""
+
+    def __init__(self, ranks: int, limits: Limits, bound: float = BOUND) -> None:
+        self.memory = FakePeerMemory()
+        shape = BufferShape(ranks, limits, FEW_LAUNCHES)
+        addresses = [self.memory.allocate(shape.size) for _ in range(ranks)]
+        self.sums: Sequence[PeerSums] = [PeerSums(shape, rank, addresses) for rank in range(ranks)]
+        self._addresses = addresses
+        for one in self.sums:
+            one.set_bound(bound)
+
+    def begin_at(self, epoch: int) -> None:
+        """So many sums were computed before."""
+        for address in self._addresses:
+            ctypes.c_int64.from_address(address).value = epoch
+
+
+class MappedPeerMemory:
+    """Implements PeerMemory between processes: a handle is the path of a file without a name."""
+
+    _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # until the process ends
+
+    def allocate(self, size: int) -> int:
+        """See PeerMemory."""
+        descriptor = os.memfd_create("buffer")
+        os.ftruncate(descriptor, size)
+        return self._map(descriptor)
+
+    def export(self, address: int) -> bytes:
+        """See PeerMemory."""
+        descriptor = next(fd for fd, one in self._kept if _address(one) == address)
+        return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        """See PeerMemory."""
+        return self._map(os.open(handle.rstrip(b"\0"), os.O_RDWR))
+
+    def close(self, address: int) -> None:
+        """See PeerMemory. The process keeps it."""
+
+    def free(self, address: int) -> None:
+        """See PeerMemory. The process keeps it."""
+
+    def _map(self, descriptor: int) -> int:
+        self._kept.append((descriptor, mmap.mmap(descriptor, 0)))
+        return _address(self._kept[-1][1])
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@contextmanager
+def peer_sums(collectives: Collectives, built: Path) -> Iterator[set[str]]:
+    """This process's rank adds up by kernels meanwhile, which are simulated; yields their names.
+
+    `built` is a folder for what is compiled. NVIDIA's compiler gets the same kernels elsewhere.
+    """
+    simt.use_folder(built)
+    with simt.simulated() as called, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simt, "compiled", lambda *given: 0)
+        collectives.connect_gpus(BOUND, open_memory=MappedPeerMemory, limits=FEW)
+        assert collectives.nbytes, "see the log"
+        yield called
+        collectives.connect_gpus(BOUND, NCCL)

@@ -1,0 +1,48 @@
+"""Tokens of two ranks that add up by kernels on simulated GPUs, each rank in a process.
+
+`python -m support.peer_tokens MODEL KERNELS` prints JSON: the tokens without and with a pass ahead,
+and the kernels that ran in rank 0. A process can join one group, so this has one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.options import Options
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.scheduling.sequence import Sequence
+from support.engine_steps import decode, drain, enter
+from support.rank_pair import RankPair
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    """Greedy and drawn tokens behind a long and a short prompt."""
+    rows = []
+    for number, size in enumerate((90, 5)):
+        prompt = tuple((7 * number + 11 * n) % 250 for n in range(size))
+        options: dict[str, Any] = {"ignore_eos": True, "temperature": float(number)}
+        rows.append(Sequence(bytes([number]), 0, prompt, Options.parse(options), number, 40))
+        enter(engine, rows[-1])
+    decode(engine, rows, 5)
+    for row in rows:
+        engine.release(row)
+    drain(engine)
+    return [list(row.ids) for row in rows]
+
+
+def main(model: Path, built: Path) -> None:
+    """See the module."""
+    found: list[list[list[int]]] = []
+    with RankPair(built) as pair:
+        pair.kernels.clear()
+        for ahead in (False, True):
+            with pair.engine(model, lookahead=ahead) as group:
+                found.append(tokens(group))
+        print(json.dumps({"tokens": found, "kernels": sorted(pair.kernels)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

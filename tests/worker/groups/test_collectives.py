@@ -1,0 +1,133 @@
+"""What a rank adds up by itself, by the kernels over peers' memory, and what it does without."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.groups import collectives, peer_exchange  # noqa: E402
+from mlxpool.worker.groups.collectives import AUTO, NCCL, Collectives, RankLost  # noqa: E402
+from mlxpool.worker.groups.group_engine import GroupEngine  # noqa: E402
+from mlxpool.worker.groups.messages import Ended  # noqa: E402
+from mlxpool.worker.groups.part_layers import SummedLinear  # noqa: E402
+from mlxpool.worker.groups.peer_memory import PeerMemoryError  # noqa: E402
+from mlxpool.worker.groups.peer_sums import BufferShape, Limits  # noqa: E402
+
+SHAPE = BufferShape(2, Limits(64, 64))
+
+
+class Peers:
+    """Stands for PeerSums of two ranks that have the same numbers."""
+
+    shape = SHAPE
+
+    def __init__(self) -> None:
+        self.lost: int | None = None
+        self.bound = 0.0
+
+    def set_bound(self, seconds: float) -> None:
+        """See PeerSums."""
+        self.bound = seconds
+
+    def takes(self, size: int, dtype: Any) -> bool:
+        """See PeerSums."""
+        return size <= SHAPE.limits.large
+
+    def sum(self, x: Any, residual: Any = None) -> Any:
+        """See PeerSums."""
+        if not self.takes(x.nbytes, x.dtype):
+            return None
+        return 2 * x if residual is None else 2 * x + residual
+
+    def joined(self, x: Any) -> Any:
+        """See PeerSums."""
+        return mx.concatenate([x, x], axis=1) if self.takes(x.nbytes, x.dtype) else None
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Collectives:
+    """A rank whose back end adds up by itself: three times what it is given."""
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 3 * x)
+    monkeypatch.setattr(mx.distributed, "all_gather", lambda x, group: mx.concatenate([x, x + 1]))
+    return Collectives(cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2)))
+
+
+@pytest.fixture
+def peers(group: Collectives, monkeypatch: pytest.MonkeyPatch) -> Peers:
+    """The kernels of the group, which are connected."""
+    found = Peers()
+    monkeypatch.setattr(peer_exchange, "connect", lambda *given: found)
+    group.connect_gpus(30.0)
+    return found
+
+
+SMALL, LARGE = mx.ones((2, 4)), mx.ones((20, 4))
+
+
+def test_kernels_add_up_what_they_take_and_the_back_end_the_rest(
+    group: Collectives, peers: Peers
+) -> None:
+    assert (group.all_sum(SMALL).max().item(), group.all_sum(LARGE).max().item()) == (2, 3)
+    assert group.sum_onto(SMALL, SMALL).max().item() == 3
+    assert group.sum_onto(LARGE, LARGE).max().item() == 4
+    assert (group.adds(32, mx.float32), group.adds(65, mx.float32)) == (True, False)
+    assert group.joined(SMALL).shape == (2, 8)
+    assert group.joined(LARGE)[0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert (group.nbytes, peers.bound) == (SHAPE.size, 30.0)
+
+
+def test_without_kernels_the_back_end_adds_up_everything(group: Collectives) -> None:
+    assert group.all_sum(SMALL).max().item() == 3
+    assert group.sum_onto(SMALL, SMALL).max().item() == 4
+    assert not group.adds(32, mx.float32)
+    assert group.nbytes == 0
+    group.check()
+
+
+def test_the_load_log_says_what_adds_up(
+    group: Collectives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any) -> Any:
+        raise PeerMemoryError("cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_INVALID_HANDLE")
+
+    monkeypatch.setattr(peer_exchange, "connect", refuse)
+    with caplog.at_level("INFO", logger=collectives.log.name):
+        group.connect_gpus(30.0, NCCL)
+        group.connect_gpus(30.0, AUTO)
+        monkeypatch.setattr(peer_exchange, "connect", lambda *given: Peers())
+        group.connect_gpus(30.0, AUTO)
+    chosen, refused, connected = caplog.records
+    assert chosen.levelname == "INFO" and "NCCL's" in chosen.message
+    assert refused.levelname == "WARNING" and "INVALID_HANDLE" in vars(refused)["why"]
+    assert "over the memory of each other" in connected.message
+
+
+def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
+    group: Collectives, peers: Peers
+) -> None:
+    layer = SummedLinear(cast(Any, lambda x: 5 * x), group)
+    found = layer.add_to(SMALL, SMALL)
+    assert found is not None and found.max().item() == 11
+    assert layer.add_to(SMALL, LARGE) is None
+    assert layer.add_to(SMALL, SMALL.astype(mx.float16)) is None
+
+
+def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
+    group: Collectives, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sent = object.__new__(GroupEngine), list[Any]()
+    engine._collectives = group
+    engine._orders = cast(Any, SimpleNamespace(send=sent.append, passes=1))
+    monkeypatch.setattr(ModelEngine, "collect", lambda self: "tokens")
+    assert cast(Any, engine.collect()) == "tokens"
+    assert sent == [Ended()] and engine._orders.passes == 0
+    peers.lost = 1
+    engine._orders.passes = 1
+    with pytest.raises(RankLost, match="rank 1 did not come to a sum of rank 0 within 30 s"):
+        engine.collect()
+    assert engine._orders.passes == 1, "the group cannot go on: see device_works"

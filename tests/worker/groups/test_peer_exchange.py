@@ -1,0 +1,189 @@
+"""How the ranks of a group connect their GPUs, or all of them do not."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+from mlxpool.worker.groups import peer_exchange  # noqa: E402
+from mlxpool.worker.groups.peer_exchange import NO_HANDLE, connect  # noqa: E402
+from mlxpool.worker.groups.peer_memory import (  # noqa: E402
+    HANDLE_BYTES,
+    CudaPeerMemory,
+    PeerMemoryError,
+)
+from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums  # noqa: E402
+from support import simt  # noqa: E402
+from support.peer_ranks import FakePeerMemory  # noqa: E402
+
+SHAPE = BufferShape(2, Limits(2**12, 2**14))
+
+
+class Others:
+    """An Agreement with rank 1, whose buffer and answers are given, and of rank 0's answers."""
+
+    rank, ranks = 0, 2
+
+    def __init__(self, handle: bytes, answers: Sequence[int] = (1, 1)) -> None:
+        self._handle, self._answers = handle, list(answers)
+        self.told: list[bytes | int] = []
+
+    def gathered(self, own: bytes) -> list[bytes]:
+        """See Agreement."""
+        self.told.append(own)
+        return [own, self._handle]
+
+    def least(self, number: int) -> int:
+        """See Agreement."""
+        self.told.append(number)
+        return min(number, self._answers.pop(0))
+
+
+def right(sums: PeerSums) -> bool:
+    """A trial that succeeds."""
+    return True
+
+
+@pytest.fixture
+def other() -> bytes:
+    """The handle of rank 1."""
+    return (2**40).to_bytes(HANDLE_BYTES, "little")
+
+
+def test_every_rank_maps_the_buffers_of_the_others(other: bytes) -> None:
+    memory, others = FakePeerMemory(), Others(other)
+    sums = connect(others, lambda: memory, SHAPE, right)
+    (own,) = memory.allocated
+    assert others.told == [own.to_bytes(HANDLE_BYTES, "little"), 1, 1]
+    assert memory.opened == [2**40]
+    assert (sums.rank, sums.lost) == (0, None)
+    assert memory.allocated[own].nbytes >= SHAPE.size
+
+
+def _no_driver() -> Any:
+    raise PeerMemoryError("NVIDIA's driver is not installed")
+
+
+@pytest.mark.parametrize(
+    ("memory", "handle", "answers", "told", "why"),
+    [
+        (None, None, (), (), "not installed"),
+        (FakePeerMemory(exports=False), None, (), (), "cuIpcGetMemHandle"),
+        (FakePeerMemory(), NO_HANDLE, (), (), "rank 1 cannot share"),
+        (FakePeerMemory(opens=False), None, (1,), (0,), "cuIpcOpenMemHandle"),
+        (FakePeerMemory(), None, (0,), (1,), "another rank cannot map"),
+        (FakePeerMemory(), None, (1, 0), (1, 1), "another rank cannot add up"),
+    ],
+    ids=["no driver", "no export", "none there", "no map", "no map there", "no sums there"],
+)
+def test_what_fails_on_one_rank_fails_on_all(
+    other: bytes,
+    memory: FakePeerMemory | None,
+    handle: bytes | None,
+    answers: Sequence[int],
+    told: Sequence[int],
+    why: str,
+) -> None:
+    """Each rank takes part in every exchange up to the one that fails, and frees what it has."""
+    others = Others(other if handle is None else handle, answers)
+    with pytest.raises(PeerMemoryError, match=why):
+        connect(others, _no_driver if memory is None else lambda: memory, SHAPE, right)
+    assert others.told[1:] == list(told), "the other rank waits for no further answer"
+    exports = memory is not None and memory.exports
+    assert (others.told[0] != NO_HANDLE) == exports
+    if memory is not None:
+        assert memory.allocated == {} and memory.opened == []
+
+
+def _without_compiler(sums: PeerSums) -> bool:
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize(
+    ("trial", "why"),
+    [
+        (lambda sums: False, "other numbers"),
+        (_without_compiler, "do not work here: no compiler"),
+    ],
+)
+def test_sums_that_fail_here_are_used_nowhere(other: bytes, trial: Any, why: str) -> None:
+    others = Others(other)
+    with pytest.raises(PeerMemoryError, match=why):
+        connect(others, FakePeerMemory, SHAPE, trial)
+    assert others.told[1:] == [1, 0]
+
+
+def test_a_rank_that_does_not_come_to_the_trial_is_named(
+    other: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_exchange, "TRIAL_BOUND", 0.01)
+    memory = FakePeerMemory()
+    elsewhere = memory.allocate(SHAPE.size)
+    others = Others(memory.export(elsewhere))
+    with simt.simulated(), pytest.raises(PeerMemoryError, match="rank 1 did not come"):
+        connect(others, lambda: memory, SHAPE)
+
+
+# ---- the driver ----------------------------------------------------------------------------------
+
+
+class Driver:
+    """Stands for libcuda: notes its calls; the one named `fails` returns an error."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.calls = fails, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuMissing":
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"
+                return 0
+            if name in ("cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"):
+                arguments[0]._obj.value = 4096
+            if name == "cuIpcGetMemHandle":
+                ctypes.memset(arguments[0]._obj.bytes, 7, HANDLE_BYTES)
+            if name == "cuIpcOpenMemHandle_v2":
+                assert bytes(arguments[1].bytes) == b"\7" * HANDLE_BYTES
+            return int(name == self.fails)
+
+        return call
+
+
+def test_the_driver_allocates_exports_and_maps() -> None:
+    driver = Driver()
+    memory = CudaPeerMemory(driver)  # type: ignore[arg-type]
+    address = memory.allocate(2**21)
+    handle = memory.export(address)
+    assert (address, handle) == (4096, b"\7" * HANDLE_BYTES)
+    assert memory.open(handle) == 4096
+    memory.close(4096)
+    memory.free(4096)
+    counts = [driver.calls.count(f"cuCtx{what}Current_v2") for what in ("Push", "Pop")]
+    assert counts == [5, 5]
+    assert "cuMemsetD8_v2" in driver.calls, "flags of another program would be taken for ours"
+
+
+def test_an_error_of_the_driver_has_its_name() -> None:
+    driver = Driver(fails="cuIpcOpenMemHandle_v2")
+    memory = CudaPeerMemory(driver)  # type: ignore[arg-type]
+    with pytest.raises(PeerMemoryError, match=r"_v2 failed: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"):
+        memory.open(b"\7" * HANDLE_BYTES)
+    assert driver.calls[-1] == "cuCtxPopCurrent_v2"
+
+
+def test_a_machine_without_a_driver_has_no_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(PeerMemoryError, match=r"not installed: libcuda\.so\.1"):
+        CudaPeerMemory()

@@ -1,0 +1,41 @@
+"""Two ranks that add up by our kernels, each in a process, give the tokens of one device.
+
+The kernels run on simulated GPUs that write each other's memory; all else is MLX on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+from mlxpool.worker.kernels import device  # noqa: E402
+from support.peer_tokens import tokens  # noqa: E402
+from support.rank_pair import single  # noqa: E402
+from support.simt import COMPILER  # noqa: E402
+from support.worker_checkpoints import write_checkpoint  # noqa: E402
+
+
+@pytest.mark.skipif(device.on_gpu(), reason="two ranks need two GPUs")
+@pytest.mark.skipif(COMPILER is None, reason="a C++ compiler builds the simulated GPUs")
+def test_they_draw_the_tokens_of_one_device(tmp_path: Path) -> None:
+    """Also where a pass begins before rank 0 has read the tokens of the last, as on a GPU."""
+    folder, built = write_checkpoint(tmp_path / "model"), tmp_path / "kernels"
+    command = [sys.executable, "-m", "support.peer_tokens", str(folder), str(built)]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+    )
+    shutil.rmtree(built)
+    found = json.loads(done.stdout)
+    assert {"peer_sum", "peer_sum_large"} <= set(found["kernels"])
+    whole = single(folder, lookahead=False)
+    assert found["tokens"] == [tokens(whole)] * 2
+    whole.close()

@@ -1,0 +1,226 @@
+"""Sums over the memory of peers, on simulated GPUs that run beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+from mlxpool.worker.groups.peer_sums import (  # noqa: E402
+    ALIGNMENT,
+    LIMITS,
+    BufferShape,
+    Launch,
+    Limits,
+    limits_of,
+)
+from mlxpool.worker.kernels import device  # noqa: E402
+from support import simt  # noqa: E402
+from support.peer_ranks import FEW, SimulatedRanks  # noqa: E402
+
+pytestmark = pytest.mark.skipif(device.on_gpu(), reason="two ranks need two GPUs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpus() -> Iterator[set[str]]:
+    with simt.simulated() as called:
+        yield called
+
+
+def parts(ranks: int, shape: Sequence[int], dtype: Any, seed: int) -> list[Any]:
+    """What each rank has."""
+    if dtype == mx.int32:
+        return [
+            mx.array(np.random.default_rng([seed, n]).integers(0, 2**30, shape, np.int32))
+            for n in range(ranks)
+        ]
+    return [
+        mx.random.normal(shape, key=mx.random.key(10 * seed + n)).astype(dtype)
+        for n in range(ranks)
+    ]
+
+
+def added(every: Sequence[Any], residual: Any = None) -> Any:
+    """The sum in the order of the ranks, rounded once."""
+    kind = mx.int32 if every[0].dtype == mx.int32 else mx.float32
+    total = mx.zeros(every[0].shape, kind)
+    for one in [*every, *([] if residual is None else [residual])]:
+        total = total + one.astype(kind)
+    return total.astype(every[0].dtype)
+
+
+def bits(x: Any) -> bytes:
+    return bytes(np.array(x.view(mx.uint8)).tobytes())
+
+
+def summed(group: SimulatedRanks, given: Sequence[Any], residual: Any = None) -> list[Any]:
+    with simt.together(len(given)) as gpus:
+        found = []
+        for rank, one in enumerate(given):
+            with gpus.on(rank):
+                found.append(group.sums[rank].sum(one, residual))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [(2, "bfloat16"), (2, "float16"), (2, "float32"), (2, "int32"), (3, "bfloat16")],
+)
+def test_all_ranks_get_the_sum_in_the_order_of_ranks(ranks: int, dtype: str) -> None:
+    """Many sums one after another, of both kernels in turns: their epochs go on."""
+    group = SimulatedRanks(ranks, FEW)
+    for seed, shape in enumerate(
+        [(1, 64), (7, 64), (64, 64), (5,), (1, 64), (1, 1), (3, 4, 64), (2, 64), (129, 64)]
+    ):
+        given = parts(ranks, shape, getattr(mx, dtype), seed)
+        expected = bits(added(given))
+        assert [bits(one) for one in summed(group, given)] == [expected] * ranks, shape
+    assert [one.lost for one in group.sums] == [None] * ranks
+
+
+def test_both_kernels_ran(gpus: set[str]) -> None:
+    group = SimulatedRanks(2, FEW)
+    gpus.clear()
+    summed(group, parts(2, (1, 64), mx.bfloat16, 0))
+    assert gpus == {"peer_sum"}
+    summed(group, parts(2, (64, 64), mx.bfloat16, 0))
+    assert gpus == {"peer_sum", "peer_sum_large"}
+
+
+@pytest.mark.parametrize("lines", [1, 40])
+def test_a_residual_is_added_behind_the_sum(lines: int) -> None:
+    group = SimulatedRanks(2, FEW)
+    given, residual = (
+        parts(2, (lines, 64), mx.bfloat16, 3),
+        parts(1, (lines, 64), mx.bfloat16, 4)[0],
+    )
+    expected = bits(added(given, residual))
+    assert [bits(one) for one in summed(group, given, residual)] == [expected] * 2
+    assert expected != bits(added(given) + residual), "it is rounded once"
+
+
+@pytest.mark.parametrize(("ranks", "lines"), [(2, 1), (2, 50), (3, 2)])
+def test_columns_are_joined_in_the_order_of_ranks(ranks: int, lines: int) -> None:
+    group = SimulatedRanks(ranks, FEW)
+    given = parts(ranks, (lines, 64), mx.bfloat16, 5)
+    with simt.together(ranks) as gpus:
+        found = []
+        for rank, one in enumerate(given):
+            with gpus.on(rank):
+                found.append(group.sums[rank].joined(one))
+    expected = bits(mx.concatenate(given, axis=1))
+    assert [bits(one) for one in found] == [expected] * ranks
+
+
+def test_many_sums_follow_each_other_without_the_host() -> None:
+    """A rank may be a sum ahead: what a peer has not read yet is not overwritten."""
+    group, given = SimulatedRanks(2, FEW), parts(2, (3, 64), mx.float32, 6)
+    long = parts(2, (70, 64), mx.float32, 7)
+    found: list[list[Any]] = [[], []]
+    with simt.together(2) as gpus:
+        for rank in range(2):
+            with gpus.on(rank):
+                x = given[rank]
+                for number in range(24):
+                    if number % 5 == 4:
+                        found[rank].append(group.sums[rank].sum(long[rank]))
+                    x = group.sums[rank].sum(x)
+                    found[rank].append(x)
+    x, expected = added(given), []
+    for number in range(24):
+        if number % 5 == 4:
+            expected.append(added(long))
+        expected.append(x)
+        x = x + x
+    for rank in range(2):
+        assert [bits(one) for one in found[rank]] == [bits(one) for one in expected]
+
+
+@drawn(
+    st.lists(
+        st.tuples(st.sampled_from(["sum", "onto", "joined"]), st.integers(1, 300)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(2**24, 2**40),
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_row_of_operations_is_right(operations: list[tuple[str, int]], epoch: int) -> None:
+    """Whatever follows what, from whatever epoch on: one exchange keeps the ranks in step."""
+    group = SimulatedRanks(2, FEW)
+    given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
+    found: list[list[Any]] = [[], []]
+    group.begin_at(epoch)
+    with simt.together(2) as gpus:
+        for rank, sums in enumerate(group.sums):
+            with gpus.on(rank):
+                for (kind, _), every in zip(operations, given, strict=True):
+                    own = every[rank]
+                    if kind == "joined":
+                        found[rank].append(sums.joined(own))
+                    else:
+                        found[rank].append(sums.sum(own, every[0] if kind == "onto" else None))
+    for number, ((kind, lines), every) in enumerate(zip(operations, given, strict=True)):
+        expected = mx.concatenate(every, axis=1) if kind == "joined" else added(every)
+        if kind == "onto":
+            expected = added(every, every[0])
+        assert [bits(one[number]) for one in found] == [bits(expected)] * 2, (number, kind, lines)
+
+
+@pytest.mark.parametrize("lines", [1, 40])
+def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int) -> None:
+    group = SimulatedRanks(2, FEW, bound=0.01)
+    given = parts(2, (lines, 64), mx.bfloat16, 8)
+    with simt.together(2) as gpus, gpus.on(0):
+        for _ in range(3):  # the later ones do not wait
+            group.sums[0].sum(given[0])
+    assert [one.lost for one in group.sums] == [1, None]
+    with simt.together(2) as gpus, gpus.on(1):
+        first = group.sums[1].sum(given[1])
+        group.sums[1].sum(given[1])
+    assert bits(first) == bits(added(given)), "what came before the loss was right"
+    assert group.sums[1].lost == 0, "nothing comes of a rank that has lost another"
+
+
+def test_unlike_sums_never_match() -> None:
+    """Ranks that are out of step get an error, not numbers of another sum."""
+    group = SimulatedRanks(2, FEW, bound=0.01)
+    given = parts(2, (2, 64), mx.bfloat16, 9)
+    with simt.together(2) as gpus:
+        with gpus.on(0):
+            group.sums[0].sum(given[0])
+        with gpus.on(1):
+            group.sums[1].joined(given[1])
+    assert [one.lost for one in group.sums] == [1, 0]
+
+
+def test_what_is_too_large_or_of_another_kind_is_left_to_others() -> None:
+    sums = SimulatedRanks(2, FEW).sums[0]
+    assert sums.sum(mx.zeros((2**17, 1), mx.bfloat16)) is None
+    assert sums.sum(mx.zeros((0, 8), mx.bfloat16)) is None
+    assert sums.sum(mx.zeros((2, 8), mx.uint8)) is None
+    assert sums.sum(mx.zeros((2, 8), mx.bfloat16), mx.zeros((2, 8), mx.float32)) is None
+    assert sums.joined(mx.zeros((2, 12), mx.bfloat16)) is None, "lines do not begin at 16 bytes"
+
+
+def test_buffers_have_room_for_what_peers_write() -> None:
+    for ranks in (2, 3, 4, 8):
+        shape = BufferShape(ranks, limits_of(ranks))
+        assert shape.size % ALIGNMENT == 0
+        assert shape.size <= 96 * 2**20, shape
+        assert shape.large_offset >= 2 * (ranks - 1) * 2 * shape.limits.small
+    assert limits_of(2) is LIMITS[2]
+
+
+def test_flags_of_all_launches_have_the_same_places() -> None:
+    """A flag may come while one of the sum before, of another launch, is still read."""
+    shape = BufferShape(2, Limits(0, 2**20), (Launch(2**18, 1, 4), Launch(2**20, 4, 2)))
+    assert shape.chunks == 2**20 // (512 * 16)
+    assert [shape.launch_of(size).unroll for size in (1, 2**18, 2**18 + 1, 2**30)] == [1, 1, 4, 4]

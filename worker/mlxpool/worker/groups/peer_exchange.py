@@ -1,0 +1,130 @@
+"""Connects the GPUs of a group: each rank maps the buffers of the others, and all try the sums.
+
+Every rank takes part in every step, whatever failed on it before, and all of them come to the same
+answer: kernels on some ranks would wait for ever for NCCL on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, PeerMemory, PeerMemoryError
+from mlxpool.worker.groups.peer_sums import BufferShape, PeerSums
+from mlxpool.worker.kernels.kernel_cache import compiling
+from mlxpool.worker.transfers.shared_array import Numbers
+
+TRIAL_BOUND = 20.0  # seconds that the first sums wait for a peer, which may be compiling them
+TRIAL_WIDTH = 64  # numbers of a line of the arrays that are added up for a trial
+NO_HANDLE = bytes(HANDLE_BYTES)
+
+
+class Agreement(Protocol):
+    """What ranks use to agree before their GPUs are connected."""
+
+    rank: int
+    ranks: int
+
+    def gathered(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, as many of each."""
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+
+
+def connect(
+    agreement: Agreement,
+    open_memory: Callable[[], PeerMemory],
+    shape: BufferShape,
+    tries: Callable[[PeerSums], bool] | None = None,
+) -> PeerSums:
+    """The sums of this rank, when all ranks have mapped the buffers of all others and tried them.
+
+    Raises PeerMemoryError, on all ranks alike, with what failed here or that it failed elsewhere.
+    `tries` replaces the trial.
+    """
+    memory, own, handle, why = None, 0, NO_HANDLE, ""
+    try:
+        memory = open_memory()
+        own = memory.allocate(shape.size)
+        handle = memory.export(own)
+    except PeerMemoryError as error:
+        why = str(error)
+    addresses: list[int] = []
+    try:
+        handles = agreement.gathered(handle)
+        without = [rank for rank, one in enumerate(handles) if one == NO_HANDLE]
+        if memory is None or without:
+            raise PeerMemoryError(why or f"rank {without[0]} cannot share the memory of its GPU")
+        try:
+            for rank, one in enumerate(handles):
+                addresses.append(own if rank == agreement.rank else memory.open(one))
+        except PeerMemoryError as error:
+            why = str(error)
+        _require_all(agreement, not why, why, "map the memory of the other GPUs")
+        sums = PeerSums(shape, agreement.rank, addresses)
+        why = _tried(sums, tries or _trial)
+        _require_all(agreement, not why, why, "add up over the memory of the other GPUs")
+    except PeerMemoryError:
+        if memory is not None:
+            _give_up(memory, own, [one for one in addresses if one != own])
+        raise
+    return sums
+
+
+def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> None:
+    """Raises PeerMemoryError on every rank unless all have succeeded."""
+    if not agreement.least(int(succeeded)):
+        raise PeerMemoryError(why or f"another rank cannot {what}")
+
+
+def _tried(sums: PeerSums, trial: Callable[[PeerSums], bool]) -> str:
+    """What is wrong with the sums here; "": nothing."""
+    sums.set_bound(TRIAL_BOUND)
+    try:
+        with compiling():
+            right = trial(sums)
+    except (RuntimeError, ValueError) as error:
+        return f"the kernels do not work here: {error}"
+    if sums.lost is not None:
+        return f"rank {sums.lost} did not come to the first sums within {TRIAL_BOUND:.0f} s"
+    return "" if right else "the kernels give other numbers here"
+
+
+def _trial(sums: PeerSums) -> bool:
+    """Sums of each kernel, with numbers that every rank knows of the others."""
+    limits, right = sums.shape.limits, True
+    for size in (8 * TRIAL_WIDTH, 2 * limits.small):
+        if not 0 < size <= max(limits.small, limits.large):
+            continue
+        every = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]
+        own = mx.array(every[sums.rank]).astype(mx.bfloat16)
+        for _ in range(2):  # both halves of the buffers, with the sum and the columns
+            for found, expected in (
+                (sums.sum(own), np.sum(every, axis=0)),
+                (sums.joined(own), np.concatenate(every, axis=1)),
+                (sums.sum(own, own), np.sum(every, axis=0) + every[sums.rank]),
+            ):
+                assert found is not None, f"arrays of {size} bytes are within the limits"
+                right &= bool((np.array(found.astype(mx.float32)) == expected).all())
+    return right
+
+
+def _numbers(rank: int, lines: int) -> Numbers:
+    """Small whole numbers [lines, TRIAL_WIDTH], whose sums are exact."""
+    count = np.arange(lines * TRIAL_WIDTH, dtype=np.int64)
+    return ((count * (rank + 3) + rank) % 16).astype(np.float32).reshape(lines, TRIAL_WIDTH)
+
+
+def _give_up(memory: PeerMemory, own: int, opened: Sequence[int]) -> None:
+    """Frees what was mapped and allocated, where the driver still does."""
+    for address in opened:
+        with suppress(PeerMemoryError):
+            memory.close(address)
+    if own:
+        with suppress(PeerMemoryError):
+            memory.free(own)

@@ -1,0 +1,122 @@
+"""Memory of a CUDA GPU that the GPUs of other processes on the machine write, by the driver's API.
+
+The driver's library comes with the driver, so it is there wherever MLX computes on a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+_SUCCESS = 0
+
+
+class PeerMemoryError(RuntimeError):
+    """The driver refused a call; the message has the call and the driver's name of the error."""
+
+
+class PeerMemory(Protocol):
+    """Allocates memory of this process's GPU, and maps that of other processes."""
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` new bytes, all of them 0. Raises PeerMemoryError."""
+
+    def export(self, address: int) -> bytes:
+        """The HANDLE_BYTES by which another process maps the memory. Raises PeerMemoryError."""
+
+    def open(self, handle: bytes) -> int:
+        """The address, in this process, of memory that another one exported.
+
+        Raises PeerMemoryError where this GPU cannot reach it: the memory of another machine, of
+        another container, or of a GPU without a link for peers.
+        """
+
+    def close(self, address: int) -> None:
+        """Unmaps memory that was opened."""
+
+    def free(self, address: int) -> None:
+        """Frees memory that was allocated here."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaPeerMemory:
+    """Implements PeerMemory by libcuda, on the first GPU that this process sees, which is MLX's."""
+
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+        """Raises PeerMemoryError where there is no driver or no GPU."""
+        try:
+            self._cuda = library or ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise PeerMemoryError(f"NVIDIA's driver is not installed: {error}") from error
+        self._context = ctypes.c_void_p()
+        device = ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def allocate(self, size: int) -> int:
+        """See PeerMemory."""
+        address = ctypes.c_uint64()
+        with self._current():
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+            self._call("cuCtxSynchronize")
+        return address.value
+
+    def export(self, address: int) -> bytes:
+        """See PeerMemory."""
+        handle = _Handle()
+        with self._current():
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle.bytes)
+
+    def open(self, handle: bytes) -> int:
+        """See PeerMemory."""
+        address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        with self._current():
+            self._call(
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(address),
+                given,
+                ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+            )
+        return address.value
+
+    def close(self, address: int) -> None:
+        """See PeerMemory."""
+        with self._current():
+            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def free(self, address: int) -> None:
+        """See PeerMemory."""
+        with self._current():
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """MLX's context is this thread's meanwhile."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            found = getattr(self._cuda, name)(*arguments)
+        except AttributeError as error:
+            raise PeerMemoryError(f"NVIDIA's driver has no {name}") from error
+        if found != _SUCCESS:
+            raise PeerMemoryError(f"{name} failed: {self._error_name(found)}")
+
+    def _error_name(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        known = self._cuda.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text)) == _SUCCESS
+        return (text.value or b"").decode() if known else f"error {code}"

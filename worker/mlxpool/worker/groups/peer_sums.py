@@ -1,0 +1,230 @@
+"""Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
+
+Each rank has one buffer, allocated once, that its peers map and write. The kernels are
+cuda/peer_sum.cu, for few bytes, and cuda/peer_sum_large.cu; cuda/peer_memory.cuh says how they stay
+in step. A sum has the number of those before it, its epoch, which the GPU counts: so every rank has
+to compute the same sums in the same order. MLX runs kernels of one evaluation beside each other
+unless one reads what the other writes, and evaluations one after the other. So the sums of one
+evaluation must be a chain, each of numbers that depend on the one before, as those of a model are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels.kernel_builder import (
+    FLOAT_DTYPES,
+    Constant,
+    build_kernel,
+    include_line,
+)
+from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
+
+PIECE_BYTES = 16  # that a thread has of x
+SMALL_THREADS, LARGE_THREADS = 128, 512  # of a thread block of each kernel
+WORD_BYTES = 32  # that a piece takes with its tags
+FLAG_BYTES = 8
+HALVES = 2  # of a buffer: a sum uses that of its epoch
+STATE_BYTES = 256  # of a buffer, before what peers write; see peer_memory.cuh
+PLACES = 512  # numbers of the array with the addresses of buffers
+ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
+WHO, BOUND_MS = range(2)  # of the numbers that the host shares
+LONGEST_BOUND = 2**31 // 1000 - 1  # seconds
+DTYPES = (*FLOAT_DTYPES, mx.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most bytes of an array that each kernel adds up; larger ones are NCCL's."""
+
+    small: int
+    large: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How peer_sum_large adds up arrays of at most `size` bytes.
+
+    It has `blocks` thread blocks at most, each with chunks of `unroll` pieces for each thread. GPUs
+    release the flags of chunks one after the other, in about a microsecond each.
+    """
+
+    size: int
+    unroll: int
+    blocks: int
+
+
+# Two H200 over NVLink, microseconds of a sum with NCCL and with our kernel: 8 KiB 37 and 9, 64 KiB
+# 39 and 21, 256 KiB 38 and 21, 1 MiB 42 and 26, 8 MiB 79 and 69, 16 MiB 114 and 86. The kernel for
+# few bytes is the slower one from 64 KiB on: its polls delay the words that they wait for.
+LIMITS: Mapping[int, Limits] = {2: Limits(2**13, 2**25)}
+# With more ranks each writes an array to each peer, where NCCL's rings write it about twice.
+# Only two were measured, so the others have what is far below the time of NCCL.
+OTHER_LIMITS = Limits(2**13, 2**20)
+LAUNCHES = (Launch(2**20, 8, 64), Launch(2**23, 16, 32), Launch(2**25, 8, 64))
+
+
+def limits_of(ranks: int) -> Limits:
+    """The limits for so many ranks."""
+    return LIMITS.get(ranks, OTHER_LIMITS)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferShape:
+    """The places in a rank's buffer: words for small sums, numbers for large ones, their flags."""
+
+    ranks: int
+    limits: Limits
+    launches: tuple[Launch, ...] = LAUNCHES
+
+    @property
+    def small_pieces(self) -> int:
+        """The pieces of a small array at most."""
+        return self.limits.small // PIECE_BYTES
+
+    @property
+    def large_pieces(self) -> int:
+        """The pieces of a large array at most."""
+        return self.limits.large // PIECE_BYTES
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of a large array at most, of whatever launch."""
+        fewest = min(launch.unroll for launch in self.launches)
+        return -(-self.large_pieces // (LARGE_THREADS * fewest))
+
+    @property
+    def large_offset(self) -> int:
+        """Where the areas of large arrays begin, behind the state."""
+        return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
+
+    @property
+    def size(self) -> int:
+        """The bytes of a buffer."""
+        area = self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
+        whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * area
+        return -(-whole // ALIGNMENT) * ALIGNMENT
+
+    def launch_of(self, size: int) -> Launch:
+        """How arrays of `size` bytes are added up."""
+        fitting = (launch for launch in self.launches if size <= launch.size)
+        return next(fitting, self.launches[-1])
+
+
+class PeerSums:
+    """The sums of one rank. Used by one thread, which computes."""
+
+    def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
+        """`addresses`: where this process has the buffer of each rank, by rank."""
+        self.shape, self.rank = shape, rank
+        # Every thread block reads them: they have to be in memory of the device's own, as only the
+        # new output of an operation is, see docs/notes/mlx-cuda-buffers.md.
+        given = mx.array([rank, *addresses], dtype=mx.int64)
+        spare = mx.zeros((PLACES - given.size,), dtype=mx.int64)
+        mx.eval(given, spare)
+        mx.clear_cache()
+        self._places = mx.concatenate([given, spare])
+        mx.eval(self._places)
+        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
+
+    def set_bound(self, seconds: float) -> None:
+        """Says how long a sum waits for a peer before it gives it up as lost."""
+        self._watch.numbers[BOUND_MS] = int(1000 * min(seconds, LONGEST_BOUND))
+
+    @property
+    def lost(self) -> int | None:
+        """The rank that did not come to a sum within the bound; no sum counts since then."""
+        who = int(self._watch.numbers[WHO])
+        return who - 1 if who else None
+
+    def takes(self, size: int, dtype: mx.Dtype) -> bool:
+        """Whether `sum` adds up arrays of `size` bytes of this dtype."""
+        return dtype in DTYPES and 0 < size <= max(self.shape.limits.small, self.shape.limits.large)
+
+    def sum(self, x: mx.array, residual: mx.array | None = None) -> mx.array | None:
+        """The sum of all ranks' x, and of `residual` of the same shape, rounded once.
+
+        None: these kernels do not add up such arrays.
+        """
+        if not self.takes(x.nbytes, x.dtype):
+            return None
+        if residual is not None and residual.dtype != x.dtype:
+            return None
+        wide = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim > 2 else 1)
+        beside = None if residual is None else residual.reshape(wide.shape)
+        found = self._launch(wide, beside, joins=False)
+        return found if x.ndim == 2 else found.reshape(x.shape)
+
+    def joined(self, x: mx.array) -> mx.array | None:
+        """x [T, n] of each rank -> [T, ranks * n], in the order of ranks; None as in `sum`."""
+        if not self.takes(x.nbytes, x.dtype) or x.shape[1] * x.dtype.size % PIECE_BYTES:
+            return None
+        return self._launch(x, None, joins=True)
+
+    def _launch(self, x: mx.array, residual: mx.array | None, *, joins: bool) -> mx.array:
+        shape, pieces, width = self.shape, -(-x.nbytes // PIECE_BYTES), x.shape[1]
+        adds = residual is not None
+        if x.nbytes <= shape.limits.small:
+            made = _small_kernel(shape, width, x.dtype, adds=adds, joins=joins)
+            threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
+        else:
+            launch = shape.launch_of(x.nbytes)
+            made = _large_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
+            threads = LARGE_THREADS
+            blocks = min(launch.blocks, -(-pieces // (LARGE_THREADS * launch.unroll)))
+        found: list[mx.array] = made(
+            inputs=[x, x if residual is None else residual, self._places, self._watch.array],
+            grid=(blocks * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(x.shape[0], width * (shape.ranks if joins else 1))],
+            output_dtypes=[x.dtype],
+        )
+        return found[0]
+
+
+@cache
+def _small_kernel(
+    shape: BufferShape, width: int, dtype: mx.Dtype, *, adds: bool, joins: bool
+) -> Any:
+    own = {"PIECES": shape.small_pieces, "THREADS": SMALL_THREADS}
+    return _kernel("peer_sum", shape, own, width, dtype, adds=adds, joins=joins)
+
+
+@cache
+def _large_kernel(
+    shape: BufferShape, unroll: int, width: int, dtype: mx.Dtype, *, adds: bool, joins: bool
+) -> Any:
+    own = {
+        "PIECES": shape.large_pieces,
+        "THREADS": LARGE_THREADS,
+        "UNROLL": unroll,
+        "MAX_CHUNKS": shape.chunks,
+        "OFFSET": shape.large_offset,
+    }
+    return _kernel("peer_sum_large", shape, own, width, dtype, adds=adds, joins=joins)
+
+
+def _kernel(
+    name: str,
+    shape: BufferShape,
+    own: Mapping[str, int],
+    width: int,
+    dtype: mx.Dtype,
+    *,
+    adds: bool,
+    joins: bool,
+) -> Any:
+    common: dict[str, Constant] = {"N": dtype, "WIDTH": width, "RANKS": shape.ranks}
+    return build_kernel(
+        name,
+        ["x", "residual", "places", "watch"],
+        ["out"],
+        {**common, **own, "ADDS": adds, "JOINS": joins},
+        contiguous=True,
+        header=include_line("peer_memory.cuh"),
+    )
