@@ -37,9 +37,16 @@ HOPPER = "sm_90a"
 TYPES = {
     mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.int32: "int",
     mx.uint32: "unsigned", mx.uint8: "unsigned char", mx.int8: "signed char",
+    mx.int64: "long",
 }  # fmt: skip
 REPLACED = ("machine.cuh",)  # files that simt.h replaces
-WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}
+WHY = {
+    2: "threads wait for others that never come",
+    3: "a copy is not aligned",
+    4: "the kernel has ended the program",
+}
+TOGETHER = "GridBarrier"  # in the text of a kernel whose thread blocks wait for each other
+resident = True  # whether all thread blocks of such a kernel are resident at a time
 
 
 @contextmanager
@@ -122,6 +129,7 @@ def kernel(
             (ctypes.c_uint * 3)(*blocks),
             ctypes.c_uint(threadgroup[0]),
             ctypes.c_long(shared_memory),
+            ctypes.c_bool(resident and _is_together(text)),
         )
         if why:
             raise RuntimeError(f"{name}: {WHY.get(why, why)}")
@@ -237,12 +245,27 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
             *parameters,
             f"static void body() {{\n{source}\n}}",
             'extern "C" int run(void** data, void** shape, void** strides, const unsigned* grid, '
-            "unsigned threads, long bytes) {",
+            "unsigned threads, long bytes, bool together) {",
             *given,
-            "return simt::launch(body, grid, threads, bytes);",
+            "return simt::launch(body, grid, threads, bytes, together);",
             "}\n",
         ]
     )
+
+
+@functools.cache
+def _is_together(text: KernelText) -> bool:
+    """Returns whether the thread blocks of a kernel wait for each other.
+
+    Raises RuntimeError where they have shared memory that is not asked for: the simulated blocks
+    would all have the same.
+    """
+    source = _expanded(text.header) + _expanded(text.source)
+    if TOGETHER not in source:
+        return False
+    if "__shared__" in source.replace("extern __shared__", ""):
+        raise RuntimeError(f"{text.name}: blocks that run together have declared shared memory")
+    return True
 
 
 def _without_products(text: KernelText) -> str:

@@ -1,0 +1,102 @@
+"""Which passes one kernel computes, and that an engine draws the same tokens by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.worker_checkpoints import config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.decode_pass import choice, model_weights  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+from support import simt  # noqa: E402
+from support.engine_steps import decode, enter  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 288,
+    "max_position_embeddings": 1024,
+}
+STEPS = 4
+PROMPTS = [(5,), (77,), (200,)]  # of one token: prompts are not what is tested
+USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The kernels that the simulated GPU has run."""
+    if ON_GPU:
+        pytest.skip("a GPU does not report the kernels that it runs")
+    with simt.simulated() as found:
+        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
+        monkeypatch.setattr(device, "multiprocessors", lambda: 2)
+        yield found
+
+
+def model_folder(path: Path, **changes: Any) -> ModelFolder:
+    settings = {**SIZES, **changes}
+    weights = random_weights(config(**settings))
+    halved = {
+        name: np.array(mx.array(one).astype(mx.bfloat16).astype(mx.float32))
+        for name, one in weights.items()
+    }
+    return inspect(write_checkpoint(path, weights=halved, **settings))
+
+
+def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
+    """Returns the tokens of rows that begin to decode one after the other."""
+    options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
+    rows = [Sequence(b"", 1, prompt, options, 11, 9) for prompt in PROMPTS]
+    found: dict[int, list[SampledToken]] = {id(seq): [] for seq in rows}
+    for count, seq in enumerate(rows, 1):
+        enter(engine, seq)
+        for _ in range(STEPS):
+            for one in decode(engine, rows[:count]):
+                found[id(one.sequence)].append(one)
+    for seq in rows:
+        engine.release(seq)
+    return list(found.values())
+
+
+def test_an_engine_draws_the_same_tokens(
+    tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
+    caplog.set_level(logging.INFO, "mlxpool.worker")
+    folder = model_folder(tmp_path)
+    plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False))
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
+    engine = ModelEngine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
+    called.clear()  # of trials
+    ours = drawn(engine)
+    assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
+    assert "one kernel computes a decode pass" in caplog.text
+    errors = []
+    for row, other in zip(ours, plain, strict=True):
+        for mine, theirs in zip(row, other, strict=True):
+            assert mine.logprob is not None and theirs.logprob is not None
+            near, exact = dict(mine.logprob.top), dict(theirs.logprob.top)
+            errors += [abs(near[token] - exact[token]) for token in near.keys() & exact.keys()]
+            if mine.token != theirs.token:
+                break
+    assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST

@@ -1,0 +1,215 @@
+"""Which models the kernel of a whole pass serves, and where their weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import matmul_tiled
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
+from mlxpool.worker.layers.attention import GroupedQueryAttentionLayer
+from mlxpool.worker.layers.decoder import DecoderModel
+from mlxpool.worker.layers.decoder_layer import PreNorm
+from mlxpool.worker.layers.gated_mlp import GatedMLPLayer
+from mlxpool.worker.layers.layer_types import Rope
+from mlxpool.worker.layers.linear import Embedding, Linear, RMSNorm
+from mlxpool.worker.layers.model_plan import Model
+
+MAX_GROUP = 16  # query heads of a key head
+NORM_NUMBERS = 8  # that a thread has of a line
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """What the kernel is compiled for; `eps` is that of all norms but those of heads.
+
+    `head_eps` 0: queries and keys of heads are not normed. `biased`: queries, keys and values have
+    a bias.
+    """
+
+    layers: int
+    hidden: int
+    width: int  # of the feed-forward
+    kv_heads: int
+    group: int  # query heads of a key head
+    size: int  # of a head
+    rope: Rope
+    scale: float  # of scores
+    eps: float
+    head_eps: float
+    biased: bool
+    dtype: mx.Dtype
+
+    @property
+    def queries(self) -> int:
+        """The numbers of all query heads of a line."""
+        return self.kv_heads * self.group * self.size
+
+    @property
+    def qkv(self) -> int:
+        """The numbers of all queries, keys and values of a line."""
+        return self.queries + 2 * self.kv_heads * self.size
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """The rows and columns of the weights of a layer, in the order of their use."""
+        return (
+            (self.qkv, self.hidden),
+            (self.hidden, self.queries),
+            (2 * self.width, self.hidden),
+            (self.hidden, self.width),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of a layer; of what a layer lacks its norm takes the place, unread."""
+
+    norm: mx.array
+    qkv: mx.array
+    bias: mx.array
+    query_norm: mx.array
+    key_norm: mx.array
+    out: mx.array
+    feed_norm: mx.array
+    gate_up: mx.array
+    down: mx.array
+
+    def arrays(self) -> list[mx.array]:
+        """All of them, in the order of decode_pass.cu's Layer."""
+        return [
+            self.norm, self.qkv, self.bias, self.query_norm, self.key_norm, self.out,
+            self.feed_norm, self.gate_up, self.down,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PassWeights:
+    """The weights of a model that the kernel serves, and what it is compiled for."""
+
+    shape: PassShape
+    embedding: mx.array
+    layers: tuple[LayerWeights, ...]
+    norm: mx.array  # behind the last layer
+
+
+def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
+    """Returns the weights of a model that the kernel serves, or why it does not serve it."""
+    if not isinstance(model, DecoderModel) or type(model.embed) is not Embedding:
+        return "its layers are of another kind"
+    if model.prediction is not None or model.spec.embed_scale != 1.0:
+        return "its embedding is scaled, or it has a second head"
+    layers = [_layer(one) for one in model.layers]
+    found = [one for one in layers if one is not None]
+    if len(found) < len(layers) or not found:
+        return "its layers are of another kind, or their weights are quantised"
+    shapes = {shape for shape, _ in found}
+    if len(shapes) > 1:
+        return "its layers are of different kinds"
+    weights = tuple(one for _, one in found)
+    (kind,) = shapes
+    shape = _pass_shape(kind, weights, dtype)
+    arrays = [one for layer in weights for one in layer.arrays()]
+    if {one.dtype for one in (*arrays, model.embed.weight, model.norm.weight)} != {dtype}:
+        return "its weights have several dtypes"
+    if model.norm.eps != shape.eps:
+        return "its norms differ"
+    why = unsupported(shape)
+    return why or PassWeights(shape, model.embed.weight, weights, model.norm.weight)
+
+
+def unsupported(shape: PassShape) -> str:
+    """Returns why the kernel does not serve models of this shape; "": it does."""
+    if shape.dtype not in HALF_DTYPES:
+        return f"it computes in {shape.dtype}"
+    for rows, columns in shape.products:
+        if rows % matmul_tiled.ROWS or columns % matmul_tiled.COLUMNS:
+            return f"a weight is {rows} x {columns}"
+        if rows * columns * shape.dtype.size > matmul_tiled.MAX_WEIGHT_BYTES:
+            return f"a weight is {rows} x {columns}: the device takes longer than the host"
+    rotates = 0 < shape.rope.dims <= shape.size and shape.rope.axes is None
+    if shape.size not in (64, 128) or shape.group > MAX_GROUP or not rotates:
+        return f"its heads have {shape.size} numbers, of which {shape.rope.dims} rotate"
+    if shape.hidden % NORM_NUMBERS:
+        return f"its lines have {shape.hidden} numbers"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """What all layers have in common, besides the sizes of their weights."""
+
+    kv_heads: int
+    query_heads: int
+    size: int
+    rope: Rope
+    scale: float
+    eps: float
+    head_eps: float
+    biased: bool
+
+
+def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
+    """Returns kind and weights of a layer; None where the kernel does not compute such layers."""
+    if not isinstance(layer, PreNorm):
+        return None
+    mixer, feed = layer.mixer, layer.feed
+    if not isinstance(mixer, GroupedQueryAttentionLayer) or not isinstance(feed, GatedMLPLayer):
+        return None
+    norms = layer.before_mixer, layer.before_feed, *(mixer.norms or ())
+    linears = mixer.qkv, mixer.o, feed.gated.gate_up, feed.down
+    if not all(type(one) is RMSNorm for one in norms) or not feed.gated.swiglu:
+        return None
+    weights = [_dense(one) for one in linears]
+    qkv, out, gate_up, down = weights
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
+    if any(one.bias is not None for one in (out, gate_up, down)):
+        return None
+    scores, heads = mixer.scores, mixer.spec.heads
+    if scores.softcap or scores.sinks is not None or layer.before_feed.eps != layer.before_mixer.eps:
+        return None
+    unused = layer.before_mixer.weight
+    query_norm, key_norm = mixer.norms or (layer.before_mixer, layer.before_mixer)
+    kind = _LayerKind(
+        heads.kv, heads.query, heads.dim, mixer.spec.rope, scores.scale, layer.before_mixer.eps,
+        mixer.spec.norm_eps, qkv.bias is not None,
+    )  # fmt: skip
+    return kind, LayerWeights(
+        layer.before_mixer.weight,
+        qkv.weight,
+        unused if qkv.bias is None else qkv.bias,
+        query_norm.weight,
+        key_norm.weight,
+        out.weight,
+        layer.before_feed.weight,
+        gate_up.weight,
+        down.weight,
+    )
+
+
+def _dense(layer: object) -> Linear | None:
+    """Returns a linear layer whose weight is whole and not quantised, else None."""
+    return layer if type(layer) is Linear and not layer.batch_invariant else None
+
+
+def _pass_shape(
+    kind: _LayerKind, layers: Sequence[LayerWeights], dtype: mx.Dtype
+) -> PassShape:
+    hidden, width = layers[0].down.shape
+    return PassShape(
+        layers=len(layers),
+        hidden=hidden,
+        width=width,
+        kv_heads=kind.kv_heads,
+        group=kind.query_heads // kind.kv_heads,
+        size=kind.size,
+        rope=kind.rope,
+        scale=kind.scale,
+        eps=kind.eps,
+        head_eps=kind.head_eps,
+        biased=kind.biased,
+        dtype=dtype,
+    )

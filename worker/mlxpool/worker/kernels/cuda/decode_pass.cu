@@ -1,0 +1,176 @@
+// All layers of a pass over single lines of rows, in one launch: hidden states [LINES, HIDDEN] behind the
+// last norm. The launch has as many thread blocks as the GPU has multiprocessors, which are all resident and
+// wait for each other between the phases of a layer: product of queries, keys and values; attention; product
+// of its output; sum and norm; gated products; product of these; sum and norm of the next layer. A phase
+// is a loop over tiles. A product in SPLITS parts leaves these to the phase behind it, in `partial`
+// [SPLITS, LINES, OUT]. All sums are in the order of matmul_tiled.cu, ragged_attention.cu and rms_norm.cu.
+// While a block waits it prefetches weights of the next products into the second-level cache.
+constexpr int ALL_THREADS = TEAMS * 128, ALL_WARPS = ALL_THREADS / 32;
+constexpr int QUERIES_WIDTH = HEADS * GROUP * SIZE, QKV = (GROUP + 2) * HEADS * SIZE, HALF = TURNED / 2;
+constexpr int ITEM = 8;  // numbers; five of each line come before the items, see ragged_runner.PlanShape
+const int LINES = (plan_shape[0] - EXTRA_ITEMS * ITEM) / (5 + ITEM);
+struct Layer {  // behind the last one only `norm` is set
+  const N *norm, *qkv, *bias, *query_norm, *key_norm, *out, *feed_norm, *gate_up, *down;
+  N *keys, *values;
+  long long window;  // keys that a line sees; 0: all
+};
+extern __shared__ uint4 space[];
+constexpr int NORM_WARPS = (HIDDEN + 255) / 256;  // warps of rms_norm.cu
+Layer* const layer_table = (Layer*)space;
+float* const norm_sums = (float*)(layer_table + LAYERS + 1);
+bool* const failed = (bool*)(norm_sums + NORM_WARPS);
+int* const befores = (int*)(failed + 16);
+N* const fresh_lines = (N*)(befores + 8);  // [TEAMS][(GROUP + 2) * SIZE]
+const unsigned base = (shared_address(fresh_lines + TEAMS * (GROUP + 2) * SIZE) + 1023) & ~1023u;
+char* const ring = (char*)space + (base - shared_address(space));
+
+for (int i = threadIdx.x; i < (int)sizeof(Layer) / 8 * (LAYERS + 1); i += ALL_THREADS)
+  ((long long*)layer_table)[i] = ((const long long*)layers)[i];
+GridBarrier barrier((unsigned*)state, failed);
+auto give_up = [&] {
+  for (int i = threadIdx.x; i < LINES * HIDDEN; i += ALL_THREADS) down(__uint_as_float(0x7fc00000), (N*)hidden + i);
+};
+if (GIVES_UP && *failed) return give_up();
+
+// Prefetches steps [from, to) of 64 columns of the tile that this block multiplies first.
+auto prefetch_tile = [&](const N* weight, int in, int rows, int splits, bool gated, int from, int to) {
+  const int tiles = rows / TILE_ROWS, tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
+  if (part >= splits) return;
+  const int steps = in / 64, begin = steps * part / splits, end = steps * (part + 1) / splits;
+  const int count = (min(begin + to, end) - begin - from) * TILE_ROWS;
+  const int half = gated ? TILE_ROWS / 2 : TILE_ROWS;
+  for (int i = threadIdx.x; i < count; i += ALL_THREADS) {
+    const int row = i % TILE_ROWS;
+    const long line = (long)tile * half + row + (row < half ? 0 : rows / 2 - half);
+    prefetch(weight + line * in + (begin + from + i / TILE_ROWS) * 64);
+  }
+};
+// Multiplies lines [LINES, in] with a weight [rows, in] in parts, whose sums it writes to `partial`.
+auto product = [&](const N* x, const N* weight, int in, int rows, int splits) {
+  const int tiles = rows / TILE_ROWS, steps = in / 64;
+  for (int n = blockIdx.x; n < tiles * splits; n += gridDim.x) {
+    const int first = n % tiles * TILE_ROWS, part = n / tiles;
+    float sum[4 * SETS];
+    if (n != blockIdx.x) __syncthreads();  // all threads have multiplied what the next columns overwrite
+    tiled_product<SETS, STAGES, ALL_THREADS>(sum, x, LINES, in, weight + (long)first * in, TILE_ROWS, 0,
+                                             steps * part / splits, steps * (part + 1) / splits, base);
+    if (threadIdx.x < 256)
+      #pragma unroll
+      for (int i = 0; i < 4 * SETS; i++) {
+        const int line = tile_line(threadIdx.x, i);
+        if (line < LINES)
+          ((float*)partial)[((long)part * LINES + line) * rows + first + tile_row(threadIdx.x, i)] = sum[i];
+      }
+  }
+};
+// silu(gate) * up of lines, from a product that is not in parts.
+auto gated_product = [&](const N* x, const N* weight) {
+  constexpr int EACH = TILE_ROWS / 2;
+  for (int n = blockIdx.x; n < WIDTH / EACH; n += gridDim.x) {
+    float sum[4 * SETS];
+    if (n != blockIdx.x) __syncthreads();
+    tiled_product<SETS, STAGES, ALL_THREADS>(sum, x, LINES, HIDDEN, weight + (long)n * EACH * HIDDEN, EACH,
+                                             WIDTH - EACH, 0, HIDDEN / 64, base);
+    __syncthreads();
+    float* const found = (float*)ring;  // [8 * SETS][TILE_ROWS + 1]
+    if (threadIdx.x < 256)
+      #pragma unroll
+      for (int i = 0; i < 4 * SETS; i++)
+        found[tile_line(threadIdx.x, i) * (TILE_ROWS + 1) + tile_row(threadIdx.x, i)] = sum[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < LINES * EACH; i += ALL_THREADS) {
+      const float* const line = found + i / EACH * (TILE_ROWS + 1) + i % EACH;
+      down(gated(line[0], line[EACH], N()), (N*)gates + (long)(i / EACH) * WIDTH + n * EACH + i % EACH);
+    }
+  }
+};
+// Eight sums of parts [SPLITS, LINES, width] from a column on, in the order of the parts.
+auto sum_parts = [&](float (&sum)[8], int splits, int line, int column, int width) {
+  #pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] = 0;
+  #pragma unroll 8
+  for (int p = 0; p < splits; p++) {
+    const float4* const from = (const float4*)((float*)partial + ((long)p * LINES + line) * width + column);
+    const float4 low = __ldcg(from), high = __ldcg(from + 1);
+    sum[0] += low.x; sum[1] += low.y; sum[2] += low.z; sum[3] += low.w;
+    sum[4] += high.x; sum[5] += high.y; sum[6] += high.z; sum[7] += high.w;
+  }
+};
+// The residual line plus the sums of a product's parts, if there are any, and its norm, as in rms_norm.cu.
+auto add_norm = [&](int splits, int line, const N* beside, const N* gain, N* to) {
+  constexpr int EACH = (NORM_WARPS + ALL_WARPS - 1) / ALL_WARPS;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  Some<N, 8> kept[EACH];
+  #pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int one = e * ALL_WARPS + warp, at = one * 256 + lane * 8;
+    float squares = 0;
+    if (at < HIDDEN) {
+      kept[e] = *(const Some<N, 8>*)(beside + at);
+      if (splits > 0) {
+        float sum[8];
+        sum_parts(sum, splits, line, at, HIDDEN);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+          N rounded;
+          down(sum[i], &rounded);
+          down(up(rounded) + up(kept[e].n[i]), &kept[e].n[i]);
+        }
+      }
+      #pragma unroll
+      for (int i = 0; i < 8; i++) squares += up(kept[e].n[i]) * up(kept[e].n[i]);
+      *(Some<N, 8>*)((N*)residual + (long)line * HIDDEN + at) = kept[e];
+    }
+    #pragma unroll
+    for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
+    if (lane == 0 && one < NORM_WARPS) norm_sums[one] = squares;
+  }
+  __syncthreads();
+  float all = 0;
+  for (int w = 0; w < NORM_WARPS; w++) all += norm_sums[w];
+  const float factor = rsqrtf(all / HIDDEN + EPS);
+  #pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int at = (e * ALL_WARPS + warp) * 256 + lane * 8;
+    if (at < HIDDEN) {
+      Some<N, 8> result, by = *(const Some<N, 8>*)(gain + at);
+      #pragma unroll
+      for (int i = 0; i < 8; i++) {
+        N rounded;
+        down(up(kept[e].n[i]) * factor, &rounded);
+        down(up(rounded) * up(by.n[i]), &result.n[i]);
+      }
+      *(Some<N, 8>*)(to + (long)line * HIDDEN + at) = result;
+    }
+  }
+  __syncthreads();  // all threads have read the sums
+};
+auto add_norms = [&](int splits, const N* gain, N* to) {
+  for (int line = blockIdx.x; line < LINES; line += gridDim.x)
+    add_norm(splits, line, (const N*)residual + (long)line * HIDDEN, gain, to);
+};
+
+// The numbers of the pass come from the host's memory; the embedding and the first norm; rotations.
+for (int i = blockIdx.x * ALL_THREADS + threadIdx.x; i < plan_shape[0]; i += gridDim.x * ALL_THREADS)
+  ((int*)numbers)[i] = plan[i];
+for (int i = blockIdx.x * ALL_THREADS + threadIdx.x; i < LINES * HALF; i += gridDim.x * ALL_THREADS) {
+  const float angle = (float)plan[LINES + i / HALF] * ROPE_SCALE * turns[i % HALF];
+  ((float*)cosines)[i] = cosf(angle) * ROPE_GAIN;
+  ((float*)sines)[i] = sinf(angle) * ROPE_GAIN;
+}
+__syncthreads();
+for (int line = blockIdx.x; line < LINES; line += gridDim.x) {
+  const int id = plan[line], known = id >= 0 ? id : drawn[-1 - id];
+  add_norm(0, line, (const N*)embedding + (long)known * HIDDEN, layer_table[0].norm, (N*)normed);
+}
+barrier.arrive();
+prefetch_tile(layer_table[0].qkv, HIDDEN, QKV, QKV_SPLITS, false, 0, PREFETCHED);
+if (!barrier.wait<GIVES_UP>()) return give_up();
+#pragma unroll 1
+for (int number = 0; number < LAYERS; number++) {
+  const Layer& layer = layer_table[number];
+  product((const N*)normed, layer.qkv, HIDDEN, QKV, QKV_SPLITS);
+  barrier.arrive();
+  prefetch_tile(layer.out, QUERIES_WIDTH, HIDDEN, OUT_SPLITS, false, 0, PREFETCHED);
+  prefetch_tile(layer.gate_up, HIDDEN, 2 * WIDTH, 1, true, 0, PREFETCHED);
+  if (!barrier.wait<GIVES_UP>()) return give_up();
