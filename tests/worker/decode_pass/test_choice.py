@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.worker_checkpoints import config, random_weights, write_checkpoint
+from support.worker_checkpoints import GLM, config, random_weights, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
-from mlxpool.worker.decode_pass import choice, model_weights  # noqa: E402
+from mlxpool.worker.decode_pass import choice, kernel, model_weights  # noqa: E402
+from mlxpool.worker.decode_pass.model_weights import PassShape  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
@@ -36,8 +39,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 288,
     "max_position_embeddings": 1024,
 }
-STEPS = 4
-PROMPTS = [(5,), (77,), (200,)]  # of one token: prompts are not what is tested
+STEPS = 3
+PROMPTS = [(5,), (77,)]  # of one token: prompts are not what is tested
 USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs
 
 
@@ -100,3 +103,60 @@ def test_an_engine_draws_the_same_tokens(
             if mine.token != theirs.token:
                 break
     assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST
+
+
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({}, "it computes in"),
+    "tied": ({"tie_word_embeddings": True}, "it computes in"),
+    "mistral with windows": ({"model_type": "mistral", "sliding_window": 99}, "it computes in"),
+    "qwen2": ({"model_type": "qwen2"}, "it computes in"),
+    "qwen3": ({"model_type": "qwen3"}, "it computes in"),
+    "biases behind attention": ({"attention_bias": True}, "of another kind"),
+    "biases of the feed-forward": ({"mlp_bias": True}, "of another kind"),
+    "latent attention": ({**GLM, "head_dim": None}, "of another kind"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_which_models_it_serves(name: str, tmp_path: Path) -> None:
+    """On a CPU weights are float32, and the dtype is what is asked last."""
+    changes, why = KINDS[name]
+    model = load(inspect(write_checkpoint(tmp_path, **changes)), dtype=mx.float32).model
+    found = model_weights.weights_of(model, mx.float32)
+    assert isinstance(found, str) and why in found
+
+
+SHAPE = PassShape(
+    layers=1, hidden=2048, width=8192, kv_heads=8, group=4, size=64, rope=Rope(64, 1e4), scale=0.1,
+    eps=1e-5, head_eps=0.0, biased=False, dtype=mx.bfloat16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"dtype": mx.float16, "biased": True, "head_eps": 1e-6, "size": 128}, ""),
+        ({"dtype": mx.float32}, "it computes in"),
+        ({"hidden": 2048 + 64}, "a weight is"),
+        ({"width": 8192 + 32}, "a weight is"),
+        ({"width": 14336, "hidden": 4096}, "takes longer than the host"),
+        ({"size": 32, "kv_heads": 16}, "its heads have 32"),
+        ({"group": 32}, "its heads have 64"),
+        ({"rope": Rope(64, 1e4, axes=(0, 1))}, "of which 64 rotate"),
+    ],
+)
+def test_which_shapes_it_serves(changes: dict[str, Any], why: str) -> None:
+    found = model_weights.unsupported(replace(SHAPE, **changes))
+    assert why in found and bool(found) == bool(why)
+
+
+def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
+    """At most what a multiprocessor of Hopper has; three stages of products at least."""
+    for size, group in ((64, 4), (64, 16), (128, 2), (128, 16)):
+        for layers in (16, 64):
+            shape = replace(SHAPE, size=size, group=group, kv_heads=2, layers=layers)
+            for sets in kernel.SETS:
+                products, attention = kernel.stages_of(shape, sets)
+                assert products >= 4 and attention >= 1
+                assert kernel.shared_bytes(shape, sets) <= kernel.MAX_SHARED_BYTES

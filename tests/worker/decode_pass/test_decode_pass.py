@@ -1,4 +1,7 @@
-"""Compares the kernel of a whole pass with float64; simulated by simt.py without a GPU."""
+"""Compares the kernel of a whole pass with float64; simulated by simt.py without a GPU.
+
+It is the longest kernel: NVIDIA's compiler needs 5 s for each of the six kinds that are built here.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,11 @@ SHAPES = {
     "qwen2": replace(SHAPE, biased=True, kv_heads=1, group=4, rope=Rope(32, 100.0), layers=1),
     "qwen3": replace(SHAPE, head_eps=1e-6, size=128, kv_heads=1, group=1, hidden=192 * 2),
     "many query heads": replace(
-        SHAPE, kv_heads=1, group=10, dtype=mx.float16, rope=Rope(64, 1e4, traditional=True, gain=1.2)
+        SHAPE,
+        kv_heads=1,
+        group=10,
+        dtype=mx.float16,
+        rope=Rope(64, 1e4, traditional=True, gain=1.2),
     ),
 }
 
@@ -102,8 +109,8 @@ class Rows:
         self.turns = (shape.rope.base ** (-np.arange(half) / half)).astype(np.float32)
         self.ids = [int(one) for one in rng.integers(VOCABULARY, size=len(counts))]
         tables = mx.array(self.tables.reshape(-1))
-        memory = PassMemory(self.pools, self.windows, tables, self.turns)
-        self.kernel = DecodePass(self.weights, memory, BLOCKS)
+        self.memory = PassMemory(self.pools, self.windows, tables, self.turns)
+        self.kernel = DecodePass(self.weights, self.memory, BLOCKS)
 
     def _weights(self) -> PassWeights:
         shape = self.shape
@@ -153,7 +160,7 @@ class Rows:
         return numbers(found)[: len(self.lengths)]
 
     def expected(self) -> Any:
-        """Returns hidden states [R, hidden] in float64, and writes keys and values to `self.known`."""
+        """Returns hidden states [R, hidden] in float64; `self.known` gets keys and values."""
         shape, weights = self.shape, self.weights
         self.known = [[numbers(pool) for pool in layer] for layer in self.pools]
         x = numbers(weights.embedding)[self.ids]
@@ -182,9 +189,7 @@ class Rows:
             low = max(self.begins[row], length - window if window else 0)
             queries = self._turned(q[row], length - 1)
             for head in range(heads):
-                keys, values = (
-                    pool[blocks, head // shape.group, places][low:] for pool in known
-                )
+                keys, values = (pool[blocks, head // shape.group, places][low:] for pool in known)
                 scores = keys @ queries[head] * shape.scale
                 shares = np.exp(scores - scores.max())
                 out[row, head] = shares @ values / shares.sum()
@@ -228,10 +233,10 @@ def test_a_pass_equals_float64(name: str) -> None:
     check(Rows(shape, lengths, [0] * 5, [0] * shape.layers), 8)
 
 
-@pytest.mark.parametrize("seed", range(4 if ON_GPU else 2))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_rows_begins_and_windows(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    for lines in (1, 3, 12, 24, 128) if ON_GPU else ((1, 20), (10, 40))[seed]:
+    for lines in (1, 3, 12, 24, 128) if ON_GPU else ((1, 4), (6,), (7, 8), (20,))[seed]:
         rows = lines - int(rng.integers(0, max(lines // 3, 1)))
         lengths = [int(rng.integers(1, 90 if rng.integers(2) else 3 * BLOCK)) for _ in range(rows)]
         begins = [int(rng.integers(length)) * int(rng.integers(2)) for length in lengths]
@@ -243,22 +248,32 @@ def test_a_barrier_counts_on_from_launch_to_launch() -> None:
     """Launches of other grids follow each other, also where the counter overflows."""
     rows = Rows(SHAPE, [5, 3], [0, 0], [0, 0])
     first = rows.run(2)
-    state = rows.kernel._arrays.state
-    count = int(np.array(state)[0])
-    assert np.array(state).tolist() == [count, count, 0] and count % BLOCKS == 0 and count > 0
-    near_end = np.array([-count - 1, -count - 1, 0], dtype=np.int32)
-    for blocks, numbers_of_state in ((BLOCKS, None), (BLOCKS - 1, None), (BLOCKS, near_end)):
-        made = DecodePass(
-            rows.weights, PassMemory(rows.pools, [0, 0], mx.array(rows.tables.reshape(-1)), rows.turns),
-            blocks,
-        )  # fmt: skip
-        start = state if numbers_of_state is None else mx.array(numbers_of_state)
-        made._arrays = replace(made._arrays, state=start)
-        rows.kernel = made
+    count = arrivals(rows.kernel, mx.zeros((3,), dtype=mx.int32), rows)
+    assert count == BLOCKS * (
+        7 * SHAPE.layers
+    )  # one behind the embedding, none behind the last sum
+    state = mx.zeros((3,), dtype=mx.int32)
+    fewer = DecodePass(rows.weights, rows.memory, BLOCKS - 1)
+    total = 0
+    for made, blocks in ((rows.kernel, BLOCKS), (fewer, BLOCKS - 1), (rows.kernel, BLOCKS)):
+        total += blocks * count // BLOCKS
+        assert arrivals(made, state, rows) == total
         assert (rows.run(2) == first).all()
-        ended = np.array(start)
-        assert ended[0] == ended[1] and ended[2] == 0
-    assert 0 < int(ended[0]) + count + 1 or int(ended[0]) < 2**31
+        total += blocks * count // BLOCKS
+    overflowing = mx.array([-count // 2, -count // 2, 0], dtype=mx.int32)
+    assert arrivals(rows.kernel, overflowing, rows) == count - count // 2
+    near = mx.array([2**31 - count // 2, 2**31 - count // 2, 0], dtype=mx.uint32).view(mx.int32)
+    assert arrivals(rows.kernel, near, rows) == count - count // 2 - 2**31
+
+
+def arrivals(kernel: DecodePass, state: Any, rows: Rows) -> int:
+    """Launches the kernel with this state of its barrier; returns the counter behind the launch."""
+    kernel._arrays = replace(kernel._arrays, state=state)
+    rows.kernel = kernel
+    rows.run(2)
+    counter, begun, failed = np.array(state).tolist()
+    assert (begun, failed) == (counter, 0)
+    return int(counter)
 
 
 def test_the_kernel_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from mlxpool.worker.layers.decoder import DecoderModel
 from mlxpool.worker.layers.decoder_layer import PreNorm
 from mlxpool.worker.layers.gated_mlp import GatedMLPLayer
 from mlxpool.worker.layers.layer_types import Rope
-from mlxpool.worker.layers.linear import Embedding, Linear, RMSNorm
+from mlxpool.worker.layers.linear import Embedding, GatedLinearUnit, Linear, RMSNorm
 from mlxpool.worker.layers.model_plan import Model
 
 MAX_GROUP = 16  # query heads of a key head
@@ -98,26 +98,23 @@ class PassWeights:
 def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
     """Returns the weights of a model that the kernel serves, or why it does not serve it."""
     if not isinstance(model, DecoderModel) or type(model.embed) is not Embedding:
-        return "its layers are of another kind"
+        return "the model is of another kind, or its embedding is quantised"
     if model.prediction is not None or model.spec.embed_scale != 1.0:
         return "its embedding is scaled, or it has a second head"
-    layers = [_layer(one) for one in model.layers]
-    found = [one for one in layers if one is not None]
-    if len(found) < len(layers) or not found:
+    found = [one for one in map(_layer, model.layers) if one is not None]
+    norm = _rms_norm(model.norm)
+    if len(found) < len(model.layers) or not found or norm is None:
         return "its layers are of another kind, or their weights are quantised"
-    shapes = {shape for shape, _ in found}
-    if len(shapes) > 1:
-        return "its layers are of different kinds"
+    kinds = {kind for kind, _ in found}
     weights = tuple(one for _, one in found)
-    (kind,) = shapes
+    (kind, _), embedding = found[0], model.embed.weight
+    if len(kinds) > 1 or norm.eps != kind.eps:
+        return "its layers are of different kinds"
+    arrays = [embedding, norm.weight, *(one for layer in weights for one in layer.arrays())]
+    if any(one.dtype != dtype for one in arrays):
+        return f"some of its weights are not {dtype}"
     shape = _pass_shape(kind, weights, dtype)
-    arrays = [one for layer in weights for one in layer.arrays()]
-    if {one.dtype for one in (*arrays, model.embed.weight, model.norm.weight)} != {dtype}:
-        return "its weights have several dtypes"
-    if model.norm.eps != shape.eps:
-        return "its norms differ"
-    why = unsupported(shape)
-    return why or PassWeights(shape, model.embed.weight, weights, model.norm.weight)
+    return unsupported(shape) or PassWeights(shape, embedding, weights, norm.weight)
 
 
 def unsupported(shape: PassShape) -> str:
@@ -158,33 +155,40 @@ def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
     mixer, feed = layer.mixer, layer.feed
     if not isinstance(mixer, GroupedQueryAttentionLayer) or not isinstance(feed, GatedMLPLayer):
         return None
-    norms = layer.before_mixer, layer.before_feed, *(mixer.norms or ())
-    linears = mixer.qkv, mixer.o, feed.gated.gate_up, feed.down
-    if not all(type(one) is RMSNorm for one in norms) or not feed.gated.swiglu:
+    gated = feed.gated
+    if not isinstance(gated, GatedLinearUnit) or not gated.swiglu:
         return None
-    weights = [_dense(one) for one in linears]
-    qkv, out, gate_up, down = weights
-    if qkv is None or out is None or gate_up is None or down is None:
+    norm, feed_norm = _rms_norm(layer.before_mixer), _rms_norm(layer.before_feed)
+    if norm is None or feed_norm is None or norm.eps != feed_norm.eps:
         return None
-    if any(one.bias is not None for one in (out, gate_up, down)):
+    query_norm, key_norm = map(_rms_norm, mixer.norms or (norm, norm))
+    qkv, out, gate_up, down = map(_dense, (mixer.qkv, mixer.o, gated.gate_up, feed.down))
+    if query_norm is None or key_norm is None or qkv is None:
+        return None
+    if out is None or gate_up is None or down is None:
         return None
     scores, heads = mixer.scores, mixer.spec.heads
-    if scores.softcap or scores.sinks is not None or layer.before_feed.eps != layer.before_mixer.eps:
+    biased = any(one.bias is not None for one in (out, gate_up, down))
+    if biased or scores.softcap or scores.sinks is not None:
         return None
-    unused = layer.before_mixer.weight
-    query_norm, key_norm = mixer.norms or (layer.before_mixer, layer.before_mixer)
     kind = _LayerKind(
-        heads.kv, heads.query, heads.dim, mixer.spec.rope, scores.scale, layer.before_mixer.eps,
-        mixer.spec.norm_eps, qkv.bias is not None,
-    )  # fmt: skip
+        heads.kv,
+        heads.query,
+        heads.dim,
+        mixer.spec.rope,
+        scores.scale,
+        norm.eps,
+        mixer.spec.norm_eps,
+        qkv.bias is not None,
+    )
     return kind, LayerWeights(
-        layer.before_mixer.weight,
+        norm.weight,
         qkv.weight,
-        unused if qkv.bias is None else qkv.bias,
+        norm.weight if qkv.bias is None else qkv.bias,
         query_norm.weight,
         key_norm.weight,
         out.weight,
-        layer.before_feed.weight,
+        feed_norm.weight,
         gate_up.weight,
         down.weight,
     )
@@ -195,9 +199,11 @@ def _dense(layer: object) -> Linear | None:
     return layer if type(layer) is Linear and not layer.batch_invariant else None
 
 
-def _pass_shape(
-    kind: _LayerKind, layers: Sequence[LayerWeights], dtype: mx.Dtype
-) -> PassShape:
+def _rms_norm(norm: object) -> RMSNorm | None:
+    return norm if type(norm) is RMSNorm else None
+
+
+def _pass_shape(kind: _LayerKind, layers: Sequence[LayerWeights], dtype: mx.Dtype) -> PassShape:
     hidden, width = layers[0].down.shape
     return PassShape(
         layers=len(layers),

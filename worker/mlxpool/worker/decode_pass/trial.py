@@ -64,7 +64,9 @@ def _is_right(dtype: mx.Dtype) -> bool:
     made = DecodePass(weights, memory, device.multiprocessors())
     rows = len(IDS)
     ones = np.ones((rows,), dtype=np.int32)
-    spans = Spans(np.arange(rows, dtype=np.int32), ones, np.arange(rows, dtype=np.int32), ones, 0 * ones)
+    spans = Spans(
+        np.arange(rows, dtype=np.int32), ones, np.arange(rows, dtype=np.int32), ones, 0 * ones
+    )
     items = work_items(spans, TileShape(shape.group, shape.kv_heads), rows)
     lines = [IDS, (0,) * rows, (0, KV_BLOCK_TOKENS), (0,) * rows, (1,) * rows]
     plan = np.concatenate([np.array(lines, dtype=np.int32).reshape(-1), items.reshape(-1)])

@@ -150,6 +150,41 @@ auto add_norms = [&](int splits, const N* gain, N* to) {
     add_norm(splits, line, (const N*)residual + (long)line * HIDDEN, gain, to);
 };
 
+// An item of the work list for a key head: a part of the keys of one line, see work_list.py. `lines` is 0
+// behind the last item; `count` is 0 for items that are padding lines, which see nothing.
+struct Item {
+  int line, lines, table, head, low, high, part, count, unit;  // the line sees the keys [low, high)
+  int first, last;  // of this part
+};
+constexpr int STEP = 16 * 4;  // keys that a team reads at a time
+auto item_of = [&](int n, const Layer& layer) -> Item {
+  if (n >= (LINES + EXTRA_ITEMS) * HEADS) return Item{};
+  const int* const at = (const int*)numbers + 5 * LINES + n / HEADS * ITEM;
+  Item item = {at[0], at[1], at[2], n % HEADS, at[3], at[4], at[5], at[6], at[7]};
+  if (layer.window > 0) item.low = max(item.low, item.high - (int)layer.window);
+  const int from = item.low / STEP * STEP, count = max(item.count, 1);
+  const int each = count == 1 ? item.high - from : ((item.high - from + count - 1) / count + STEP - 1) / STEP * STEP;
+  item.first = from + item.part * each;
+  item.last = min(item.high, item.first + each);
+  return item;
+};
+auto slot_of = [&](const Item& item, int token) -> long {
+  return ((long)tables[item.table + token / BLOCK] * HEADS + item.head) * BLOCK + token % BLOCK;
+};
+// Prefetches the keys and values of item n into the second-level cache, by a team.
+auto prefetch_item = [&](int n, const Layer& layer) {
+  const Item item = item_of(n, layer);
+  if (item.count > 0)
+    for (int token = item.first + threadIdx.x % 128; token < item.last; token += 128) {
+      const long at = slot_of(item, token) * SIZE;
+      #pragma unroll
+      for (int i = 0; i < SIZE; i += 64) {
+        prefetch(layer.keys + at + i);
+        prefetch(layer.values + at + i);
+      }
+    }
+};
+
 // The numbers of the pass come from the host's memory; the embedding and the first norm; rotations.
 for (int i = blockIdx.x * ALL_THREADS + threadIdx.x; i < plan_shape[0]; i += gridDim.x * ALL_THREADS)
   ((int*)numbers)[i] = plan[i];
@@ -171,6 +206,7 @@ for (int number = 0; number < LAYERS; number++) {
   const Layer& layer = layer_table[number];
   product((const N*)normed, layer.qkv, HIDDEN, QKV, QKV_SPLITS);
   barrier.arrive();
+  prefetch_item(threadIdx.x / 128 * gridDim.x + blockIdx.x, layer);
   prefetch_tile(layer.out, QUERIES_WIDTH, HIDDEN, OUT_SPLITS, false, 0, PREFETCHED);
   prefetch_tile(layer.gate_up, HIDDEN, 2 * WIDTH, 1, true, 0, PREFETCHED);
   if (!barrier.wait<GIVES_UP>()) return give_up();

@@ -15,20 +15,18 @@
   N* const values = layer.values;
   auto sync = [&] { sync_team<THREADS>(1 + team); };
   #pragma unroll 1
-  for (int n = team * gridDim.x + blockIdx.x; n < (LINES + EXTRA_ITEMS) * HEADS; n += TEAMS * gridDim.x) {
-    const int head = n % HEADS;
-    const int* const item = (const int*)numbers + 5 * LINES + n / HEADS * ITEM;
-    const int first_line = item[0], lines = item[1], table_at = item[2], high_key = item[4];
-    const int part = item[5], count = item[6], unit = item[7];
-    if (lines == 0) break;
+  for (int n = team * gridDim.x + blockIdx.x;; n += TEAMS * gridDim.x) {
+    const Item item = item_of(n, layer);
+    if (item.lines == 0) break;
+    const int first_line = item.line, head = item.head, count = item.count;
     N* const output = (N*)attended + ((long)first_line * HEADS + head) * GROUP * SIZE;
     if (count == 0) {  // padding
       constexpr int PIECES = GROUP * SIZE / 8;
-      for (int i = thread; i < lines * PIECES; i += THREADS)
+      for (int i = thread; i < item.lines * PIECES; i += THREADS)
         ((uint4*)(output + (long)(i / PIECES) * QUERIES_WIDTH))[i % PIECES] = uint4{0, 0, 0, 0};
       continue;
     }
-    const int low_key = layer.window > 0 ? max(item[3], high_key - (int)layer.window) : item[3];
+    prefetch_item(n + TEAMS * gridDim.x, layer);
     // The line's queries, key and value, summed up and rounded as products are.
     for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
       const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
@@ -60,17 +58,11 @@
       sync();
     }
     // These names are those of decode_tiles.cuh and the files behind it.
-    const int asked = GROUP, low = low_key;
-    auto begin_of = [&](int line) -> int { return low_key; };
+    const int asked = GROUP, lines = 1, table_at = item.table, part = item.part, unit = item.unit;
+    const int low = item.low, high_key = item.high, first = item.first, last = item.last;
+    auto begin_of = [&](int line) -> int { return low; };
     auto end_of = [&](int line) -> int { return high_key; };
-    constexpr int STEP = 16 * WARPS;
-    const int from = low / STEP * STEP;
-    const int each = count == 1 ? high_key - from : ((high_key - from + count - 1) / count + STEP - 1) / STEP * STEP;
-    const int first = from + part * each, last = min(high_key, first + each);
-    auto slot = [&](int token) -> long {
-      const long block = tables[table_at + token / BLOCK];
-      return (block * HEADS + head) * BLOCK + token % BLOCK;
-    };
+    auto slot = [&](int token) -> long { return slot_of(item, token); };
     auto inside = [&](int token) -> int { return min(max(token, low), last - 1); };
     const N* const k_from = fresh + GROUP * SIZE;
     const N* const v_from = fresh + (GROUP + 1) * SIZE;
