@@ -235,13 +235,13 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
             if f"{name}_{kind}" in text.source:
                 parameters.append(f"static const {number}* {name}_{kind};")
                 given.append(f"{name}_{kind} = (const {number}*){kind}[{i}];")
-    source = _expanded(text.source).replace(
+    source = _expanded(text.source, text.header).replace(
         "extern __shared__ uint4 space[];", "uint4* const space = (uint4*)simt::shared;"
     )
     return "\n".join(
         [
             '#include "simt.h"',
-            _expanded(_without_products(text)),
+            _expanded(_without_products(text), text.header),
             *parameters,
             f"static void body() {{\n{source}\n}}",
             'extern "C" int run(void** data, void** shape, void** strides, const unsigned* grid, '
@@ -260,7 +260,7 @@ def _is_together(text: KernelText) -> bool:
     Raises RuntimeError where they have shared memory that is not asked for: the simulated blocks
     would all have the same.
     """
-    source = _expanded(text.header) + _expanded(text.source)
+    source = _expanded(text.header + text.source, text.header)
     if TOGETHER not in source:
         return False
     if "__shared__" in source.replace("extern __shared__", ""):
@@ -281,14 +281,17 @@ def _without_products(text: KernelText) -> str:
     return re.sub(heads, ours, text.header, flags=re.DOTALL)
 
 
-def _expanded(text: str) -> str:
-    """Replaces includes of our files by their text; drops CUDA's headers."""
+def _expanded(text: str, header: str) -> str:
+    """Replaces includes of our files, which `header` may name, by their text; drops CUDA's."""
+    names = dict(re.findall(r'#define (\w+) "(.*)"\n', header))
 
     def file(found: re.Match[str]) -> str:
-        path = Path(found[1])
-        return "" if path.name in REPLACED else path.read_text(encoding="utf-8")
+        path = Path(found[1] or names[found[2]])
+        if path.name in REPLACED:
+            return ""
+        return _expanded(path.read_text(encoding="utf-8"), header)
 
-    text = re.sub(r'#include "(.*)"\n', file, text)
+    text = re.sub(r'#include (?:"(.*)"|(\w+))\n', file, text)
     return re.sub(r"#include <cuda_.*>\n", "", text)
 
 

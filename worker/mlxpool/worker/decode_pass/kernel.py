@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlxpool.worker.decode_pass.model_weights import PassShape
 from mlxpool.worker.kernels import matmul_tiled
-from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, include_line
+from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, include_line, name_files
 from mlxpool.worker.kernels.work_list import EXTRA_ITEMS, PART_UNITS, UNIT_ROWS, TileShape
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
@@ -23,6 +23,13 @@ LAYER_NUMBERS = 12  # of 8 bytes, of a layer in the table
 DECODE_KEYS = 16  # that a warp multiplies at a time
 # Steps of 64 columns of a block's next weights that are prefetched into the second-level cache.
 PREFETCHED_STEPS = 8
+FILES = {
+    "ATTENTION": "decode_pass_attention.cuh",
+    "STORED_NUMBERS": "stored_numbers.cuh",
+    "DECODE_TILES": "decode_tiles.cuh",
+    "DECODE_SUMS": "decode_sums.cuh",
+    "PART_SUMS": "part_sums.cuh",
+}
 INPUTS = (
     "plan", "drawn", "embedding", "layers", "turns", "tables", "state", "numbers", "cosines",
     "sines", "residual", "normed", "attended", "gates", "partial", "sums", "arrived",
@@ -172,14 +179,7 @@ def _kernel(shape: PassShape, sets: int, gives_up: bool) -> Any:
         shared=shared_bytes(shape, sets),
         header=matmul_tiled.group_mma(sets, shape.dtype)
         + include_line("tiled_product.cuh")
-        + include_line("grid_barrier.cuh"),
+        + include_line("grid_barrier.cuh")
+        + name_files(FILES),
         bounds=(teams_of(shape) * TEAM_THREADS, 1),
-        ends=(
-            "decode_pass_attention.cuh",
-            "stored_numbers.cuh",
-            "decode_tiles.cuh",
-            "decode_sums.cuh",
-            "part_sums.cuh",
-            "decode_pass_layers.cuh",
-        ),
     )

@@ -32,45 +32,58 @@ auto give_up = [&] {
 };
 if (GIVES_UP && *failed) return give_up();
 
+// A weight [rows, in] that is multiplied in SPLITS parts of its columns; a gated one has the gates first.
+struct Weight {
+  const N* numbers;
+  int in, rows, splits;
+  bool gated;
+};
+auto tile_of = [](const Weight& weight, int n) -> WeightTile<N> {
+  const int tiles = weight.rows / TILE_ROWS, steps = weight.in / 64, part = n / tiles;
+  const int half = weight.gated ? TILE_ROWS / 2 : TILE_ROWS;
+  return {weight.numbers + (long)(n % tiles) * half * weight.in, weight.in, half,
+          weight.gated ? weight.rows / 2 - half : 0, steps * part / weight.splits,
+          steps * (part + 1) / weight.splits};
+};
+auto tiles_of = [](const Weight& weight) -> int { return weight.rows / TILE_ROWS * weight.splits; };
 // Prefetches steps [from, to) of 64 columns of the tile that this block multiplies first.
-auto prefetch_tile = [&](const N* weight, int in, int rows, int splits, bool gated, int from, int to) {
-  const int tiles = rows / TILE_ROWS, tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
-  if (part >= splits) return;
-  const int steps = in / 64, begin = steps * part / splits, end = steps * (part + 1) / splits;
-  const int count = (min(begin + to, end) - begin - from) * TILE_ROWS;
-  const int half = gated ? TILE_ROWS / 2 : TILE_ROWS;
+auto prefetch_weight = [&](const Weight& weight, int from, int to) {
+  if (blockIdx.x >= tiles_of(weight)) return;
+  const WeightTile<N> tile = tile_of(weight, blockIdx.x);
+  const int first = tile.begin + from, count = (min(tile.begin + to, tile.end) - first) * TILE_ROWS;
   for (int i = threadIdx.x; i < count; i += ALL_THREADS) {
     const int row = i % TILE_ROWS;
-    const long line = (long)tile * half + row + (row < half ? 0 : rows / 2 - half);
-    prefetch(weight + line * in + (begin + from + i / TILE_ROWS) * 64);
+    prefetch(tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in + (first + i / TILE_ROWS) * 64);
   }
 };
-// Multiplies lines [LINES, in] with a weight [rows, in] in parts, whose sums it writes to `partial`.
-auto product = [&](const N* x, const N* weight, int in, int rows, int splits) {
-  const int tiles = rows / TILE_ROWS, steps = in / 64;
-  for (int n = blockIdx.x; n < tiles * splits; n += gridDim.x) {
-    const int first = n % tiles * TILE_ROWS, part = n / tiles;
+// Begins the product that this block multiplies first; nothing else uses the ring until it is multiplied.
+auto begin_weight = [&](const Weight& weight) {
+  if (blockIdx.x < tiles_of(weight))
+    begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), base);
+};
+// Multiplies lines [LINES, in] in parts, whose sums it writes to `partial`.
+auto product = [&](const N* x, const Weight& weight) {
+  const int tiles = weight.rows / TILE_ROWS;
+  for (int n = blockIdx.x; n < tiles_of(weight); n += gridDim.x) {
     float sum[4 * SETS];
     if (n != blockIdx.x) __syncthreads();  // all threads have multiplied what the next columns overwrite
-    tiled_product<SETS, STAGES, ALL_THREADS>(sum, x, LINES, in, weight + (long)first * in, TILE_ROWS, 0,
-                                             steps * part / splits, steps * (part + 1) / splits, base);
+    tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x);
+    float* const to = (float*)partial + (long)(n / tiles) * LINES * weight.rows + n % tiles * TILE_ROWS;
     if (threadIdx.x < 256)
       #pragma unroll
       for (int i = 0; i < 4 * SETS; i++) {
         const int line = tile_line(threadIdx.x, i);
-        if (line < LINES)
-          ((float*)partial)[((long)part * LINES + line) * rows + first + tile_row(threadIdx.x, i)] = sum[i];
+        if (line < LINES) to[(long)line * weight.rows + tile_row(threadIdx.x, i)] = sum[i];
       }
   }
 };
 // silu(gate) * up of lines, from a product that is not in parts.
-auto gated_product = [&](const N* x, const N* weight) {
+auto gated_product = [&](const N* x, const Weight& weight) {
   constexpr int EACH = TILE_ROWS / 2;
-  for (int n = blockIdx.x; n < WIDTH / EACH; n += gridDim.x) {
+  for (int n = blockIdx.x; n < tiles_of(weight); n += gridDim.x) {
     float sum[4 * SETS];
     if (n != blockIdx.x) __syncthreads();
-    tiled_product<SETS, STAGES, ALL_THREADS>(sum, x, LINES, HIDDEN, weight + (long)n * EACH * HIDDEN, EACH,
-                                             WIDTH - EACH, 0, HIDDEN / 64, base);
+    tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x);
     __syncthreads();
     float* const found = (float*)ring;  // [8 * SETS][TILE_ROWS + 1]
     if (threadIdx.x < 256)
@@ -199,14 +212,48 @@ for (int line = blockIdx.x; line < LINES; line += gridDim.x) {
   add_norm(0, line, (const N*)embedding + (long)known * HIDDEN, layer_table[0].norm, (N*)normed);
 }
 barrier.arrive();
-prefetch_tile(layer_table[0].qkv, HIDDEN, QKV, QKV_SPLITS, false, 0, PREFETCHED);
+begin_weight({layer_table[0].qkv, HIDDEN, QKV, QKV_SPLITS, false});
 if (!barrier.wait<GIVES_UP>()) return give_up();
 #pragma unroll 1
 for (int number = 0; number < LAYERS; number++) {
   const Layer& layer = layer_table[number];
-  product((const N*)normed, layer.qkv, HIDDEN, QKV, QKV_SPLITS);
+  const Weight qkv = {layer.qkv, HIDDEN, QKV, QKV_SPLITS, false};
+  const Weight out = {layer.out, QUERIES_WIDTH, HIDDEN, OUT_SPLITS, false};
+  const Weight gate_up = {layer.gate_up, HIDDEN, 2 * WIDTH, 1, true};
+  const Weight feed_down = {layer.down, WIDTH, HIDDEN, DOWN_SPLITS, false};
+  product((const N*)normed, qkv);
   barrier.arrive();
   prefetch_item(threadIdx.x / 128 * gridDim.x + blockIdx.x, layer);
-  prefetch_tile(layer.out, QUERIES_WIDTH, HIDDEN, OUT_SPLITS, false, 0, PREFETCHED);
-  prefetch_tile(layer.gate_up, HIDDEN, 2 * WIDTH, 1, true, 0, PREFETCHED);
+  prefetch_weight(out, 0, PREFETCHED);
+  prefetch_weight(gate_up, 0, PREFETCHED);
   if (!barrier.wait<GIVES_UP>()) return give_up();
+  #include ATTENTION
+  barrier.arrive();
+  begin_weight(out);
+  if (!barrier.wait<GIVES_UP>()) return give_up();
+  product((const N*)attended, out);
+  barrier.arrive();
+  begin_weight(gate_up);
+  prefetch_weight(gate_up, PREFETCHED, 2 * PREFETCHED);
+  if (!barrier.wait<GIVES_UP>()) return give_up();
+  add_norms(OUT_SPLITS, layer.feed_norm, (N*)normed);
+  barrier.arrive();
+  if (!barrier.wait<GIVES_UP>()) return give_up();
+  gated_product((const N*)normed, gate_up);
+  barrier.arrive();
+  begin_weight(feed_down);
+  prefetch_weight(feed_down, STAGES - 2, 2 * PREFETCHED);
+  if (!barrier.wait<GIVES_UP>()) return give_up();
+  product((const N*)gates, feed_down);
+  barrier.arrive();
+  const bool goes_on = number + 1 < LAYERS;
+  const Layer& next = layer_table[number + 1];
+  if (goes_on) begin_weight({next.qkv, HIDDEN, QKV, QKV_SPLITS, false});
+  if (!barrier.wait<GIVES_UP>()) return give_up();
+  add_norms(DOWN_SPLITS, next.norm, goes_on ? (N*)normed : (N*)hidden);
+  if (goes_on) {
+    barrier.arrive();
+    if (!barrier.wait<GIVES_UP>()) return give_up();
+  }
+}
+barrier.end();

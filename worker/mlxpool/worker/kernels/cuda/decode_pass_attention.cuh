@@ -1,4 +1,4 @@
-// The attention of decode_pass.cu. Each of TEAMS teams of four warps has an item of the work list, which is a
+// The attention of a layer, a part of decode_pass.cu. Each of TEAMS teams of four warps has an item of the work list, which is a
 // row and a part of its keys, and one key head; see ragged_attention.cu, whose tiles these are.
 {
   constexpr int THREADS = 128, WARPS = 4;
@@ -78,3 +78,9 @@
     const long mine = (long)head * UNITS + unit;
     float* const parts = (float*)sums + mine * UNIT_ROWS * (SIZE + 2);
     auto to = [&](int i) -> N* { return output + i; };
+    #include STORED_NUMBERS
+    #include DECODE_TILES
+    #include DECODE_SUMS
+    #include PART_SUMS
+  }
+}

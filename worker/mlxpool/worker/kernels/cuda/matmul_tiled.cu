@@ -8,9 +8,10 @@ const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 
 const int first = blockIdx.x * EACH, part = blockIdx.y, steps = IN / 64;
 extern __shared__ uint4 space[];
 float sum[4 * SETS];
-tiled_product<SETS, STAGES, THREADS>(
-    sum, (const N*)x, LINES, IN, (const N*)weight + (long)first * IN, EACH, OUT - EACH,
-    steps * part / SPLITS, steps * (part + 1) / SPLITS, (shared_address(space) + 1023) & ~1023u);
+const WeightTile<N> tile = {(const N*)weight + (long)first * IN, IN, EACH, OUT - EACH,
+                            steps * part / SPLITS, steps * (part + 1) / SPLITS};
+tiled_product<SETS, STAGES, THREADS>(sum, tile, (const N*)x, LINES,
+                                     (shared_address(space) + 1023) & ~1023u, false);
 if (SPLITS > 1) {
   __shared__ int before;
   float4* const parts = (float4*)partial + (long)blockIdx.x * SPLITS * SETS * THREADS + threadIdx.x;

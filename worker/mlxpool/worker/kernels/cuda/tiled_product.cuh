@@ -6,28 +6,43 @@
 // matmul_tiled.py.
 constexpr int TILE_ROWS = 128;
 constexpr int stage_bytes(int sets) { return (TILE_ROWS + 8 * sets) * 128; }
-// Multiplies the columns [64 * begin, 64 * end). Rows from `half` of the tile on are `apart` rows further
-// behind than their neighbours: the other half of a gated weight. `base`: the address of STAGES stages of
-// shared memory, a multiple of 1,024. Thread t < 256 gets the sums of rows `tile_row(t, i)` and lines
-// `tile_line(t, i)`. No copies are left in flight.
+// The columns [64 * begin, 64 * end) of 128 rows of a weight. Rows from `half` on are `apart` rows further
+// behind than their neighbours: the other half of a gated weight.
+template <typename N> struct WeightTile {
+  const N* rows;
+  int in, half;
+  long apart;
+  int begin, end;
+};
+// Copies rows [FROM, TO) of both operands of a step, of which the weight's are the first, to their stage.
+template <int FROM, int TO, int SETS, int STAGES, int THREADS, typename N>
+__device__ inline void copy_step(const WeightTile<N>& tile, const N* x, int lines, int step, unsigned base) {
+  constexpr int COPIES = (TO - FROM) * 8;  // pieces of 16 bytes
+  if (step >= tile.end) return;
+  const unsigned to = base + (step - tile.begin) % STAGES * stage_bytes(SETS);
+  #pragma unroll
+  for (int n = 0; n < (COPIES + THREADS - 1) / THREADS; n++) {
+    const int i = n * THREADS + threadIdx.x, row = FROM + i / 8, piece = i % 8;
+    const N* from = x + (long)min(row - TILE_ROWS, lines - 1) * tile.in;
+    if (row < TILE_ROWS) from = tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in;
+    if (i < COPIES) copy(to + row * 128 + (piece ^ row % 8) * 16, from + step * 64 + piece * 8);
+  }
+}
+// Begins a product before its lines are there: copies the weight's part of the first stages.
 template <int SETS, int STAGES, int THREADS, typename N>
-__device__ inline void tiled_product(float (&sum)[4 * SETS], const N* x, int lines, int in, const N* weight,
-                                     int half, long apart, int begin, int end, unsigned base) {
-  constexpr int ALL = 8 * SETS, STAGE = stage_bytes(SETS), COPIES = (TILE_ROWS + ALL) * 8;
-  auto fetch = [&](int step) {
-    if (step < end) {
-      const unsigned to = base + (step - begin) % STAGES * STAGE;
-      #pragma unroll
-      for (int n = 0; n < (COPIES + THREADS - 1) / THREADS; n++) {
-        const int i = n * THREADS + threadIdx.x, row = i / 8, piece = i % 8;
-        const N* from = x + (long)min(row - TILE_ROWS, lines - 1) * in;
-        if (row < TILE_ROWS) from = weight + (row + (row < half ? 0 : apart)) * in;
-        if (row < TILE_ROWS + ALL)
-          copy(to + row * 128 + (piece ^ row % 8) * 16, from + step * 64 + piece * 8);
-      }
-    }
-    commit_copies();
-  };
+__device__ inline void begin_product(const WeightTile<N>& tile, unsigned base) {
+  #pragma unroll
+  for (int ahead = 0; ahead < STAGES - 2; ahead++)
+    copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, tile.rows, 1, tile.begin + ahead, base);
+  commit_copies();
+}
+// Multiplies a tile with `lines` lines x. `base`: the address of STAGES stages of shared memory, a multiple of
+// 1,024, which all threads may overwrite. Thread t < 256 gets the sums of rows `tile_row(t, i)` and lines
+// `tile_line(t, i)`. No copies are left in flight. `begun`: see `begin_product`.
+template <int SETS, int STAGES, int THREADS, typename N>
+__device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>& tile, const N* x, int lines,
+                                     unsigned base, bool begun) {
+  constexpr int ALL = TILE_ROWS + 8 * SETS;
   // The descriptor of a matrix: swizzled rows of 128 bytes, eight rows in 1,024 bytes.
   auto matrix = [](unsigned at) -> unsigned long long {
     return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -35,15 +50,21 @@ __device__ inline void tiled_product(float (&sum)[4 * SETS], const N* x, int lin
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
   #pragma unroll
-  for (int ahead = 0; ahead < STAGES - 2; ahead++) fetch(begin + ahead);
+  for (int ahead = 0; ahead < STAGES - 2; ahead++) {
+    const int step = tile.begin + ahead;
+    if (!begun) copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, x, lines, step, base);
+    copy_step<TILE_ROWS, ALL, SETS, STAGES, THREADS>(tile, x, lines, step, base);
+    commit_copies();
+  }
   const int group = threadIdx.x / 128;
-  for (int step = begin; step < end; step++) {
+  for (int step = tile.begin; step < tile.end; step++) {
     wait_copies<STAGES - 3>();
     fence_products();
     __syncthreads();  // all threads have multiplied what the next columns overwrite
-    fetch(step + STAGES - 2);
+    copy_step<0, ALL, SETS, STAGES, THREADS>(tile, x, lines, step + STAGES - 2, base);
+    commit_copies();
     if (THREADS == 256 || group < 2) {
-      const unsigned here = base + (step - begin) % STAGES * STAGE;
+      const unsigned here = base + (step - tile.begin) % STAGES * stage_bytes(SETS);
       begin_products();
       const unsigned long long rows = matrix(here + group * 64 * 128);
       const unsigned long long columns = matrix(here + TILE_ROWS * 128);
