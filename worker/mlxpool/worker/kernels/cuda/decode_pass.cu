@@ -113,13 +113,14 @@ auto sum_parts = [&](float (&sum)[8], int splits, int line, int column, int widt
 auto add_norm = [&](int splits, int line, const N* beside, const N* gain, N* to) {
   constexpr int EACH = (NORM_WARPS + ALL_WARPS - 1) / ALL_WARPS;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  Some<N, 8> kept[EACH];
+  Some<N, 8> kept[EACH], gains[EACH];
   #pragma unroll
   for (int e = 0; e < EACH; e++) {
     const int one = e * ALL_WARPS + warp, at = one * 256 + lane * 8;
     float squares = 0;
     if (at < HIDDEN) {
       kept[e] = *(const Some<N, 8>*)(beside + at);
+      gains[e] = *(const Some<N, 8>*)(gain + at);
       if (splits > 0) {
         float sum[8];
         sum_parts(sum, splits, line, at, HIDDEN);
@@ -146,12 +147,12 @@ auto add_norm = [&](int splits, int line, const N* beside, const N* gain, N* to)
   for (int e = 0; e < EACH; e++) {
     const int at = (e * ALL_WARPS + warp) * 256 + lane * 8;
     if (at < HIDDEN) {
-      Some<N, 8> result, by = *(const Some<N, 8>*)(gain + at);
+      Some<N, 8> result;
       #pragma unroll
       for (int i = 0; i < 8; i++) {
         N rounded;
         down(up(kept[e].n[i]) * factor, &rounded);
-        down(up(rounded) * up(by.n[i]), &result.n[i]);
+        down(up(rounded) * up(gains[e].n[i]), &result.n[i]);
       }
       *(Some<N, 8>*)(to + (long)line * HIDDEN + at) = result;
     }
