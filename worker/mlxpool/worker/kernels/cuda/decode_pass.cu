@@ -61,36 +61,40 @@ auto begin_weight = [&](const Weight& weight) {
   if (blockIdx.x < tiles_of(weight))
     begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), base);
 };
-// Multiplies lines [LINES, in] in parts, whose sums it writes to `partial`.
-auto product = [&](const N* x, const Weight& weight) {
-  const int tiles = weight.rows / TILE_ROWS;
-  for (int n = blockIdx.x; n < tiles_of(weight); n += gridDim.x) {
+// The products of a layer, in the order of their use: of queries, keys and values, of the output of attention,
+// of gates and what they gate, and of the output of the feed-forward.
+constexpr int TO_LINES = 0, TO_OUTPUT = 1, TO_GATES = 2, TO_DOWN = 3, PRODUCTS = 4;
+auto weight_of = [&](int number) -> Weight {  // of all products of all layers
+  const Layer& layer = layer_table[number / PRODUCTS];
+  const int kind = number % PRODUCTS;
+  if (kind == TO_LINES) return {layer.qkv, HIDDEN, QKV, QKV_SPLITS, false};
+  if (kind == TO_OUTPUT) return {layer.out, QUERIES_WIDTH, HIDDEN, OUT_SPLITS, false};
+  if (kind == TO_GATES) return {layer.gate_up, HIDDEN, 2 * WIDTH, 1, true};
+  return {layer.down, WIDTH, HIDDEN, DOWN_SPLITS, false};
+};
+// Multiplies lines [LINES, in]; writes the sums of parts to `partial`, and silu(gate) * up to `gates`.
+auto multiply = [&](const N* x, const Weight& weight) {
+  const int tiles = weight.rows / TILE_ROWS, count = tiles * weight.splits;
+  #pragma unroll 1
+  for (int n = blockIdx.x; n < count; n += gridDim.x) {
     float sum[4 * SETS];
     if (n != blockIdx.x) __syncthreads();  // all threads have multiplied what the next columns overwrite
     tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x);
-    float* const to = (float*)partial + (long)(n / tiles) * LINES * weight.rows + n % tiles * TILE_ROWS;
+    if (weight.gated) __syncthreads();
+    float* const found = (float*)ring;  // [8 * SETS][TILE_ROWS + 1]
+    float* const parts = (float*)partial + (long)(n / tiles) * LINES * weight.rows + n % tiles * TILE_ROWS;
     if (threadIdx.x < 256)
       #pragma unroll
       for (int i = 0; i < 4 * SETS; i++) {
-        const int line = tile_line(threadIdx.x, i);
-        if (line < LINES) to[(long)line * weight.rows + tile_row(threadIdx.x, i)] = sum[i];
+        const int line = tile_line(threadIdx.x, i), row = tile_row(threadIdx.x, i);
+        if (weight.gated)
+          found[line * (TILE_ROWS + 1) + row] = sum[i];
+        else if (line < LINES)
+          parts[(long)line * weight.rows + row] = sum[i];
       }
-  }
-};
-// silu(gate) * up of lines, from a product that is not in parts.
-auto gated_product = [&](const N* x, const Weight& weight) {
-  constexpr int EACH = TILE_ROWS / 2;
-  for (int n = blockIdx.x; n < tiles_of(weight); n += gridDim.x) {
-    float sum[4 * SETS];
-    if (n != blockIdx.x) __syncthreads();
-    tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x);
+    if (!weight.gated) continue;
     __syncthreads();
-    float* const found = (float*)ring;  // [8 * SETS][TILE_ROWS + 1]
-    if (threadIdx.x < 256)
-      #pragma unroll
-      for (int i = 0; i < 4 * SETS; i++)
-        found[tile_line(threadIdx.x, i) * (TILE_ROWS + 1) + tile_row(threadIdx.x, i)] = sum[i];
-    __syncthreads();
+    constexpr int EACH = TILE_ROWS / 2;
     for (int i = threadIdx.x; i < LINES * EACH; i += ALL_THREADS) {
       const float* const line = found + i / EACH * (TILE_ROWS + 1) + i % EACH;
       down(gated(line[0], line[EACH], N()), (N*)gates + (long)(i / EACH) * WIDTH + n * EACH + i % EACH);
@@ -159,10 +163,6 @@ auto add_norm = [&](int splits, int line, const N* beside, const N* gain, N* to)
   }
   __syncthreads();  // all threads have read the sums
 };
-auto add_norms = [&](int splits, const N* gain, N* to) {
-  for (int line = blockIdx.x; line < LINES; line += gridDim.x)
-    add_norm(splits, line, (const N*)residual + (long)line * HIDDEN, gain, to);
-};
 
 // An item of the work list for a key head: a part of the keys of one line, see work_list.py. `lines` is 0
 // behind the last item; `count` is 0 for items that are padding lines, which see nothing.
@@ -213,48 +213,37 @@ for (int line = blockIdx.x; line < LINES; line += gridDim.x) {
   add_norm(0, line, (const N*)embedding + (long)known * HIDDEN, layer_table[0].norm, (N*)normed);
 }
 barrier.arrive();
-begin_weight({layer_table[0].qkv, HIDDEN, QKV, QKV_SPLITS, false});
+begin_weight(weight_of(0));
 if (!barrier.wait<GIVES_UP>()) return give_up();
 #pragma unroll 1
-for (int number = 0; number < LAYERS; number++) {
-  const Layer& layer = layer_table[number];
-  const Weight qkv = {layer.qkv, HIDDEN, QKV, QKV_SPLITS, false};
-  const Weight out = {layer.out, QUERIES_WIDTH, HIDDEN, OUT_SPLITS, false};
-  const Weight gate_up = {layer.gate_up, HIDDEN, 2 * WIDTH, 1, true};
-  const Weight feed_down = {layer.down, WIDTH, HIDDEN, DOWN_SPLITS, false};
-  product((const N*)normed, qkv);
+for (int number = 0; number < LAYERS * PRODUCTS; number++) {
+  const int kind = number % PRODUCTS;
+  const bool goes_on = number + 1 < LAYERS * PRODUCTS;
+  const Layer& layer = layer_table[number / PRODUCTS];
+  const N* const x = (const N*)(kind == TO_OUTPUT ? attended : kind == TO_DOWN ? gates : normed);
+  multiply(x, weight_of(number));
   barrier.arrive();
-  prefetch_item(threadIdx.x / 128 * gridDim.x + blockIdx.x, layer);
-  prefetch_weight(out, 0, PREFETCHED);
-  prefetch_weight(gate_up, 0, PREFETCHED);
-  if (!barrier.wait<GIVES_UP>()) return give_up();
-  #include ATTENTION
-  barrier.arrive();
-  begin_weight(out);
-  if (!barrier.wait<GIVES_UP>()) return give_up();
-  product((const N*)attended, out);
-  barrier.arrive();
-  begin_weight(gate_up);
-  prefetch_weight(gate_up, PREFETCHED, 2 * PREFETCHED);
-  if (!barrier.wait<GIVES_UP>()) return give_up();
-  add_norms(OUT_SPLITS, layer.feed_norm, (N*)normed);
-  barrier.arrive();
-  if (!barrier.wait<GIVES_UP>()) return give_up();
-  gated_product((const N*)normed, gate_up);
-  barrier.arrive();
-  begin_weight(feed_down);
-  prefetch_weight(feed_down, STAGES - 2, 2 * PREFETCHED);
-  if (!barrier.wait<GIVES_UP>()) return give_up();
-  product((const N*)gates, feed_down);
-  barrier.arrive();
-  const bool goes_on = number + 1 < LAYERS;
-  const Layer& next = layer_table[number + 1];
-  if (goes_on) begin_weight({next.qkv, HIDDEN, QKV, QKV_SPLITS, false});
-  if (!barrier.wait<GIVES_UP>()) return give_up();
-  add_norms(DOWN_SPLITS, next.norm, goes_on ? (N*)normed : (N*)hidden);
-  if (goes_on) {
-    barrier.arrive();
-    if (!barrier.wait<GIVES_UP>()) return give_up();
+  if (kind == TO_LINES) {
+    prefetch_item(threadIdx.x / 128 * gridDim.x + blockIdx.x, layer);
+    prefetch_weight(weight_of(number + 1), 0, PREFETCHED);
+    prefetch_weight(weight_of(number + 2), 0, PREFETCHED);
+  } else if (goes_on) {
+    begin_weight(weight_of(number + 1));
+    prefetch_weight(weight_of(number + 1), STAGES - 2, 2 * PREFETCHED);
   }
+  if (!barrier.wait<GIVES_UP>()) return give_up();
+  if (kind == TO_GATES) continue;
+  if (kind == TO_LINES) {
+    #include ATTENTION
+  } else {
+    const N* const gain = kind == TO_OUTPUT ? layer.feed_norm : layer_table[number / PRODUCTS + 1].norm;
+    N* const to = goes_on ? (N*)normed : (N*)hidden;
+    for (int line = blockIdx.x; line < LINES; line += gridDim.x)
+      add_norm(kind == TO_OUTPUT ? OUT_SPLITS : DOWN_SPLITS, line, (const N*)residual + (long)line * HIDDEN, gain, to);
+    if (!goes_on) break;
+  }
+  barrier.arrive();
+  if (kind == TO_LINES) begin_weight(weight_of(number + 1));
+  if (!barrier.wait<GIVES_UP>()) return give_up();
 }
 barrier.end();

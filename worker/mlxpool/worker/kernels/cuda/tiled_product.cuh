@@ -31,7 +31,7 @@ __device__ inline void copy_step(const WeightTile<N>& tile, const N* x, int line
 // Begins a product before its lines are there: copies the weight's part of the first stages.
 template <int SETS, int STAGES, int THREADS, typename N>
 __device__ inline void begin_product(const WeightTile<N>& tile, unsigned base) {
-  #pragma unroll
+  #pragma unroll 1
   for (int ahead = 0; ahead < STAGES - 2; ahead++)
     copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, tile.rows, 1, tile.begin + ahead, base);
   commit_copies();
@@ -49,7 +49,7 @@ __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>
   };
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
-  #pragma unroll
+  #pragma unroll 1
   for (int ahead = 0; ahead < STAGES - 2; ahead++) {
     const int step = tile.begin + ahead;
     if (!begun) copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, x, lines, step, base);
