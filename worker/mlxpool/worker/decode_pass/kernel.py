@@ -21,8 +21,9 @@ MAX_SHARED_BYTES = 227 * 1024  # of a thread block of Hopper
 HEADER_BYTES = 3 * 1024  # of shared memory for what is beside the layers, and for its alignment
 LAYER_NUMBERS = 12  # of 8 bytes, of a layer in the table
 DECODE_KEYS = 16  # that a warp multiplies at a time
-# Steps of 64 columns of a block's next weights that are prefetched into the second-level cache.
-PREFETCHED_STEPS = 8
+# Steps of 64 columns of its next weight that a block reads while it waits: about what memory gives
+# meanwhile.
+AHEAD_STEPS = 2
 FILES = {
     "ATTENTION": "decode_pass_attention.cuh",
     "STORED_NUMBERS": "stored_numbers.cuh",
@@ -82,7 +83,8 @@ def launch(
     """Returns hidden states [lines, hidden] behind the last norm.
 
     `plan` are the numbers of a pass of single lines, see ragged_runner.PlanShape; ids below zero
-    stand for elements of `drawn`. All `blocks` thread blocks must be resident at a time. Where they
+    stand for elements of `drawn`. An evaluation has one launch at most: MLX computes what does not
+    depend on each other at the same time, and launches share their memory. All `blocks` thread blocks must be resident at a time. Where they
     are not, the states are not numbers if the kernel `gives_up`; else the device fails.
     """
     sets = next(n for n in SETS if 8 * n >= lines)
@@ -162,7 +164,8 @@ def _kernel(shape: PassShape, sets: int, gives_up: bool) -> Any:
         "QKV_SPLITS": qkv,
         "OUT_SPLITS": out,
         "DOWN_SPLITS": down,
-        "PREFETCHED": PREFETCHED_STEPS,
+        "AHEAD": min(AHEAD_STEPS, stages - 2),
+        "MAX_SPLITS": matmul_tiled.MAX_SPLITS,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_STAGES": attention_stages,
         "EXTRA_ITEMS": EXTRA_ITEMS,

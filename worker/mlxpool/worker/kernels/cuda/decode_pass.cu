@@ -4,7 +4,8 @@
 // of its output; sum and norm; gated products; product of these; sum and norm of the next layer. A phase
 // is a loop over tiles. A product in SPLITS parts leaves these to the phase behind it, in `partial`
 // [SPLITS, LINES, OUT]. All sums are in the order of matmul_tiled.cu, ragged_attention.cu and rms_norm.cu.
-// While a block waits it prefetches weights of the next products into the second-level cache.
+// While a block waits it begins to read the weight that it multiplies next: AHEAD steps, for more would delay
+// the numbers for which others wait.
 constexpr int ALL_THREADS = TEAMS * 128, ALL_WARPS = ALL_THREADS / 32;
 constexpr int QUERIES_WIDTH = HEADS * GROUP * SIZE, QKV = (GROUP + 2) * HEADS * SIZE, HALF = TURNED / 2;
 constexpr int ITEM = 8;  // numbers; five of each line come before the items, see ragged_runner.PlanShape
@@ -45,21 +46,10 @@ auto tile_of = [](const Weight& weight, int n) -> WeightTile<N> {
           weight.gated ? weight.rows / 2 - half : 0, steps * part / weight.splits,
           steps * (part + 1) / weight.splits};
 };
-auto tiles_of = [](const Weight& weight) -> int { return weight.rows / TILE_ROWS * weight.splits; };
-// Prefetches steps [from, to) of 64 columns of the tile that this block multiplies first.
-auto prefetch_weight = [&](const Weight& weight, int from, int to) {
-  if (blockIdx.x >= tiles_of(weight)) return;
-  const WeightTile<N> tile = tile_of(weight, blockIdx.x);
-  const int first = tile.begin + from, count = (min(tile.begin + to, tile.end) - first) * TILE_ROWS;
-  for (int i = threadIdx.x; i < count; i += ALL_THREADS) {
-    const int row = i % TILE_ROWS;
-    prefetch(tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in + (first + i / TILE_ROWS) * 64);
-  }
-};
-// Begins the product that this block multiplies first; nothing else uses the ring until it is multiplied.
-auto begin_weight = [&](const Weight& weight) {
-  if (blockIdx.x < tiles_of(weight))
-    begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), base);
+// Begins steps [from, to) of the product that this block multiplies first; nothing else uses the ring then.
+auto begin_weight = [&](const Weight& weight, int from, int to) {
+  if (blockIdx.x < weight.rows / TILE_ROWS * weight.splits)
+    begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), from, to, base);
 };
 // The products of a layer, in the order of their use: of queries, keys and values, of the output of attention,
 // of gates and what they gate, and of the output of the feed-forward.
@@ -72,14 +62,15 @@ auto weight_of = [&](int number) -> Weight {  // of all products of all layers
   if (kind == TO_GATES) return {layer.gate_up, HIDDEN, 2 * WIDTH, 1, true};
   return {layer.down, WIDTH, HIDDEN, DOWN_SPLITS, false};
 };
-// Multiplies lines [LINES, in]; writes the sums of parts to `partial`, and silu(gate) * up to `gates`.
-auto multiply = [&](const N* x, const Weight& weight) {
+// Multiplies lines [LINES, in]; writes the sums of parts to `partial`, and silu(gate) * up to `gates`. The first
+// `begun` steps of the block's first tile were begun.
+auto multiply = [&](const N* x, const Weight& weight, int begun) {
   const int tiles = weight.rows / TILE_ROWS, count = tiles * weight.splits;
   #pragma unroll 1
   for (int n = blockIdx.x; n < count; n += gridDim.x) {
     float sum[4 * SETS];
     if (n != blockIdx.x) __syncthreads();  // all threads have multiplied what the next columns overwrite
-    tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x);
+    tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x ? begun : 0);
     if (weight.gated) __syncthreads();
     float* const found = (float*)ring;  // [8 * SETS][TILE_ROWS + 1]
     float* const parts = (float*)partial + (long)(n / tiles) * LINES * weight.rows + n % tiles * TILE_ROWS;
@@ -103,15 +94,22 @@ auto multiply = [&](const N* x, const Weight& weight) {
 };
 // Eight sums of parts [SPLITS, LINES, width] from a column on, in the order of the parts.
 auto sum_parts = [&](float (&sum)[8], int splits, int line, int column, int width) {
+  float4 low[MAX_SPLITS], high[MAX_SPLITS];
+  #pragma unroll
+  for (int p = 0; p < MAX_SPLITS; p++)
+    if (p < splits) {
+      const float4* const from = (const float4*)((float*)partial + ((long)p * LINES + line) * width + column);
+      low[p] = __ldcg(from);
+      high[p] = __ldcg(from + 1);
+    }
   #pragma unroll
   for (int i = 0; i < 8; i++) sum[i] = 0;
-  #pragma unroll 8
-  for (int p = 0; p < splits; p++) {
-    const float4* const from = (const float4*)((float*)partial + ((long)p * LINES + line) * width + column);
-    const float4 low = __ldcg(from), high = __ldcg(from + 1);
-    sum[0] += low.x; sum[1] += low.y; sum[2] += low.z; sum[3] += low.w;
-    sum[4] += high.x; sum[5] += high.y; sum[6] += high.z; sum[7] += high.w;
-  }
+  #pragma unroll
+  for (int p = 0; p < MAX_SPLITS; p++)
+    if (p < splits) {
+      sum[0] += low[p].x; sum[1] += low[p].y; sum[2] += low[p].z; sum[3] += low[p].w;
+      sum[4] += high[p].x; sum[5] += high[p].y; sum[6] += high[p].z; sum[7] += high[p].w;
+    }
 };
 // The residual line plus the sums of a product's parts, if there are any, and its norm, as in rms_norm.cu.
 auto add_norm = [&](int splits, int line, const N* beside, const N* gain, N* to) {
@@ -185,19 +183,6 @@ auto item_of = [&](int n, const Layer& layer) -> Item {
 auto slot_of = [&](const Item& item, int token) -> long {
   return ((long)tables[item.table + token / BLOCK] * HEADS + item.head) * BLOCK + token % BLOCK;
 };
-// Prefetches the keys and values of item n into the second-level cache, by a team.
-auto prefetch_item = [&](int n, const Layer& layer) {
-  const Item item = item_of(n, layer);
-  if (item.count > 0)
-    for (int token = item.first + threadIdx.x % 128; token < item.last; token += 128) {
-      const long at = slot_of(item, token) * SIZE;
-      #pragma unroll
-      for (int i = 0; i < SIZE; i += 64) {
-        prefetch(layer.keys + at + i);
-        prefetch(layer.values + at + i);
-      }
-    }
-};
 
 // The numbers of the pass come from the host's memory; the embedding and the first norm; rotations.
 for (int i = blockIdx.x * ALL_THREADS + threadIdx.x; i < plan_shape[0]; i += gridDim.x * ALL_THREADS)
@@ -213,7 +198,7 @@ for (int line = blockIdx.x; line < LINES; line += gridDim.x) {
   add_norm(0, line, (const N*)embedding + (long)known * HIDDEN, layer_table[0].norm, (N*)normed);
 }
 barrier.arrive();
-begin_weight(weight_of(0));
+begin_weight(weight_of(0), 0, AHEAD);
 if (!barrier.wait<GIVES_UP>()) return give_up();
 #pragma unroll 1
 for (int number = 0; number < LAYERS * PRODUCTS; number++) {
@@ -221,16 +206,9 @@ for (int number = 0; number < LAYERS * PRODUCTS; number++) {
   const bool goes_on = number + 1 < LAYERS * PRODUCTS;
   const Layer& layer = layer_table[number / PRODUCTS];
   const N* const x = (const N*)(kind == TO_OUTPUT ? attended : kind == TO_DOWN ? gates : normed);
-  multiply(x, weight_of(number));
+  multiply(x, weight_of(number), kind == TO_GATES || kind == TO_LINES && number > 0 ? STAGES - 2 : AHEAD);
   barrier.arrive();
-  if (kind == TO_LINES) {
-    prefetch_item(threadIdx.x / 128 * gridDim.x + blockIdx.x, layer);
-    prefetch_weight(weight_of(number + 1), 0, PREFETCHED);
-    prefetch_weight(weight_of(number + 2), 0, PREFETCHED);
-  } else if (goes_on) {
-    begin_weight(weight_of(number + 1));
-    prefetch_weight(weight_of(number + 1), STAGES - 2, 2 * PREFETCHED);
-  }
+  if (goes_on && kind != TO_LINES) begin_weight(weight_of(number + 1), 0, AHEAD);
   if (!barrier.wait<GIVES_UP>()) return give_up();
   if (kind == TO_GATES) continue;
   if (kind == TO_LINES) {
@@ -243,7 +221,7 @@ for (int number = 0; number < LAYERS * PRODUCTS; number++) {
     if (!goes_on) break;
   }
   barrier.arrive();
-  if (kind == TO_LINES) begin_weight(weight_of(number + 1));
+  begin_weight(weight_of(number + 1), kind == TO_LINES ? 0 : AHEAD, kind == TO_LINES ? AHEAD : STAGES - 2);
   if (!barrier.wait<GIVES_UP>()) return give_up();
 }
 barrier.end();

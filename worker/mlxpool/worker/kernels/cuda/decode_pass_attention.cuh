@@ -26,7 +26,6 @@
         ((uint4*)(output + (long)(i / PIECES) * QUERIES_WIDTH))[i % PIECES] = uint4{0, 0, 0, 0};
       continue;
     }
-    prefetch_item(n + TEAMS * gridDim.x, layer);
     // The line's queries, key and value, summed up and rounded as products are.
     for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
       const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);

@@ -11,7 +11,7 @@ float sum[4 * SETS];
 const WeightTile<N> tile = {(const N*)weight + (long)first * IN, IN, EACH, OUT - EACH,
                             steps * part / SPLITS, steps * (part + 1) / SPLITS};
 tiled_product<SETS, STAGES, THREADS>(sum, tile, (const N*)x, LINES,
-                                     (shared_address(space) + 1023) & ~1023u, false);
+                                     (shared_address(space) + 1023) & ~1023u, 0);
 if (SPLITS > 1) {
   __shared__ int before;
   float4* const parts = (float4*)partial + (long)blockIdx.x * SPLITS * SETS * THREADS + threadIdx.x;

@@ -28,20 +28,21 @@ __device__ inline void copy_step(const WeightTile<N>& tile, const N* x, int line
     if (i < COPIES) copy(to + row * 128 + (piece ^ row % 8) * 16, from + step * 64 + piece * 8);
   }
 }
-// Begins a product before its lines are there: copies the weight's part of the first stages.
+// Begins a product before its lines are there: copies the weight's part of its steps [from, to), of which
+// there may be STAGES - 2.
 template <int SETS, int STAGES, int THREADS, typename N>
-__device__ inline void begin_product(const WeightTile<N>& tile, unsigned base) {
+__device__ inline void begin_product(const WeightTile<N>& tile, int from, int to, unsigned base) {
   #pragma unroll 1
-  for (int ahead = 0; ahead < STAGES - 2; ahead++)
-    copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, tile.rows, 1, tile.begin + ahead, base);
+  for (int step = tile.begin + from; step < tile.begin + to; step++)
+    copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, tile.rows, 1, step, base);
   commit_copies();
 }
 // Multiplies a tile with `lines` lines x. `base`: the address of STAGES stages of shared memory, a multiple of
 // 1,024, which all threads may overwrite. Thread t < 256 gets the sums of rows `tile_row(t, i)` and lines
-// `tile_line(t, i)`. No copies are left in flight. `begun`: see `begin_product`.
+// `tile_line(t, i)`. No copies are left in flight. `begun`: the first steps that `begin_product` has copied.
 template <int SETS, int STAGES, int THREADS, typename N>
 __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>& tile, const N* x, int lines,
-                                     unsigned base, bool begun) {
+                                     unsigned base, int begun) {
   constexpr int ALL = TILE_ROWS + 8 * SETS;
   // The descriptor of a matrix: swizzled rows of 128 bytes, eight rows in 1,024 bytes.
   auto matrix = [](unsigned at) -> unsigned long long {
@@ -52,7 +53,7 @@ __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>
   #pragma unroll 1
   for (int ahead = 0; ahead < STAGES - 2; ahead++) {
     const int step = tile.begin + ahead;
-    if (!begun) copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, x, lines, step, base);
+    if (ahead >= begun) copy_step<0, TILE_ROWS, SETS, STAGES, THREADS>(tile, x, lines, step, base);
     copy_step<TILE_ROWS, ALL, SETS, STAGES, THREADS>(tile, x, lines, step, base);
     commit_copies();
   }
