@@ -26,36 +26,39 @@
         ((uint4*)(output + (long)(i / PIECES) * QUERIES_WIDTH))[i % PIECES] = uint4{0, 0, 0, 0};
       continue;
     }
+    sync();  // all threads have read what the next keys overwrite
     // The line's queries, key and value, summed up and rounded as products are.
-    for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
-      const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
-      const int source = kind < GROUP ? head * GROUP + kind : (GROUP + kind - GROUP) * HEADS + head;
-      const int column = source * SIZE + piece * 8;
-      float sum[8];
-      sum_parts(sum, QKV_SPLITS, first_line, column, QKV);
-      #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        if (BIASED) sum[e] += up(layer.bias[column + e]);
-        down(sum[e], fresh + i * 8 + e);
-      }
-    }
-    sync();
-    if (HEAD_NORMS) {
-      for (int one = warp; one <= GROUP; one += WARPS) {
-        const N* const gain = one < GROUP ? layer.query_norm : layer.key_norm;
-        float squares = 0;
-        for (int d = lane; d < SIZE; d += 32) squares += up(fresh[one * SIZE + d]) * up(fresh[one * SIZE + d]);
+    auto prepare = [&] {
+      for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
+        const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
+        const int source = kind < GROUP ? head * GROUP + kind : (GROUP + kind - GROUP) * HEADS + head;
+        const int column = source * SIZE + piece * 8;
+        float sum[8];
+        sum_parts(sum, QKV_SPLITS, first_line, column, QKV);
         #pragma unroll
-        for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
-        const float factor = rsqrtf(squares / SIZE + HEAD_EPS);
-        for (int d = lane; d < SIZE; d += 32) {
-          N rounded;
-          down(up(fresh[one * SIZE + d]) * factor, &rounded);
-          down(up(rounded) * up(gain[d]), fresh + one * SIZE + d);
+        for (int e = 0; e < 8; e++) {
+          if (BIASED) sum[e] += up(layer.bias[column + e]);
+          down(sum[e], fresh + i * 8 + e);
         }
       }
       sync();
-    }
+      if (HEAD_NORMS) {
+        for (int one = warp; one <= GROUP; one += WARPS) {
+          const N* const gain = one < GROUP ? layer.query_norm : layer.key_norm;
+          float squares = 0;
+          for (int d = lane; d < SIZE; d += 32) squares += up(fresh[one * SIZE + d]) * up(fresh[one * SIZE + d]);
+          #pragma unroll
+          for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
+          const float factor = rsqrtf(squares / SIZE + HEAD_EPS);
+          for (int d = lane; d < SIZE; d += 32) {
+            N rounded;
+            down(up(fresh[one * SIZE + d]) * factor, &rounded);
+            down(up(rounded) * up(gain[d]), fresh + one * SIZE + d);
+          }
+        }
+        sync();
+      }
+    };
     // These names are those of decode_tiles.cuh and the files behind it.
     const int asked = GROUP, lines = 1, table_at = item.table, part = item.part, unit = item.unit;
     const int low = item.low, high_key = item.high, first = item.first, last = item.last;
