@@ -51,6 +51,16 @@ auto begin_weight = [&](const Weight& weight, int from, int to) {
   if (blockIdx.x < weight.rows / TILE_ROWS * weight.splits)
     begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), from, to, base);
 };
+// Prefetches, by a thread of a team, steps of a weight's tile into the second-level cache.
+auto prefetch_weight = [&](const Weight& weight, int steps) {
+  if (blockIdx.x >= weight.rows / TILE_ROWS * weight.splits) return;
+  const WeightTile<N> tile = tile_of(weight, blockIdx.x);
+  const int count = min(steps, tile.end - tile.begin) * TILE_ROWS;
+  for (int i = threadIdx.x; i < count; i += ALL_THREADS) {
+    const int row = i % TILE_ROWS;
+    prefetch(tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in + (tile.begin + i / TILE_ROWS) * 64);
+  }
+};
 // The products of a layer, in the order of their use: of queries, keys and values, of the output of attention,
 // of gates and what they gate, and of the output of the feed-forward.
 constexpr int TO_LINES = 0, TO_OUTPUT = 1, TO_GATES = 2, TO_DOWN = 3, PRODUCTS = 4;

@@ -14,6 +14,10 @@
   N* const keys = layer.keys;
   N* const values = layer.values;
   auto sync = [&] { sync_team<THREADS>(1 + team); };
+  if (item_of(team * gridDim.x + blockIdx.x, layer).lines == 0) {  // what a team without an item does
+    prefetch_weight(weight_of(number + 1), IDLE_OUTPUT);
+    prefetch_weight(weight_of(number + 2), IDLE_GATES);
+  }
   #pragma unroll 1
   for (int n = team * gridDim.x + blockIdx.x;; n += TEAMS * gridDim.x) {
     const Item item = item_of(n, layer);
