@@ -85,9 +85,10 @@ def launch(
     """Returns hidden states [lines, hidden] behind the last norm.
 
     `plan` are the numbers of a pass of single lines, see ragged_runner.PlanShape; ids below zero
-    stand for elements of `drawn`. An evaluation has one launch at most: MLX computes what does not
-    depend on each other at the same time, and launches share their memory. All `blocks` thread blocks must be resident at a time. Where they
-    are not, the states are not numbers if the kernel `gives_up`; else the device fails.
+    stand for elements of `drawn`. An evaluation has one launch at most: MLX computes at the same
+    time what does not depend on each other, and launches share their memory. All `blocks` thread
+    blocks must be resident at a time. Where they are not, the states are not numbers if the kernel
+    `gives_up`; else the device fails.
     """
     sets = next(n for n in SETS if 8 * n >= lines)
     threads = teams_of(shape) * TEAM_THREADS
