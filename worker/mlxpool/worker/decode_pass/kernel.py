@@ -24,8 +24,6 @@ DECODE_KEYS = 16  # that a warp multiplies at a time
 # Steps of 64 columns of its next weight that a block reads while it waits: about what memory gives
 # meanwhile.
 AHEAD_STEPS = 2
-# Steps of the next two weights that teams prefetch which have no item of attention.
-IDLE_STEPS = (8, 4)
 FILES = {
     "ATTENTION": "decode_pass_attention.cuh",
     "STORED_NUMBERS": "stored_numbers.cuh",
@@ -168,8 +166,6 @@ def _kernel(shape: PassShape, sets: int, gives_up: bool) -> Any:
         "OUT_SPLITS": out,
         "DOWN_SPLITS": down,
         "AHEAD": min(AHEAD_STEPS, stages - 2),
-        "IDLE_OUTPUT": IDLE_STEPS[0],
-        "IDLE_GATES": IDLE_STEPS[1],
         "MAX_SPLITS": matmul_tiled.MAX_SPLITS,
         "DECODE_ROWS": tiles.decode_rows,
         "DECODE_STAGES": attention_stages,

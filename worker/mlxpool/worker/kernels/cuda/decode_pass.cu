@@ -51,24 +51,6 @@ auto begin_weight = [&](const Weight& weight, int from, int to) {
   if (blockIdx.x < weight.rows / TILE_ROWS * weight.splits)
     begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), from, to, base);
 };
-// Prefetches, by a thread of a team, steps of a weight's tile into the second-level cache.
-auto prefetch_weight = [&](const Weight& weight, int steps) {
-  if (blockIdx.x >= weight.rows / TILE_ROWS * weight.splits) return;
-  const WeightTile<N> tile = tile_of(weight, blockIdx.x);
-  const int count = min(steps, tile.end - tile.begin) * TILE_ROWS;
-  for (int i = threadIdx.x; i < count; i += ALL_THREADS) {
-    const int row = i % TILE_ROWS;
-    prefetch(tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in + (tile.begin + i / TILE_ROWS) * 64);
-  }
-};
-// Asks for a line of each row of the tile that this block multiplies first: the translation of its addresses
-// takes as long as a phase, and is there when the tile is read.
-auto touch = [&](const Weight& weight) {
-  if (blockIdx.x >= weight.rows / TILE_ROWS * weight.splits || threadIdx.x >= TILE_ROWS) return;
-  const WeightTile<N> tile = tile_of(weight, blockIdx.x);
-  const int row = threadIdx.x;
-  prefetch(tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in + tile.begin * 64);
-};
 // The products of a layer, in the order of their use: of queries, keys and values, of the output of attention,
 // of gates and what they gate, and of the output of the feed-forward.
 constexpr int TO_LINES = 0, TO_OUTPUT = 1, TO_GATES = 2, TO_DOWN = 3, PRODUCTS = 4;
@@ -201,15 +183,6 @@ auto item_of = [&](int n, const Layer& layer) -> Item {
 auto slot_of = [&](const Item& item, int token) -> long {
   return ((long)tables[item.table + token / BLOCK] * HEADS + item.head) * BLOCK + token % BLOCK;
 };
-// Asks for a key and a value of each block of an item, see `touch`.
-auto touch_keys = [&](int n, const Layer& layer) {
-  const Item item = item_of(n, layer);
-  if (item.count > 0)
-    for (int token = item.first + threadIdx.x % 128 * BLOCK; token < item.last; token += 128 * BLOCK) {
-      prefetch(layer.keys + slot_of(item, token) * SIZE);
-      prefetch(layer.values + slot_of(item, token) * SIZE);
-    }
-};
 
 // The numbers of the pass come from the host's memory; the embedding and the first norm; rotations.
 for (int i = blockIdx.x * ALL_THREADS + threadIdx.x; i < plan_shape[0]; i += gridDim.x * ALL_THREADS)
@@ -233,8 +206,6 @@ for (int number = 0; number < LAYERS * PRODUCTS; number++) {
   const bool goes_on = number + 1 < LAYERS * PRODUCTS;
   const Layer& layer = layer_table[number / PRODUCTS];
   const N* const x = (const N*)(kind == TO_OUTPUT ? attended : kind == TO_DOWN ? gates : normed);
-  if (goes_on) touch(weight_of(number + 1));
-  if (kind == TO_LINES) touch_keys(threadIdx.x / 128 * gridDim.x + blockIdx.x, layer);
   multiply(x, weight_of(number), kind == TO_GATES || kind == TO_LINES && number > 0 ? STAGES - 2 : AHEAD);
   barrier.arrive();
   if (goes_on && kind != TO_LINES) begin_weight(weight_of(number + 1), 0, AHEAD);

@@ -14,10 +14,6 @@
   N* const keys = layer.keys;
   N* const values = layer.values;
   auto sync = [&] { sync_team<THREADS>(1 + team); };
-  if (item_of(team * gridDim.x + blockIdx.x, layer).lines == 0) {  // what a team without an item does
-    prefetch_weight(weight_of(number + 1), IDLE_OUTPUT);
-    prefetch_weight(weight_of(number + 2), IDLE_GATES);
-  }
   #pragma unroll 1
   for (int n = team * gridDim.x + blockIdx.x;; n += TEAMS * gridDim.x) {
     const Item item = item_of(n, layer);
@@ -30,39 +26,36 @@
         ((uint4*)(output + (long)(i / PIECES) * QUERIES_WIDTH))[i % PIECES] = uint4{0, 0, 0, 0};
       continue;
     }
-    sync();  // all threads have read what the next keys overwrite
     // The line's queries, key and value, summed up and rounded as products are.
-    auto prepare = [&] {
-      for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
-        const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
-        const int source = kind < GROUP ? head * GROUP + kind : (GROUP + kind - GROUP) * HEADS + head;
-        const int column = source * SIZE + piece * 8;
-        float sum[8];
-        sum_parts(sum, QKV_SPLITS, first_line, column, QKV);
+    for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
+      const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
+      const int source = kind < GROUP ? head * GROUP + kind : (GROUP + kind - GROUP) * HEADS + head;
+      const int column = source * SIZE + piece * 8;
+      float sum[8];
+      sum_parts(sum, QKV_SPLITS, first_line, column, QKV);
+      #pragma unroll
+      for (int e = 0; e < 8; e++) {
+        if (BIASED) sum[e] += up(layer.bias[column + e]);
+        down(sum[e], fresh + i * 8 + e);
+      }
+    }
+    sync();
+    if (HEAD_NORMS) {
+      for (int one = warp; one <= GROUP; one += WARPS) {
+        const N* const gain = one < GROUP ? layer.query_norm : layer.key_norm;
+        float squares = 0;
+        for (int d = lane; d < SIZE; d += 32) squares += up(fresh[one * SIZE + d]) * up(fresh[one * SIZE + d]);
         #pragma unroll
-        for (int e = 0; e < 8; e++) {
-          if (BIASED) sum[e] += up(layer.bias[column + e]);
-          down(sum[e], fresh + i * 8 + e);
+        for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
+        const float factor = rsqrtf(squares / SIZE + HEAD_EPS);
+        for (int d = lane; d < SIZE; d += 32) {
+          N rounded;
+          down(up(fresh[one * SIZE + d]) * factor, &rounded);
+          down(up(rounded) * up(gain[d]), fresh + one * SIZE + d);
         }
       }
       sync();
-      if (HEAD_NORMS) {
-        for (int one = warp; one <= GROUP; one += WARPS) {
-          const N* const gain = one < GROUP ? layer.query_norm : layer.key_norm;
-          float squares = 0;
-          for (int d = lane; d < SIZE; d += 32) squares += up(fresh[one * SIZE + d]) * up(fresh[one * SIZE + d]);
-          #pragma unroll
-          for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
-          const float factor = rsqrtf(squares / SIZE + HEAD_EPS);
-          for (int d = lane; d < SIZE; d += 32) {
-            N rounded;
-            down(up(fresh[one * SIZE + d]) * factor, &rounded);
-            down(up(rounded) * up(gain[d]), fresh + one * SIZE + d);
-          }
-        }
-        sync();
-      }
-    };
+    }
     // These names are those of decode_tiles.cuh and the files behind it.
     const int asked = GROUP, lines = 1, table_at = item.table, part = item.part, unit = item.unit;
     const int low = item.low, high_key = item.high, first = item.first, last = item.last;

@@ -1,5 +1,5 @@
 // The tiles of lines that decode: the second part of ragged_attention.cu, behind stored_numbers.cuh or
-// stored_integers.cuh. `prepare` makes fresh lines while the first keys are on their way.
+// stored_integers.cuh.
 if (decodes) {
   // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: those that it multiplies
   // and those that it has asked for. A tile's keys are free, and asked for anew, before its values.
@@ -36,20 +36,6 @@ if (decodes) {
     return rotated<N, TURNED, TRADITIONAL>(numbers, stride, d, (const float*)cosines + turned_at,
                                            (const float*)sines + turned_at);
   };
-  int token = first + warp * TILE;
-  if (token + TILE <= low) token += STEP;
-  auto fetch_first = [&] {
-    #pragma unroll
-    for (int stage = 0; stage < DECODE_STAGES; stage++) {
-      const long block = block_of(token + stage * STEP);
-      fetch(keys, true, token + stage * STEP, block, base + stage * 2 * MATRIX);
-      fetch(values, false, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
-    }
-  };
-  // Tiles without the fresh key are asked for before it is written.
-  const bool early = !FRESH || token + (DECODE_STAGES - 1) * STEP + TILE < last;
-  if (early) fetch_first();
-  prepare();
   if (FRESH && first < last && last == high_key) {
     auto key = [&](int d) -> N {
       N rounded;
@@ -60,7 +46,14 @@ if (decodes) {
     store_fresh(slot(high_key - 1), key, value);
     sync();
   }
-  if (!early) fetch_first();
+  int token = first + warp * TILE;
+  if (token + TILE <= low) token += STEP;
+  #pragma unroll
+  for (int stage = 0; stage < DECODE_STAGES; stage++) {
+    const long block = block_of(token + stage * STEP);
+    fetch(keys, true, token + stage * STEP, block, base + stage * 2 * MATRIX);
+    fetch(values, false, token + stage * STEP, block, base + stage * 2 * MATRIX + MATRIX);
+  }
   long block = block_of(token + DECODE_STAGES * STEP);
   unsigned query[SETS][SIZE / 16][2];
   float most[SETS], total[SETS], sum[SIZE / 8][4];

@@ -13,7 +13,6 @@ extern __shared__ uint4 space[];
 __shared__ int before;  // see part_sums.cuh
 const int thread = threadIdx.x;
 auto sync = [] { __syncthreads(); };
-auto prepare = [] {};  // see decode_tiles.cuh
 
 const int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 const int row = lane >> 2, quarter = lane & 3;  // of a matrix
