@@ -136,13 +136,14 @@ SHAPE = PassShape(
     ("changes", "why"),
     [
         ({}, ""),
-        ({"dtype": mx.float16, "biased": True, "head_eps": 1e-6, "size": 128}, ""),
+        ({"dtype": mx.float16, "biased": True, "head_eps": 1e-6}, ""),
         ({"dtype": mx.float32}, "it computes in"),
         ({"hidden": 2048 + 64}, "a weight is"),
         ({"width": 8192 + 32}, "a weight is"),
         ({"width": 14336, "hidden": 4096}, "takes longer than the host"),
         ({"size": 32, "kv_heads": 16}, "its heads have 32"),
         ({"group": 32}, "its heads have 64"),
+        ({"size": 128}, "its heads have 128"),
         ({"rope": Rope(64, 1e4, axes=(0, 1))}, "of which 64 rotate"),
     ],
 )
