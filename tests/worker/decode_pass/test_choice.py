@@ -161,3 +161,22 @@ def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
                 products, attention = kernel.stages_of(shape, sets)
                 assert products >= 4 and attention >= 1
                 assert kernel.shared_bytes(shape, sets) <= kernel.MAX_SHARED_BYTES
+
+
+def test_it_needs_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a launch wait for each other, so none may wait for a multiprocessor."""
+    pools = [(mx.zeros((1,)),) * 2]
+    monkeypatch.setattr(choice.trial, "works", lambda dtype: True)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 131)
+    assert "fewer than 132" in choice._missing(mx.bfloat16, pools)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    assert choice._missing(mx.bfloat16, pools) == ""
+    assert "integers" in choice._missing(mx.bfloat16, [pools[0] * 2])
+    monkeypatch.setattr(device, "shares_multiprocessors", lambda: True)
+    assert "MPS" in choice._missing(mx.bfloat16, pools)
+    monkeypatch.undo()
+    assert device.multiprocessors() == 0 or ON_GPU
+
+
+def test_how_many_lines_a_pass_may_have() -> None:
+    assert choice.serves(1) and choice.serves(128) and not choice.serves(160)

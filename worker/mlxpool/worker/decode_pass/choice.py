@@ -63,4 +63,6 @@ def _missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
     count = device.multiprocessors()
     if count < MIN_MULTIPROCESSORS:
         return f"the GPU has {count} multiprocessors, fewer than {MIN_MULTIPROCESSORS}"
+    if device.shares_multiprocessors():  # then its thread blocks may wait for each other for ever
+        return "other processes use the GPU at the same time (MPS)"
     return "" if trial.works(dtype) else "its kernel does not work here"
