@@ -17,7 +17,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
-from mlxpool.worker.decode_pass import choice, kernel, model_weights  # noqa: E402
+from mlxpool.worker.decode_pass import choice, kernel, model_weights, trial  # noqa: E402
 from mlxpool.worker.decode_pass.model_weights import PassShape  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
@@ -166,7 +166,7 @@ def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
 def test_it_needs_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a launch wait for each other, so none may wait for a multiprocessor."""
     pools = [(mx.zeros((1,)),) * 2]
-    monkeypatch.setattr(choice.trial, "works", lambda dtype: True)
+    monkeypatch.setattr(trial, "works", lambda dtype: True)
     monkeypatch.setattr(device, "multiprocessors", lambda: 131)
     assert "fewer than 132" in choice._missing(mx.bfloat16, pools)
     monkeypatch.setattr(device, "multiprocessors", lambda: 132)
