@@ -1,7 +1,8 @@
 // A simulated GPU: as much of CUDA C++ as our kernels use.
 //
 // The threads of a block are fibers of one thread, which run until they wait for each other; blocks run
-// one after the other; every second launch runs threads and blocks in reverse order. Numbers are rounded
+// one after the other, or all of them together where a kernel has them wait for each other; every second
+// launch runs threads and blocks in reverse order. Numbers are rounded
 // as on a GPU; the sums of a product may be in another order. Asynchronous copies to shared memory arrive
 // as late as allowed, so that a missing wait is found.
 // It includes few headers: each kernel's compilation reads all of them again.
@@ -51,8 +52,18 @@ struct Copy {
   int bytes;
 };
 
+// A thread block. `named` are the barriers of some of its threads.
+struct Block {
+  Dim index;
+  Barrier barrier, named[16];
+  std::vector<Warp> warps;
+  int votes[2] = {0, 0};
+  char* shared = nullptr;
+};
+
 struct Thread {
   Dim index;
+  Block* home = nullptr;
   int number = 0;
   unsigned exchanges = 0, votes = 0;
   bool started = false, over = false;
@@ -63,22 +74,23 @@ struct Thread {
 };
 
 static std::vector<Thread> threads;
-static std::vector<Warp> warps;
-static Barrier block;
-static int votes[2];
+static std::vector<Block> blocks;  // that run at a time
+static char* stacks;  // of `threads`
 static Thread* here;
 static jmp_buf done;
 static int alive, waits;
-static char* shared;
+static long long ticks;  // of the clock
+static char* shared;  // of the block of `here`
 static bool backwards;
 static void (*entry)();
 
-// Switches to the next thread of the block that has not ended.
+// Switches to the next thread that has not ended.
 [[noreturn]] static void go_on() {
-  int next = here->number;
+  int next = here - threads.data();
   do next = (next + (backwards ? threads.size() - 1 : 1)) % threads.size();
   while (threads[next].over);
   here = &threads[next];
+  shared = here->home->shared;
   if (here->started) _longjmp(here->jump, 1);
   here->started = true;
   setcontext(&here->context);
@@ -100,6 +112,14 @@ __attribute__((noinline)) static void wait(Barrier& barrier) {
   }
 }
 
+// Lets the other threads go on: this one waits for what they write.
+__attribute__((noinline)) static void pause() {
+  waits = 0;
+  if (!_setjmp(here->jump)) go_on();
+}
+
+static Warp& warp_of(const Thread& thread) { return thread.home->warps[thread.number / LANES]; }
+
 static void leave(Barrier& barrier) {
   if (--barrier.members && barrier.arrived == barrier.members) release(barrier);
 }
@@ -107,8 +127,8 @@ static void leave(Barrier& barrier) {
 static void thread_main() {
   entry();
   here->over = true;
-  leave(block);
-  leave(warps[here->number / LANES].barrier);
+  leave(here->home->barrier);
+  leave(warp_of(*here).barrier);
   if (--alive == 0) _longjmp(done, 1);
   go_on();
 }
@@ -120,7 +140,7 @@ template <typename T> struct Told {
 };
 template <typename T> Told<T> told(const T& mine) {
   static_assert(sizeof(T) <= 64);
-  Warp& warp = warps[here->number / LANES];
+  Warp& warp = warp_of(*here);
   auto* lanes = warp.told[here->exchanges++ % 2];
   memcpy(lanes[here->number % LANES], &mine, sizeof(T));
   wait(warp.barrier);
@@ -128,19 +148,20 @@ template <typename T> Told<T> told(const T& mine) {
 }
 
 static int vote(int mine) {
-  int& sum = votes[here->votes++ % 2];
+  int& sum = here->home->votes[here->votes++ % 2];
   sum += mine;
-  wait(block);
+  wait(here->home->barrier);
   const int found = sum;
-  wait(block);
+  wait(here->home->barrier);
   sum = 0;
   return found;
 }
 
 }  // namespace simt
 
-static simt::Dim blockIdx, blockDim, gridDim;
+static simt::Dim blockDim, gridDim;
 #define threadIdx (simt::here->index)
+#define blockIdx (simt::here->home->index)
 
 // ---- numbers -------------------------------------------------------------------------------------
 
@@ -242,8 +263,8 @@ static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by)
 
 // ---- threads together ----------------------------------------------------------------------------
 
-static inline void __syncthreads() { simt::wait(simt::block); }
-static inline void __syncwarp() { simt::wait(simt::warps[simt::here->number / simt::LANES].barrier); }
+static inline void __syncthreads() { simt::wait(simt::here->home->barrier); }
+static inline void __syncwarp() { simt::wait(simt::warp_of(*simt::here).barrier); }
 static inline int __syncthreads_or(int x) { return simt::vote(x != 0) != 0; }
 static inline int __syncthreads_count(int x) { return simt::vote(x != 0); }
 template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
@@ -260,6 +281,9 @@ template <typename T> T atomicAdd(T* at, T more) {
   return before;
 }
 static inline void __threadfence() {}
+// The clock is fast: what waits for it ends soon, and what waits for other threads never needs so long.
+static inline long long clock64() { return simt::ticks += 1 << 18; }
+static inline void __trap() { _longjmp(simt::done, 4); }
 template <typename T> T __ldcg(const T* from) { return *from; }
 
 // ---- machine.cuh ---------------------------------------------------------------------------------
@@ -285,6 +309,19 @@ template <typename N> void mma(float (&c)[4], const unsigned (&a)[4], unsigned b
 }
 
 static inline void prefetch(const void*) {}
+template <int COUNT> void sync_team(int number) {
+  auto& barrier = simt::here->home->named[number];
+  barrier.members = COUNT;
+  simt::wait(barrier);
+}
+static inline void add_release(unsigned* counter) {
+  ++*counter;
+  simt::ticks = 0;
+}
+static inline unsigned load_acquire(const unsigned* counter) {
+  simt::pause();
+  return *(const volatile unsigned*)counter;
+}
 static inline unsigned shared_address(const void* space) {
   return (unsigned)((const char*)space - simt::shared) + simt::FIRST;
 }
@@ -392,45 +429,54 @@ __attribute__((noinline)) static void next_poll() {
 
 namespace simt {
 
-// Runs `one` for each thread. Returns 0, or an error: 2, threads wait forever; 3, an unaligned copy.
-static int launch(void (*one)(), const unsigned* grid, unsigned count, long bytes) {
+// Prepares all threads of a block, of which `number` counts the grid's.
+static void prepare(Block& block, Thread* first, unsigned number, unsigned count, long bytes) {
+  memset(block.shared, 0xff, bytes);
+  block.index = {number % gridDim.x, number / gridDim.x % gridDim.y, number / gridDim.x / gridDim.y};
+  block.warps = std::vector<Warp>((count + LANES - 1) / LANES);
+  block.barrier = {(int)count, 0, 0};
+  for (auto& barrier : block.named) barrier = {};
+  block.votes[0] = block.votes[1] = 0;
+  for (unsigned i = 0; i < count; i++) {
+    Thread& thread = first[i];
+    thread.index = {i, 0, 0};
+    thread.home = &block;
+    thread.number = i;
+    thread.exchanges = thread.votes = 0;
+    thread.started = thread.over = false;
+    thread.asked.clear();
+    thread.groups.clear();
+    block.warps[i / LANES].barrier.members++;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = stacks + (size_t)(&thread - threads.data()) * STACK;
+    thread.context.uc_stack.ss_size = STACK;
+    makecontext(&thread.context, thread_main, 0);
+  }
+}
+
+// Runs `one` for each thread, of all blocks at the same time if they are `together`. Returns 0, or an error:
+// 2, threads wait forever; 3, an unaligned copy; 4, the kernel has ended the program.
+static int launch(void (*one)(), const unsigned* grid, unsigned count, long bytes, bool together) {
   entry = one;
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {count, 1, 1};
-  shared = (char*)aligned_alloc(1024, (bytes + 2047) / 1024 * 1024);
-  threads = std::vector<Thread>(count);
-  char* const stacks = (char*)malloc((size_t)count * STACK);
+  const unsigned all = grid[0] * grid[1] * grid[2], at_a_time = together ? all : 1;
+  threads = std::vector<Thread>(at_a_time * count);
+  stacks = (char*)malloc(threads.size() * STACK);
+  blocks = std::vector<Block>(at_a_time);
+  for (auto& block : blocks) block.shared = (char*)aligned_alloc(1024, (bytes + 2047) / 1024 * 1024);
   int why = 0;
-  const unsigned blocks = grid[0] * grid[1] * grid[2];
-  for (unsigned i = 0; i < blocks; i++) {
-    const unsigned number = backwards ? blocks - 1 - i : i;
-    blockIdx = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
-    memset(shared, 0xff, bytes);
-    warps = std::vector<Warp>((count + LANES - 1) / LANES);
-    block = {(int)count, 0, 0};
-    votes[0] = votes[1] = waits = 0;
-    alive = count;
-    for (unsigned i = 0; i < count; i++) {
-      Thread& thread = threads[i];
-      thread.index = {i, 0, 0};
-      thread.number = i;
-      thread.exchanges = thread.votes = 0;
-      thread.started = thread.over = false;
-      thread.asked.clear();
-      thread.groups.clear();
-      warps[i / LANES].barrier.members++;
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
-      thread.context.uc_stack.ss_size = STACK;
-      makecontext(&thread.context, thread_main, 0);
-    }
-    here = &threads[backwards ? 0 : count - 1];
+  for (unsigned i = 0; i < all && why <= 1; i += at_a_time) {
+    for (unsigned n = 0; n < at_a_time; n++)
+      prepare(blocks[n], &threads[n * count], backwards ? all - 1 - i - n : i + n, count, bytes);
+    waits = ticks = 0;
+    alive = threads.size();
+    here = &threads[backwards ? 0 : threads.size() - 1];
     why = _setjmp(done);
     if (why == 0) go_on();
-    if (why > 1) break;
   }
   free(stacks);
-  free(shared);
+  for (auto& block : blocks) free(block.shared);
   backwards = !backwards;
   return why > 1 ? why : 0;
 }

@@ -41,7 +41,13 @@ TYPES = {
     mx.uint32: "unsigned", mx.uint8: "unsigned char", mx.int8: "signed char", mx.int64: "long",
 }  # fmt: skip
 REPLACED = ("machine.cuh",)  # files that simt.h replaces
-WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}
+WHY = {
+    2: "threads wait for others that never come",
+    3: "a copy is not aligned",
+    4: "the kernel has ended the program",
+}
+TOGETHER = "GridBarrier"  # in the text of a kernel whose thread blocks wait for each other
+resident = True  # whether all thread blocks of such a kernel are resident at a time
 
 
 @contextmanager
@@ -129,6 +135,7 @@ def kernel(
             (ctypes.c_uint * 3)(*blocks),
             ctypes.c_uint(threadgroup[0]),
             ctypes.c_long(shared_memory),
+            ctypes.c_bool(resident and _is_together(text)),
         )
 
         def launch() -> None:
@@ -314,22 +321,37 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
             if f"{name}_{kind}" in text.source:
                 parameters.append(f"static const {number}* {name}_{kind};")
                 given.append(f"{name}_{kind} = (const {number}*){kind}[{i}];")
-    source = _expanded(text.source).replace(
+    source = _expanded(text.source, text.header).replace(
         "extern __shared__ uint4 space[];", "uint4* const space = (uint4*)simt::shared;"
     )
     return "\n".join(
         [
             '#include "simt.h"',
-            _expanded(_without_products(text)),
+            _expanded(_without_products(text), text.header),
             *parameters,
             f"static void body() {{\n{source}\n}}",
             'extern "C" int run(void** data, void** shape, void** strides, const unsigned* grid, '
-            "unsigned threads, long bytes) {",
+            "unsigned threads, long bytes, bool together) {",
             *given,
-            "return simt::launch(body, grid, threads, bytes);",
+            "return simt::launch(body, grid, threads, bytes, together);",
             "}\n",
         ]
     )
+
+
+@functools.cache
+def _is_together(text: KernelText) -> bool:
+    """Returns whether the thread blocks of a kernel wait for each other.
+
+    Raises RuntimeError where they have shared memory that is not asked for: the simulated blocks
+    would all have the same.
+    """
+    source = _expanded(text.header + text.source, text.header)
+    if TOGETHER not in source:
+        return False
+    if "__shared__" in source.replace("extern __shared__", ""):
+        raise RuntimeError(f"{text.name}: blocks that run together have declared shared memory")
+    return True
 
 
 def _without_products(text: KernelText) -> str:
@@ -345,14 +367,17 @@ def _without_products(text: KernelText) -> str:
     return re.sub(heads, ours, text.header, flags=re.DOTALL)
 
 
-def _expanded(text: str) -> str:
-    """Replaces includes of our files by their text; drops CUDA's headers."""
+def _expanded(text: str, header: str) -> str:
+    """Replaces includes of our files, which `header` may name, by their text; drops CUDA's."""
+    names = dict(re.findall(r'#define (\w+) "(.*)"\n', header))
 
     def file(found: re.Match[str]) -> str:
-        path = Path(found[1])
-        return "" if path.name in REPLACED else path.read_text(encoding="utf-8")
+        path = Path(found[1] or names[found[2]])
+        if path.name in REPLACED:
+            return ""
+        return _expanded(path.read_text(encoding="utf-8"), header)
 
-    text = re.sub(r'#include "(.*)"\n', file, text)
+    text = re.sub(r'#include (?:"(.*)"|(\w+))\n', file, text)
     return re.sub(r"#include <cuda_.*>\n", "", text)
 
 

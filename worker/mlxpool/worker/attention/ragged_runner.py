@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mlxpool.worker.attention.block_tables import BlockTables
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
+from mlxpool.worker.attention.rotary import frequencies_of
 from mlxpool.worker.attention.row_batch import (
     Ids,
     PassOutput,
@@ -22,6 +23,7 @@ from mlxpool.worker.attention.row_batch import (
     logit_spans,
     wanted_lines,
 )
+from mlxpool.worker.decode_pass import choice
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.sampling import known_tokens
@@ -81,6 +83,11 @@ class PlanShape:
     def size(self) -> int:
         """The numbers of the array."""
         return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
+
+    @property
+    def single(self) -> bool:
+        """Whether there are only single lines of rows, each with logits."""
+        return not self.wanted and self.drawn is None
 
     def of_lines(self, numbers: Int32s) -> Int32s:
         """Returns the part that has the numbers [5, lines] of lines, as a view."""
@@ -175,6 +182,11 @@ class RaggedRunner:
             ragged_attention.counters(pairs),
             ragged_attention.part_sums(*attention.part_sums),
         )
+        layers = range(len(pool.arrays))
+        windows = [pool.shape.window(layer) for layer in layers]
+        self._one_kernel = choice.decode_pass_of(
+            model, pool.shape.dtype, pool.arrays, windows, self._tables.array, frequencies_of
+        )
         self._none = mx.zeros((rows,), dtype=mx.int32)
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
@@ -211,8 +223,8 @@ class RaggedRunner:
         for number in self._store.short(rows, ends):
             rows[number].reserve(ends[number])
         numbers, plan = self._uploads.take(shape.size)
-        plan += self._write_plan(numbers, shape, rows, spans, ids, wanted)
-        found = self._compiled(shape)(plan, self._padded(drawn))
+        written = self._write_plan(numbers, shape, rows, spans, ids, wanted)
+        found = self._outputs(shape, plan, written, drawn)
         for span in spans:
             span.row.advance(span.count)
         if shape.drawn is None:
@@ -233,8 +245,7 @@ class RaggedRunner:
         numbers, plan = self._uploads.take(shape.size)
         numbers[:] = decoding.numbers
         numbers[: len(rows)] = ids
-        plan += 0 if written is None else written
-        found = self._compiled(shape)(plan, self._padded(drawn))
+        found = self._outputs(shape, plan, written, drawn)
         for row in rows:
             row.offset += 1
         return PassOutput(found[0][: len(rows)])
@@ -289,6 +300,20 @@ class RaggedRunner:
             at += items.size
         decoding.changes = self._store.changes
         return written
+
+    def _outputs(
+        self, shape: PlanShape, plan: mx.array, written: mx.array | None, drawn: mx.array | None
+    ) -> list[mx.array]:
+        """Returns logits, or hidden states and any logits, see `_one_pass`.
+
+        `plan` is the host's memory; the pass depends on `written`, a 0.
+        """
+        if self._one_kernel is not None and shape.single and choice.serves(shape.lines):
+            plan = plan if written is None else plan + written
+            drawn = self._none if drawn is None else drawn
+            return [self._model.logits_of(self._one_kernel(plan, drawn, shape.lines))]
+        plan = plan + (0 if written is None else written)
+        return self._compiled(shape)(plan, self._padded(drawn))
 
     def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], list[mx.array]]:
         if shape not in self._passes:
@@ -346,10 +371,10 @@ class RaggedRunner:
         spans: Sequence[RowSpan],
         ids: Ids,
         wanted: Sequence[int],
-    ) -> mx.array | int:
+    ) -> mx.array | None:
         """Writes the numbers of a pass in the order of PlanShape.arrays.
 
-        Returns a 0 on which the pass must depend.
+        Returns None, or a 0 on which the pass must depend.
         """
         lines = self._tables.lines_of(rows)
         written = self._tables.update(rows, lines)
@@ -359,8 +384,7 @@ class RaggedRunner:
         used, first = len(ids), behind - counts
         tables, ends = lines * self._tables.entries, offsets + counts
         seen = Spans(first, counts, tables, ends, np.zeros_like(counts))
-        single = not shape.wanted and shape.drawn is None
-        self._decoding = DecodingRows.of(spans, shape, lines, seen) if single else None
+        self._decoding = DecodingRows.of(spans, shape, lines, seen) if shape.single else None
         if used > len(rows):
             lines = np.repeat(lines, counts)
             offsets = np.repeat(offsets - first, counts) + np.arange(used, dtype=np.int32)
@@ -373,7 +397,7 @@ class RaggedRunner:
             at = 5 * shape.lines
             numbers[at : at + len(named)] = named
         self._write_items(numbers, shape, seen)
-        return 0 if written is None else written
+        return written
 
     def _write_lines(
         self, numbers: Int32s, shape: PlanShape, ids: Ids, positions: Int32s, lines: Int32s

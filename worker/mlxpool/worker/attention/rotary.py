@@ -40,7 +40,7 @@ class RotaryEmbedding:
     def turns(self, rope: Rope) -> RopeTables:
         """Returns the tables for a kernel that rotates by itself."""
         if rope not in self._tables and makes_tables():
-            frequencies = mx.array(_frequencies(rope))
+            frequencies = mx.array(frequencies_of(rope))
             self._tables[rope] = rope_tables(self._positions, frequencies, rope.scale, rope.gain)
         cosines, sines = self._table(rope)
         return RopeTables(cosines, sines, rope.traditional)
@@ -107,7 +107,7 @@ class RotaryEmbedding:
 
 
 @cache
-def _frequencies(rope: Rope) -> npt.NDArray[np.float32]:
+def frequencies_of(rope: Rope) -> npt.NDArray[np.float32]:
     """Returns the angular frequency of each pair of dimensions, in float32."""
     if rope.freqs is not None:
         return (1 / np.array(rope.freqs)).astype(np.float32)

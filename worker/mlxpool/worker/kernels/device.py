@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
 MMAP_THRESHOLD = 2**20  # bytes from which on an array has pages of its own
 _M_MMAP_THRESHOLD = -3  # the parameter of mallopt
+_MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # of cuDeviceGetAttribute
 # Texts of errors after which the device is still usable.
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
 _PROBE_SIZE = 1024  # numbers that are summed to check the device
@@ -32,6 +34,27 @@ def on_gpu() -> bool:
 def on_cuda() -> bool:
     """Returns whether MLX computes on a GPU of NVIDIA, for which our kernels are written."""
     return on_gpu() and bool(mx.cuda.is_available())
+
+
+def multiprocessors() -> int:
+    """Returns the multiprocessors of the CUDA GPU; 0 where the driver does not tell."""
+    return _attribute(_MULTIPROCESSOR_COUNT)
+
+
+def shares_multiprocessors() -> bool:
+    """Returns whether kernels of other processes run at the same time (NVIDIA's MPS)."""
+    return bool(_attribute(_MPS_ENABLED))
+
+
+@functools.cache
+def _attribute(number: int) -> int:
+    """Returns an attribute of the CUDA GPU; 0 where the driver does not tell."""
+    found = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute
+        if ask(ctypes.byref(found), number, 0):
+            return 0
+    return found.value
 
 
 def prefill_chunk(configured: int = 0) -> int:

@@ -107,6 +107,11 @@ def include_line(file: str) -> str:
     return f'#include "{CUDA_FOLDER / file}"\n'
 
 
+def name_files(files: Mapping[str, str]) -> str:
+    """Returns code by which a text may have `#include NAME` inside of a block, for each name."""
+    return "".join(f'#define {name} "{CUDA_FOLDER / file}"\n' for name, file in files.items())
+
+
 def declarations(constants: Mapping[str, Constant]) -> str:
     """Returns the constants in C++; a dtype becomes a type."""
     return "".join(f"{_declaration(name, value)};\n" for name, value in constants.items())

@@ -13,7 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, Constant, build_kernel, kernel_works
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    Constant,
+    build_kernel,
+    include_line,
+    kernel_works,
+)
 
 SETS = (3, 4, 6, 8, 12, 16)  # numbers of 8 tokens for which there are kernels
 MAX_TOKENS = 8 * SETS[-1]
@@ -91,7 +97,7 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
         constants,
         contiguous=True,
         shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
-        header=group_mma(sets, dtype),
+        header=group_mma(sets, dtype) + include_line("tiled_product.cuh"),
     )
 
 

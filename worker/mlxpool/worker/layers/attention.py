@@ -63,10 +63,12 @@ class GroupedQueryAttention:
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""
-        return _GroupedQueryAttention(self, builder, name, layer)
+        return GroupedQueryAttentionLayer(self, builder, name, layer)
 
 
-class _GroupedQueryAttention(FusableSublayer):
+class GroupedQueryAttentionLayer(FusableSublayer):
+    """The built mixer."""
+
     def __init__(
         self, spec: GroupedQueryAttention, builder: LayerBuilder, name: str, layer: int
     ) -> None:

@@ -147,10 +147,12 @@ class PreNormLayer:
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
         """See DecoderLayer."""
-        return _PreNorm(self, builder, name, layer)
+        return PreNorm(self, builder, name, layer)
 
 
-class _PreNorm:
+class PreNorm:
+    """The built layer."""
+
     def __init__(self, spec: PreNormLayer, builder: LayerBuilder, name: str, layer: int) -> None:
         self.layer = layer
         self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)

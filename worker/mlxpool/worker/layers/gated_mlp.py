@@ -36,10 +36,12 @@ class GatedMLP:
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
         """See FeedForward."""
-        return _MLP(self, builder, name)
+        return GatedMLPLayer(self, builder, name)
 
 
-class _MLP(FusableSublayer):
+class GatedMLPLayer(FusableSublayer):
+    """The built feed-forward."""
+
     def __init__(self, spec: GatedMLP, builder: LayerBuilder, name: str) -> None:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
         self.gated = builder.gated_linear_unit(names, spec.width, spec.activation)

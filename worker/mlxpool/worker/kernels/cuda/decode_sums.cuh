@@ -5,9 +5,9 @@ if (decodes) {
   const float* const warp_most = (const float*)space;  // [WARPS][ROWS]: the greatest scores
   const float* const warp_total = warp_most + WARPS * ROWS;  // [WARPS][ROWS]
   const float* const warp_sum = warp_total + WARPS * ROWS;  // [WARPS][ROWS][SIZE]
-  __syncthreads();
+  sync();
   #pragma unroll 1
-  for (int i = threadIdx.x; i < asked * SIZE; i += THREADS) {
+  for (int i = thread; i < asked * SIZE; i += THREADS) {
     const int g = i / SIZE, d = i % SIZE;
     float top = PARTED ? -1e30f : least(g);
     #pragma unroll

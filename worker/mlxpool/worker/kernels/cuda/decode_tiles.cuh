@@ -44,7 +44,7 @@ if (decodes) {
     };
     auto value = [&](int d) -> N { return v_from[first_line * v_line + head * v_head + d * v_number]; };
     store_fresh(slot(high_key - 1), key, value);
-    __syncthreads();
+    sync();
   }
   int token = first + warp * TILE;
   if (token + TILE <= low) token += STEP;
@@ -156,7 +156,7 @@ if (decodes) {
     block = next_block;
     if (DECODE_STAGES > 1) here = here == (DECODE_STAGES - 1) * 2 * MATRIX ? 0 : here + 2 * MATRIX;
   }
-  __syncthreads();  // all warps have read their tiles where sums are to be
+  sync();  // all warps have read their tiles where sums are to be
   float* const warp_most = (float*)space;  // see decode_sums.cuh
   float* const warp_total = warp_most + WARPS * ROWS;
   float* const warp_sum = warp_total + WARPS * ROWS;

@@ -13,6 +13,9 @@ constexpr float MASKED = -1e30f;
 using Piece = Some<unsigned, 4>;
 using ValuePart = Some<unsigned, WIDE / 2>;
 extern __shared__ uint4 space[];
+__shared__ int before;  // see part_sums.cuh
+const int thread = threadIdx.x;
+auto sync = [] { __syncthreads(); };
 N* const lines = (N*)space;  // [STAGES][TILE][STRIDE]
 N* const asked = lines + STAGES * TILE * STRIDE;  // [ROWS][STRIDE]
 float* const scores = (float*)(asked + ROWS * STRIDE);  // [ROWS][SCORES]

@@ -32,6 +32,20 @@ __device__ inline float power2(float x) {
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
+// Waits for COUNT threads of a thread block that call it with the same `number`, from 1 to 15.
+template <int COUNT> __device__ inline void sync_team(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+// Adds 1 to a counter of all thread blocks. What this thread has written before, and what it knows others of
+// its block to have written, is there for a thread that reads the counter by `load_acquire` afterwards.
+__device__ inline void add_release(unsigned* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ inline unsigned load_acquire(const unsigned* counter) {
+  unsigned found;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  return found;
+}
 // The address of shared memory for the instructions below.
 __device__ inline unsigned shared_address(const void* space) {
   return (unsigned)__cvta_generic_to_shared(space);

@@ -14,6 +14,9 @@ using KeyPart = Some<unsigned, KEY_EACH / 2>;
 using ValuePart = Some<unsigned, VALUE_EACH / 2>;
 __shared__ alignas(16) N asked[ROWS][SIZE];
 __shared__ float warp_most[WARPS][ROWS], warp_total[WARPS][ROWS], warp_sum[WARPS][ASKED][SIZE];
+__shared__ int before;  // see part_sums.cuh
+const int thread = threadIdx.x;
+auto sync = [] { __syncthreads(); };
 
 const int row = blockIdx.x * TOKENS, head = blockIdx.y, part = blockIdx.z;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;

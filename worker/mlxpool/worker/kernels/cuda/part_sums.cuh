@@ -1,16 +1,17 @@
-// The end of paged_attention.cu, ragged_attention.cu and latent_attention.cu. A part of a row has stored
-// NUMBERS sums for each of QUERIES, then the greatest score of each, then the total of each. The part that
-// finishes last adds up all parts and resets the counter. `to` returns the address of a result; null: unused.
+// The end of paged_attention.cu, ragged_attention.cu and latent_attention.cu, and of an item of
+// decode_pass.cu. Its THREADS, of which `thread` is the number of one, share `before`, and `sync` waits for
+// them. A part of a row has stored NUMBERS sums for each of QUERIES, then the greatest score of each, then
+// the total of each. The part that finishes last adds up all parts and resets the counter. `to` returns the
+// address of a result; null: unused.
 if (PARTED) {
-  __shared__ int before;
   __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
-  __syncthreads();
+  sync();
+  if (thread == 0) before = atomicAdd((int*)arrived + mine, 1);
+  sync();
   if (before == count - 1) {
     __threadfence();
     #pragma unroll 1
-    for (int i = threadIdx.x; i < QUERIES * NUMBERS; i += THREADS) {
+    for (int i = thread; i < QUERIES * NUMBERS; i += THREADS) {
       const int g = i / NUMBERS;
       N* const place = to(i);
       if (!place) break;
@@ -27,6 +28,6 @@ if (PARTED) {
       }
       down(numbers / (all + sunk(g, top)), place);
     }
-    if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
+    if (thread == 0) ((int*)arrived)[mine] = 0;
   }
 }

@@ -10,6 +10,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float RATE = CAP > 0 ? 1.f : SCALE * LOG2E;  // of the numbers that `scored` returns
 const float NONE = __uint_as_float(0xff800000);  // -infinity
 extern __shared__ uint4 space[];
+__shared__ int before;  // see part_sums.cuh
+const int thread = threadIdx.x;
+auto sync = [] { __syncthreads(); };
 
 const int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 const int row = lane >> 2, quarter = lane & 3;  // of a matrix

@@ -37,7 +37,7 @@ auto put_sums = [&](float* to, const float (&sum)[SIZE / 8][4], int half) {
 // Stores numbers key(d) and value(d) of a head in slot `at`; all threads call it.
 auto store_fresh = [&](long at, auto key, auto value) {
   #pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * SIZE; i += THREADS) {
+  for (int i = thread; i < 2 * SIZE; i += THREADS) {
     const int d = i % SIZE;
     if (i < SIZE)
       ((N*)keys)[at * SIZE + d] = key(d);

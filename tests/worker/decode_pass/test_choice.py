@@ -1,0 +1,182 @@
+"""Which passes one kernel computes, and that an engine draws the same tokens by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.worker_checkpoints import GLM, config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.decode_pass import choice, kernel, model_weights, trial  # noqa: E402
+from mlxpool.worker.decode_pass.model_weights import PassShape  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+from support import simt  # noqa: E402
+from support.engine_steps import decode, enter  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 288,
+    "max_position_embeddings": 1024,
+}
+STEPS = 3
+PROMPTS = [(5,), (77,)]  # of one token: prompts are not what is tested
+USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The kernels that the simulated GPU has run."""
+    if ON_GPU:
+        pytest.skip("a GPU does not report the kernels that it runs")
+    with simt.simulated() as found:
+        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
+        monkeypatch.setattr(device, "multiprocessors", lambda: 2)
+        yield found
+
+
+def model_folder(path: Path, **changes: Any) -> ModelFolder:
+    settings = {**SIZES, **changes}
+    weights = random_weights(config(**settings))
+    halved = {
+        name: np.array(mx.array(one).astype(mx.bfloat16).astype(mx.float32))
+        for name, one in weights.items()
+    }
+    return inspect(write_checkpoint(path, weights=halved, **settings))
+
+
+def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
+    """Returns the tokens of rows that begin to decode one after the other."""
+    options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
+    rows = [Sequence(b"", 1, prompt, options, 11, 9) for prompt in PROMPTS]
+    found: dict[int, list[SampledToken]] = {id(seq): [] for seq in rows}
+    for count, seq in enumerate(rows, 1):
+        enter(engine, seq)
+        for _ in range(STEPS):
+            for one in decode(engine, rows[:count]):
+                found[id(one.sequence)].append(one)
+    for seq in rows:
+        engine.release(seq)
+    return list(found.values())
+
+
+def test_an_engine_draws_the_same_tokens(
+    tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
+    caplog.set_level(logging.INFO, "mlxpool.worker")
+    folder = model_folder(tmp_path)
+    plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False))
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
+    engine = ModelEngine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
+    called.clear()  # of trials
+    ours = drawn(engine)
+    assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
+    assert "one kernel computes a decode pass" in caplog.text
+    errors = []
+    for row, other in zip(ours, plain, strict=True):
+        for mine, theirs in zip(row, other, strict=True):
+            assert mine.logprob is not None and theirs.logprob is not None
+            near, exact = dict(mine.logprob.top), dict(theirs.logprob.top)
+            errors += [abs(near[token] - exact[token]) for token in near.keys() & exact.keys()]
+            if mine.token != theirs.token:
+                break
+    assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST
+
+
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({}, "it computes in"),
+    "tied": ({"tie_word_embeddings": True}, "it computes in"),
+    "mistral with windows": ({"model_type": "mistral", "sliding_window": 99}, "it computes in"),
+    "qwen2": ({"model_type": "qwen2"}, "it computes in"),
+    "qwen3": ({"model_type": "qwen3"}, "it computes in"),
+    "biases behind attention": ({"attention_bias": True}, "of another kind"),
+    "biases of the feed-forward": ({"mlp_bias": True}, "of another kind"),
+    "latent attention": ({**GLM, "head_dim": None}, "of another kind"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_which_models_it_serves(name: str, tmp_path: Path) -> None:
+    """On a CPU weights are float32, and the dtype is what is asked last."""
+    changes, why = KINDS[name]
+    model = load(inspect(write_checkpoint(tmp_path, **changes)), dtype=mx.float32).model
+    found = model_weights.weights_of(model, mx.float32)
+    assert isinstance(found, str) and why in found
+
+
+SHAPE = PassShape(
+    layers=1, hidden=2048, width=8192, kv_heads=8, group=4, size=64, rope=Rope(64, 1e4), scale=0.1,
+    eps=1e-5, head_eps=0.0, biased=False, dtype=mx.bfloat16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"dtype": mx.float16, "biased": True, "head_eps": 1e-6}, ""),
+        ({"dtype": mx.float32}, "it computes in"),
+        ({"hidden": 2048 + 64}, "a weight is"),
+        ({"width": 8192 + 32}, "a weight is"),
+        ({"width": 14336, "hidden": 4096}, "takes longer than the host"),
+        ({"size": 32, "kv_heads": 16}, "its heads have 32"),
+        ({"group": 32}, "its heads have 64"),
+        ({"size": 128}, "its heads have 128"),
+        ({"rope": Rope(64, 1e4, axes=(0, 1))}, "of which 64 rotate"),
+    ],
+)
+def test_which_shapes_it_serves(changes: dict[str, Any], why: str) -> None:
+    found = model_weights.unsupported(replace(SHAPE, **changes))
+    assert why in found and bool(found) == bool(why)
+
+
+def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
+    """At most what a multiprocessor of Hopper has; three stages of products at least."""
+    for size, group in ((64, 4), (64, 16), (128, 2), (128, 16)):
+        for layers in (16, 64):
+            shape = replace(SHAPE, size=size, group=group, kv_heads=2, layers=layers)
+            for sets in kernel.SETS:
+                products, attention = kernel.stages_of(shape, sets)
+                assert products >= 4 and attention >= 1
+                assert kernel.shared_bytes(shape, sets) <= kernel.MAX_SHARED_BYTES
+
+
+def test_it_needs_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a launch wait for each other, so none may wait for a multiprocessor."""
+    pools = [(mx.zeros((1,)),) * 2]
+    monkeypatch.setattr(trial, "works", lambda dtype: True)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 131)
+    assert "fewer than 132" in choice._missing(mx.bfloat16, pools)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    assert choice._missing(mx.bfloat16, pools) == ""
+    assert "integers" in choice._missing(mx.bfloat16, [pools[0] * 2])
+    monkeypatch.setattr(device, "shares_multiprocessors", lambda: True)
+    assert "MPS" in choice._missing(mx.bfloat16, pools)
+    monkeypatch.undo()
+    assert device.multiprocessors() == 0 or ON_GPU
+
+
+def test_how_many_lines_a_pass_may_have() -> None:
+    assert choice.serves(1) and choice.serves(128) and not choice.serves(160)

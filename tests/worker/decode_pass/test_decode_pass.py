@@ -1,0 +1,296 @@
+"""Compares the kernel of a whole pass with float64; simulated by simt.py without a GPU.
+
+It is the longest kernel: NVIDIA's compiler needs 5 s for each of the six kinds that are built here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.decode_pass import trial  # noqa: E402
+from mlxpool.worker.decode_pass.decode_pass import DecodePass, PassMemory  # noqa: E402
+from mlxpool.worker.decode_pass.model_weights import (  # noqa: E402
+    LayerWeights,
+    PassShape,
+    PassWeights,
+)
+from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.kernels.work_list import Spans, TileShape, work_items  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+from support import simt  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+BLOCKS = device.multiprocessors() if ON_GPU else 3  # thread blocks
+VOCABULARY = 11
+SHAPE = PassShape(
+    layers=2,
+    hidden=128,
+    width=192,
+    kv_heads=2,
+    group=2,
+    size=64,
+    rope=Rope(64, 10000.0),
+    scale=0.2,
+    eps=1e-5,
+    head_eps=0.0,
+    biased=False,
+    dtype=mx.bfloat16,
+)
+SHAPES = {
+    "llama": SHAPE,
+    "qwen2": replace(SHAPE, biased=True, kv_heads=1, group=4, rope=Rope(32, 100.0), layers=1),
+    "qwen3": replace(SHAPE, head_eps=1e-6, size=128, kv_heads=1, group=1, hidden=192 * 2),
+    "many query heads": replace(
+        SHAPE,
+        kv_heads=1,
+        group=10,
+        dtype=mx.float16,
+        rope=Rope(64, 1e4, traditional=True, gain=1.2),
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def machine() -> Iterator[None]:
+    with nullcontext() if ON_GPU else simt.simulated():
+        yield
+
+
+def numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+@dataclass
+class Rows:
+    """Rows that decode in a pool of blocks that lie anywhere; what no row uses is NaN.
+
+    `lengths`: the keys of each row with the one that the pass writes. A row sees those from
+    `begins` on.
+    """
+
+    shape: PassShape
+    lengths: list[int]
+    begins: list[int]
+    windows: list[int]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        shape, rng = self.shape, np.random.default_rng(self.seed)
+        self.rng = rng
+        counts = [-(-length // BLOCK) for length in self.lengths]
+        self.across = max(counts)
+        free = rng.permutation(sum(counts) + 1)
+        self.tables = np.zeros((len(counts), self.across), dtype=np.int32)
+        at = 0
+        for row, count in enumerate(counts):
+            self.tables[row, :count] = free[at : at + count]
+            at += count
+        size = (shape.layers, 2, sum(counts) + 1, shape.kv_heads, BLOCK, shape.size)
+        pools = np.full(size, np.nan, dtype=np.float32)
+        for row, length in enumerate(self.lengths):
+            for token in range(length - 1):
+                where = self.tables[row, token // BLOCK], token % BLOCK
+                pools[:, :, where[0], :, where[1]] = rng.normal(size=(*size[:2], size[3], size[5]))
+        self.pools = [
+            tuple(mx.array(pool).astype(shape.dtype) for pool in layer) for layer in pools
+        ]
+        mx.eval(self.pools)
+        self.weights = self._weights()
+        half = shape.rope.dims // 2
+        self.turns = (shape.rope.base ** (-np.arange(half) / half)).astype(np.float32)
+        self.ids = [int(one) for one in rng.integers(VOCABULARY, size=len(counts))]
+        tables = mx.array(self.tables.reshape(-1))
+        self.memory = PassMemory(self.pools, self.windows, tables, self.turns)
+        self.kernel = DecodePass(self.weights, self.memory, BLOCKS)
+
+    def _weights(self) -> PassWeights:
+        shape = self.shape
+
+        def array(*sizes: int, around: float = 0.0) -> Any:
+            noise = self.rng.normal(size=sizes) * (0.1 if around else sizes[-1] ** -0.5)
+            return mx.array((around + noise).astype(np.float32)).astype(shape.dtype)
+
+        def norm(size: int) -> Any:
+            return array(size, around=1.0)
+
+        layers = [
+            LayerWeights(
+                norm(shape.hidden),
+                array(shape.qkv, shape.hidden),
+                array(shape.qkv),
+                norm(shape.size),
+                norm(shape.size),
+                array(shape.hidden, shape.queries),
+                norm(shape.hidden),
+                array(2 * shape.width, shape.hidden),
+                array(shape.hidden, shape.width),
+            )
+            for _ in range(shape.layers)
+        ]
+        embedding = mx.array(self.rng.normal(size=(VOCABULARY, shape.hidden))).astype(shape.dtype)
+        return PassWeights(shape, embedding, tuple(layers), norm(shape.hidden))
+
+    def plan(self, lines: int, ids: list[int]) -> Any:
+        """Returns the numbers of a pass of so many lines, padding included."""
+        rows = len(self.lengths)
+        ends = np.array(self.lengths, dtype=np.int32)
+        begins = np.array(self.begins, dtype=np.int32)
+        first = np.arange(rows, dtype=np.int32)
+        spans = Spans(first, np.ones_like(first), first * self.across, ends, begins)
+        items = work_items(spans, TileShape(self.shape.group, self.shape.kv_heads), lines)
+        of_lines = np.zeros((5, lines), dtype=np.int32)
+        of_lines[0, :rows], of_lines[1, :rows] = ids, ends - 1
+        return mx.array(np.concatenate([of_lines.reshape(-1), items.reshape(-1)]))
+
+    def run(self, lines: int) -> Any:
+        """Returns what the kernel makes of the rows [R, hidden]; the first row's id is drawn."""
+        drawn = mx.array([0, self.ids[0]], dtype=mx.int32)
+        found = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines)
+        mx.eval(found)
+        assert found.shape == (lines, self.shape.hidden)
+        return numbers(found)[: len(self.lengths)]
+
+    def expected(self) -> Any:
+        """Returns hidden states [R, hidden] in float64; `self.known` gets keys and values."""
+        shape, weights = self.shape, self.weights
+        self.known = [[numbers(pool) for pool in layer] for layer in self.pools]
+        x = numbers(weights.embedding)[self.ids]
+        for layer, known, window in zip(weights.layers, self.known, self.windows, strict=True):
+            x = x + self._attended(layer, known, window, normed(x, layer.norm, shape.eps))
+            inputs = normed(x, layer.feed_norm, shape.eps)
+            gate, up = np.split(inputs @ numbers(layer.gate_up).T, 2, axis=1)
+            x = x + gate / (1 + np.exp(-gate)) * up @ numbers(layer.down).T
+        return normed(x, weights.norm, shape.eps)
+
+    def _attended(self, layer: LayerWeights, known: Any, window: int, x: Any) -> Any:
+        shape = self.shape
+        lines = x @ numbers(layer.qkv).T + (numbers(layer.bias) if shape.biased else 0)
+        lines = lines.reshape(len(x), -1, shape.size)
+        heads = shape.kv_heads * shape.group
+        q, k, v = np.split(lines, [heads, heads + shape.kv_heads], axis=1)
+        if shape.head_eps:
+            q = normed(q, layer.query_norm, shape.head_eps)
+            k = normed(k, layer.key_norm, shape.head_eps)
+        out = np.zeros((len(x), heads, shape.size))
+        for row, length in enumerate(self.lengths):
+            at = np.arange(length)
+            blocks, places = self.tables[row, at // BLOCK], at % BLOCK
+            known[0][blocks[-1], :, places[-1]] = self._turned(k[row], length - 1)
+            known[1][blocks[-1], :, places[-1]] = v[row]
+            low = max(self.begins[row], length - window if window else 0)
+            queries = self._turned(q[row], length - 1)
+            for head in range(heads):
+                keys, values = (pool[blocks, head // shape.group, places][low:] for pool in known)
+                scores = keys @ queries[head] * shape.scale
+                shares = np.exp(scores - scores.max())
+                out[row, head] = shares @ values / shares.sum()
+        return out.reshape(len(x), -1) @ numbers(layer.out).T
+
+    def _turned(self, x: Any, position: int) -> Any:
+        rope, out = self.shape.rope, x.copy()
+        angles = position * rope.scale * self.turns.astype(np.float64)
+        cos, sin = np.cos(angles) * rope.gain, np.sin(angles) * rope.gain
+        half = rope.dims // 2
+        if rope.traditional:
+            one, two = slice(0, rope.dims, 2), slice(1, rope.dims, 2)
+        else:
+            one, two = slice(0, half), slice(half, rope.dims)
+        out[..., one] = x[..., one] * cos - x[..., two] * sin
+        out[..., two] = x[..., two] * cos + x[..., one] * sin
+        return out
+
+
+def normed(x: Any, gain: Any, eps: float) -> Any:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * numbers(gain)
+
+
+def check(rows: Rows, lines: int) -> None:
+    """Compares hidden states and what was written to the pools with float64."""
+    expected = rows.expected()
+    found = rows.run(lines)
+    assert np.abs(found - expected).max() < 0.06 * np.abs(expected).max()
+    for pools, known in zip(rows.pools, rows.known, strict=True):
+        for pool, want in zip(pools, known, strict=True):
+            got = numbers(pool)
+            assert (np.isnan(got) == np.isnan(want)).all()  # nothing else was written
+            assert np.nanmax(np.abs(got - want)) < 0.06 * np.nanmax(np.abs(want))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_pass_equals_float64(name: str) -> None:
+    """Rows of one key, of a full block and of several parts, with padding lines behind them."""
+    shape = SHAPES[name]
+    lengths = [1, BLOCK, BLOCK + 1, 2 * BLOCK + 40, 77]
+    check(Rows(shape, lengths, [0] * 5, [0] * shape.layers), 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_rows_begins_and_windows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for lines in (1, 3, 12, 24, 128) if ON_GPU else ((1, 4), (6,), (7, 8), (20,))[seed]:
+        rows = lines - int(rng.integers(0, max(lines // 3, 1)))
+        lengths = [int(rng.integers(1, 90 if rng.integers(2) else 3 * BLOCK)) for _ in range(rows)]
+        begins = [int(rng.integers(length)) * int(rng.integers(2)) for length in lengths]
+        windows = [int(rng.integers(2)) * int(rng.integers(1, 200)) for _ in range(SHAPE.layers)]
+        check(Rows(SHAPE, lengths, begins, windows, seed), lines)
+
+
+def test_a_barrier_counts_on_from_launch_to_launch() -> None:
+    """Launches of other grids follow each other, also where the counter overflows."""
+    rows = Rows(SHAPE, [5, 3], [0, 0], [0, 0])
+    first = rows.run(2)
+    count = arrivals(rows.kernel, mx.zeros((3,), dtype=mx.int32), rows)
+    assert count == BLOCKS * (
+        7 * SHAPE.layers
+    )  # one behind the embedding, none behind the last sum
+    state = mx.zeros((3,), dtype=mx.int32)
+    fewer = DecodePass(rows.weights, rows.memory, BLOCKS - 1)
+    total = 0
+    for made, blocks in ((rows.kernel, BLOCKS), (fewer, BLOCKS - 1), (rows.kernel, BLOCKS)):
+        total += blocks * count // BLOCKS
+        assert arrivals(made, state, rows) == total
+        assert (rows.run(2) == first).all()
+        total += blocks * count // BLOCKS
+    overflowing = mx.array([-count // 2, -count // 2, 0], dtype=mx.int32)
+    assert arrivals(rows.kernel, overflowing, rows) == count - count // 2
+    near = mx.array([2**31 - count // 2, 2**31 - count // 2, 0], dtype=mx.uint32).view(mx.int32)
+    assert arrivals(rows.kernel, near, rows) == count - count // 2 - 2**31
+
+
+def arrivals(kernel: DecodePass, state: Any, rows: Rows) -> int:
+    """Launches the kernel with this state of its barrier; returns the counter behind the launch."""
+    kernel._arrays = replace(kernel._arrays, state=state)
+    rows.kernel = kernel
+    rows.run(2)
+    counter, begun, failed = np.array(state).tolist()
+    assert (begun, failed) == (counter, 0)
+    return int(counter)
+
+
+def test_the_kernel_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "multiprocessors", lambda: BLOCKS)
+    trial.works.cache_clear()
+    assert trial.works(mx.bfloat16)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the simulated GPU alone can have too few places")
+def test_a_kernel_whose_blocks_are_not_resident_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(simt, "resident", False)
+    monkeypatch.setattr(device, "multiprocessors", lambda: BLOCKS)
+    trial.works.cache_clear()
+    assert not trial.works(mx.bfloat16)
+    assert "a whole decode pass" in caplog.text
+    trial.works.cache_clear()
+    with pytest.raises(RuntimeError, match="ended the program"):
+        Rows(SHAPE, [5], [0], [0, 0]).run(1)

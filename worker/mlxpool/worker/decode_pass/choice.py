@@ -1,0 +1,68 @@
+"""Decides whether passes over single lines are one kernel, or have a kernel for each operation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.decode_pass import trial
+from mlxpool.worker.decode_pass.decode_pass import DecodePass, PassMemory
+from mlxpool.worker.decode_pass.kernel import MAX_LINES
+from mlxpool.worker.decode_pass.model_weights import weights_of
+from mlxpool.worker.kernels import device, matmul_tiled
+from mlxpool.worker.layers.layer_types import Rope
+from mlxpool.worker.layers.model_plan import Model
+
+log = logging.getLogger("mlxpool.worker")
+
+MIN_MULTIPROCESSORS = matmul_tiled.FULL_GPU_BLOCKS  # each has a tile of each product
+STORED_AS_THEY_ARE = 2  # arrays of a layer: keys and values, without scales
+
+
+def serves(lines: int) -> bool:
+    """Returns whether a DecodePass computes passes of so many single lines with logits."""
+    return lines <= MAX_LINES
+
+
+def decode_pass_of(
+    model: Model,
+    dtype: mx.Dtype,
+    pools: Sequence[tuple[mx.array, ...]],
+    windows: Sequence[int],
+    tables: mx.array,
+    turns_of: Callable[[Rope], npt.NDArray[np.float32]],
+) -> DecodePass | None:
+    """Returns the kernel for passes over single lines; None: they have a kernel for each operation.
+
+    It is decided here for a model, and in `serves` for a pass; the log tells which and why. `dtype`
+    is that of `pools`; `turns_of` gives the angular frequencies of a rotation; see PassMemory.
+    """
+    weights = weights_of(model, dtype)
+    why = weights if isinstance(weights, str) else _missing(dtype, pools)
+    if not why and not isinstance(weights, str):
+        memory = PassMemory(pools, windows, tables, turns_of(weights.shape.rope))
+        try:
+            made = DecodePass(weights, memory, device.multiprocessors())
+        except ValueError as error:
+            why = str(error)
+        else:
+            log.info("one kernel computes a decode pass", extra={"rows": MAX_LINES})
+            return made
+    log.info("a decode pass has a kernel for each operation", extra={"why": why})
+    return None
+
+
+def _missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
+    """Returns what the kernel lacks with these pools or on this device; "": nothing."""
+    if any(len(one) != STORED_AS_THEY_ARE for one in pools):
+        return "keys and values are stored as integers"
+    count = device.multiprocessors()
+    if count < MIN_MULTIPROCESSORS:
+        return f"the GPU has {count} multiprocessors, fewer than {MIN_MULTIPROCESSORS}"
+    if device.shares_multiprocessors():  # then its thread blocks may wait for each other for ever
+        return "other processes use the GPU at the same time (MPS)"
+    return "" if trial.works(dtype) else "its kernel does not work here"

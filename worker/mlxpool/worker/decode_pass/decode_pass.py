@@ -1,0 +1,98 @@
+"""Computes passes over single lines of rows by the kernel of a whole pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.decode_pass import kernel
+from mlxpool.worker.decode_pass.addresses import addresses_of
+from mlxpool.worker.decode_pass.kernel import LAYER_NUMBERS, MAX_LINES, PassArrays
+from mlxpool.worker.decode_pass.model_weights import PassWeights
+from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.work_list import capacity_of
+
+STATE_NUMBERS = 3  # of grid_barrier.cuh
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """What a pass reads besides weights.
+
+    `pools`: keys and values of each layer, of which the lines of layer n see the last `windows[n]`
+    keys; 0: all. `tables`: the block tables of rows. `turns`: the angular frequencies of the
+    rotation.
+    """
+
+    pools: Sequence[tuple[mx.array, ...]]
+    windows: Sequence[int]
+    tables: mx.array
+    turns: npt.NDArray[np.float32]
+
+
+class DecodePass:
+    """The kernel for a model, and the memory that its launches use one after the other."""
+
+    def __init__(self, weights: PassWeights, memory: PassMemory, blocks: int) -> None:
+        """`blocks`: the thread blocks of a launch, which are resident at a time.
+
+        The caller keeps weights and pools, whose addresses a table has. Raises ValueError where the
+        numbers of one of them do not lie one behind the other.
+        """
+        self._shape, self._blocks = weights.shape, blocks
+        self._arrays = _arrays(weights, memory)
+
+    def __call__(
+        self, plan: mx.array, drawn: mx.array, lines: int, *, gives_up: bool = False
+    ) -> mx.array:
+        """Returns hidden states [lines, hidden] of at most MAX_LINES lines, see `kernel.launch`."""
+        return kernel.launch(
+            self._shape, plan, drawn, lines, self._arrays, self._blocks, gives_up=gives_up
+        )
+
+
+def _arrays(weights: PassWeights, memory: PassMemory) -> PassArrays:
+    """Allocates the memory of launches, and makes the table of addresses."""
+    shape, lines = weights.shape, MAX_LINES
+    splits = zip(kernel.splits_of(shape), shape.products, strict=True)
+    parts = max(count * rows for count, (rows, _) in splits)
+    turned, dtype = shape.rope.dims // 2, shape.dtype
+    arrays = PassArrays(
+        embedding=weights.embedding,
+        layers=mx.array(_table(weights, memory)),
+        turns=mx.array(memory.turns),
+        tables=memory.tables,
+        state=mx.zeros((STATE_NUMBERS,), dtype=mx.int32),
+        numbers=mx.zeros((5 * lines + 8 * capacity_of(lines),), dtype=mx.int32),
+        cosines=mx.zeros((lines, turned)),
+        sines=mx.zeros((lines, turned)),
+        residual=mx.zeros((lines, shape.hidden), dtype=dtype),
+        normed=mx.zeros((lines, shape.hidden), dtype=dtype),
+        attended=mx.zeros((lines, shape.queries), dtype=dtype),
+        gates=mx.zeros((lines, shape.width), dtype=dtype),
+        partial=mx.zeros((lines * parts,)),
+        sums=ragged_attention.part_sums(shape.kv_heads, shape.size),
+        arrived=ragged_attention.counters(shape.kv_heads),
+    )
+    mx.eval(arrays.inputs())
+    return arrays
+
+
+def _table(weights: PassWeights, memory: PassMemory) -> npt.NDArray[np.int64]:
+    """Returns the table of decode_pass.cu: Layer for Layer, and one with the last norm alone."""
+    every: list[mx.array] = []
+    for layer, pools in zip(weights.layers, memory.pools, strict=True):
+        every += [*layer.arrays(), *pools]
+    addresses = addresses_of([*every, weights.norm])
+    if addresses is None:
+        raise ValueError("the numbers of a weight do not lie one behind the other")
+    *of_layers, last = addresses
+    table = np.zeros((len(weights.layers) + 1, LAYER_NUMBERS), dtype=np.int64)
+    table[:-1, :-1] = np.array(of_layers).reshape(len(weights.layers), -1)
+    table[:-1, -1] = memory.windows
+    table[-1, 0] = last
+    return table

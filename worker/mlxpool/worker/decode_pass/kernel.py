@@ -1,0 +1,189 @@
+"""Builds, tries and launches the kernel of a whole pass, see cuda/decode_pass.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.decode_pass.model_weights import PassShape
+from mlxpool.worker.kernels import matmul_tiled
+from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, include_line, name_files
+from mlxpool.worker.kernels.work_list import EXTRA_ITEMS, PART_UNITS, UNIT_ROWS, TileShape
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+
+SETS = (1, 2, *matmul_tiled.SETS)  # numbers of 8 lines for which there are kernels
+MAX_LINES = 8 * SETS[-1]
+TEAM_THREADS = 128  # that have an item of the work list together
+MAX_SHARED_BYTES = 227 * 1024  # of a thread block of Hopper
+HEADER_BYTES = 3 * 1024  # of shared memory for what is beside the layers, and for its alignment
+LAYER_NUMBERS = 12  # of 8 bytes, of a layer in the table
+DECODE_KEYS = 16  # that a warp multiplies at a time
+# Steps of 64 columns of its next weight that a block reads while it waits: about what memory gives
+# meanwhile.
+AHEAD_STEPS = 2
+FILES = {
+    "ATTENTION": "decode_pass_attention.cuh",
+    "STORED_NUMBERS": "stored_numbers.cuh",
+    "DECODE_TILES": "decode_tiles.cuh",
+    "DECODE_SUMS": "decode_sums.cuh",
+    "PART_SUMS": "part_sums.cuh",
+}
+INPUTS = (
+    "plan", "drawn", "embedding", "layers", "turns", "tables", "state", "numbers", "cosines",
+    "sines", "residual", "normed", "attended", "gates", "partial", "sums", "arrived",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PassArrays:
+    """The inputs of a launch besides its plan and the tokens in flight.
+
+    `layers` is the table of addresses; `turns` are the angular frequencies of the rotation. Those
+    behind `tables`, and `state`, are memory that launches use, one after the other.
+    """
+
+    embedding: mx.array
+    layers: mx.array
+    turns: mx.array
+    tables: mx.array
+    state: mx.array
+    numbers: mx.array
+    cosines: mx.array
+    sines: mx.array
+    residual: mx.array
+    normed: mx.array
+    attended: mx.array
+    gates: mx.array
+    partial: mx.array
+    sums: mx.array
+    arrived: mx.array
+
+    def inputs(self) -> list[mx.array]:
+        """All of them in the order of INPUTS."""
+        return [
+            self.embedding, self.layers, self.turns, self.tables, self.state, self.numbers,
+            self.cosines, self.sines, self.residual, self.normed, self.attended, self.gates,
+            self.partial, self.sums, self.arrived,
+        ]  # fmt: skip
+
+
+def launch(
+    shape: PassShape,
+    plan: mx.array,
+    drawn: mx.array,
+    lines: int,
+    arrays: PassArrays,
+    blocks: int,
+    *,
+    gives_up: bool = False,
+) -> mx.array:
+    """Returns hidden states [lines, hidden] behind the last norm.
+
+    `plan` are the numbers of a pass of single lines, see ragged_runner.PlanShape; ids below zero
+    stand for elements of `drawn`. An evaluation has one launch at most: MLX computes at the same
+    time what does not depend on each other, and launches share their memory. All `blocks` thread
+    blocks must be resident at a time. Where they are not, the states are not numbers if the kernel
+    `gives_up`; else the device fails.
+    """
+    sets = next(n for n in SETS if 8 * n >= lines)
+    threads = teams_of(shape) * TEAM_THREADS
+    found: list[mx.array] = _kernel(shape, sets, gives_up)(
+        inputs=[plan, drawn, *arrays.inputs()],
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(lines, shape.hidden)],
+        output_dtypes=[shape.dtype],
+    )
+    return found[0]
+
+
+def teams_of(shape: PassShape) -> int:
+    """Returns the teams of a thread block: wider heads need more registers."""
+    return 4 if shape.size <= 64 else 3
+
+
+def splits_of(shape: PassShape) -> tuple[int, ...]:
+    """Returns the parts of the products of a layer, in the order of PassShape.products."""
+    return tuple(matmul_tiled.splits_of(rows, columns) for rows, columns in shape.products)
+
+
+def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
+    """Returns the stages of products and of attention for which a thread block has memory."""
+    room = MAX_SHARED_BYTES - _header_bytes(shape)
+    stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
+    keys = _attention_bytes(shape, 1)
+    return min(matmul_tiled.MAX_STAGES, room // stage), min(2, room // keys)
+
+
+def shared_bytes(shape: PassShape, sets: int) -> int:
+    """Returns the shared memory of a thread block."""
+    products, attention = stages_of(shape, sets)
+    stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
+    gates = 8 * sets * (matmul_tiled.ROWS + 1) * 4
+    used = max(products * stage, gates, _attention_bytes(shape, attention))
+    return _header_bytes(shape) + used
+
+
+def _header_bytes(shape: PassShape) -> int:
+    fresh = teams_of(shape) * (shape.group + 2) * shape.size * shape.dtype.size
+    return 8 * LAYER_NUMBERS * (shape.layers + 1) + fresh + HEADER_BYTES
+
+
+def _attention_bytes(shape: PassShape, stages: int) -> int:
+    warps = teams_of(shape) * TEAM_THREADS // 32
+    return warps * stages * 2 * DECODE_KEYS * (shape.size * 2 + 16)
+
+
+@cache
+def _kernel(shape: PassShape, sets: int, gives_up: bool) -> Any:
+    stages, attention_stages = stages_of(shape, sets)
+    qkv, out, _, down = splits_of(shape)
+    tiles = TileShape(shape.group, shape.kv_heads)
+    constants: dict[str, Constant] = {
+        "SETS": sets,
+        "STAGES": stages,
+        "TEAMS": teams_of(shape),
+        "LAYERS": shape.layers,
+        "HIDDEN": shape.hidden,
+        "WIDTH": shape.width,
+        "HEADS": shape.kv_heads,
+        "GROUP": shape.group,
+        "SIZE": shape.size,
+        "BLOCK": KV_BLOCK_TOKENS,
+        "TURNED": shape.rope.dims,
+        "TRADITIONAL": shape.rope.traditional,
+        "ROPE_SCALE": float(shape.rope.scale),
+        "ROPE_GAIN": float(shape.rope.gain),
+        "SCALE": float(shape.scale),
+        "EPS": float(shape.eps),
+        "HEAD_EPS": float(shape.head_eps),
+        "HEAD_NORMS": shape.head_eps > 0,
+        "BIASED": shape.biased,
+        "QKV_SPLITS": qkv,
+        "OUT_SPLITS": out,
+        "DOWN_SPLITS": down,
+        "AHEAD": min(AHEAD_STEPS, stages - 2),
+        "MAX_SPLITS": matmul_tiled.MAX_SPLITS,
+        "DECODE_ROWS": tiles.decode_rows,
+        "DECODE_STAGES": attention_stages,
+        "EXTRA_ITEMS": EXTRA_ITEMS,
+        "UNIT_ROWS": UNIT_ROWS,
+        "UNITS": PART_UNITS,
+        "GIVES_UP": gives_up,
+        "N": shape.dtype,
+    }
+    return build_kernel(
+        "decode_pass",
+        INPUTS,
+        ["hidden"],
+        constants,
+        shared=shared_bytes(shape, sets),
+        header=matmul_tiled.group_mma(sets, shape.dtype)
+        + include_line("tiled_product.cuh")
+        + include_line("grid_barrier.cuh")
+        + name_files(FILES),
+        bounds=(teams_of(shape) * TEAM_THREADS, 1),
+    )

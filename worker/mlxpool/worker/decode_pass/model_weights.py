@@ -1,0 +1,223 @@
+"""Which models the kernel of a whole pass serves, and where their weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import matmul_tiled
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
+from mlxpool.worker.layers.attention import GroupedQueryAttentionLayer
+from mlxpool.worker.layers.decoder import DecoderModel
+from mlxpool.worker.layers.decoder_layer import PreNorm
+from mlxpool.worker.layers.gated_mlp import GatedMLPLayer
+from mlxpool.worker.layers.layer_types import Rope
+from mlxpool.worker.layers.linear import Embedding, GatedLinearUnit, Linear, RMSNorm
+from mlxpool.worker.layers.model_plan import Model
+
+MAX_GROUP = 16  # query heads of a key head
+# Numbers of a head. The kernel has tiles for 128, too, which no GPU has measured yet.
+HEAD_SIZES = (64,)
+NORM_NUMBERS = 8  # that a thread has of a line
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """What the kernel is compiled for; `eps` is that of all norms but those of heads.
+
+    `head_eps` 0: queries and keys of heads are not normed. `biased`: queries, keys and values have
+    a bias.
+    """
+
+    layers: int
+    hidden: int
+    width: int  # of the feed-forward
+    kv_heads: int
+    group: int  # query heads of a key head
+    size: int  # of a head
+    rope: Rope
+    scale: float  # of scores
+    eps: float
+    head_eps: float
+    biased: bool
+    dtype: mx.Dtype
+
+    @property
+    def queries(self) -> int:
+        """The numbers of all query heads of a line."""
+        return self.kv_heads * self.group * self.size
+
+    @property
+    def qkv(self) -> int:
+        """The numbers of all queries, keys and values of a line."""
+        return self.queries + 2 * self.kv_heads * self.size
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """The rows and columns of the weights of a layer, in the order of their use."""
+        return (
+            (self.qkv, self.hidden),
+            (self.hidden, self.queries),
+            (2 * self.width, self.hidden),
+            (self.hidden, self.width),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of a layer; of what a layer lacks its norm takes the place, unread."""
+
+    norm: mx.array
+    qkv: mx.array
+    bias: mx.array
+    query_norm: mx.array
+    key_norm: mx.array
+    out: mx.array
+    feed_norm: mx.array
+    gate_up: mx.array
+    down: mx.array
+
+    def arrays(self) -> list[mx.array]:
+        """All of them, in the order of decode_pass.cu's Layer."""
+        return [
+            self.norm, self.qkv, self.bias, self.query_norm, self.key_norm, self.out,
+            self.feed_norm, self.gate_up, self.down,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PassWeights:
+    """The weights of a model that the kernel serves, and what it is compiled for."""
+
+    shape: PassShape
+    embedding: mx.array
+    layers: tuple[LayerWeights, ...]
+    norm: mx.array  # behind the last layer
+
+
+def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
+    """Returns the weights of a model that the kernel serves, or why it does not serve it."""
+    if not isinstance(model, DecoderModel) or type(model.embed) is not Embedding:
+        return "the model is of another kind, or its embedding is quantised"
+    if model.prediction is not None or model.spec.embed_scale != 1.0:
+        return "its embedding is scaled, or it has a second head"
+    found = [one for one in map(_layer, model.layers) if one is not None]
+    norm = _rms_norm(model.norm)
+    if len(found) < len(model.layers) or not found or norm is None:
+        return "its layers are of another kind, or their weights are quantised"
+    kinds = {kind for kind, _ in found}
+    weights = tuple(one for _, one in found)
+    (kind, _), embedding = found[0], model.embed.weight
+    if len(kinds) > 1 or norm.eps != kind.eps:
+        return "its layers are of different kinds"
+    arrays = [embedding, norm.weight, *(one for layer in weights for one in layer.arrays())]
+    if any(one.dtype != dtype for one in arrays):
+        return f"some of its weights are not {dtype}"
+    shape = _pass_shape(kind, weights, dtype)
+    return unsupported(shape) or PassWeights(shape, embedding, weights, norm.weight)
+
+
+def unsupported(shape: PassShape) -> str:
+    """Returns why the kernel does not serve models of this shape; "": it does."""
+    if shape.dtype not in HALF_DTYPES:
+        return f"it computes in {shape.dtype}"
+    for rows, columns in shape.products:
+        if rows % matmul_tiled.ROWS or columns % matmul_tiled.COLUMNS:
+            return f"a weight is {rows} x {columns}"
+        if rows * columns * shape.dtype.size > matmul_tiled.MAX_WEIGHT_BYTES:
+            return f"a weight is {rows} x {columns}: the device takes longer than the host"
+    rotates = 0 < shape.rope.dims <= shape.size and shape.rope.axes is None
+    if shape.size not in HEAD_SIZES or shape.group > MAX_GROUP or not rotates:
+        return f"its heads have {shape.size} numbers, of which {shape.rope.dims} rotate"
+    if shape.hidden % NORM_NUMBERS:
+        return f"its lines have {shape.hidden} numbers"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """What all layers have in common, besides the sizes of their weights."""
+
+    kv_heads: int
+    query_heads: int
+    size: int
+    rope: Rope
+    scale: float
+    eps: float
+    head_eps: float
+    biased: bool
+
+
+def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
+    """Returns kind and weights of a layer; None where the kernel does not compute such layers."""
+    if not isinstance(layer, PreNorm):
+        return None
+    mixer, feed = layer.mixer, layer.feed
+    if not isinstance(mixer, GroupedQueryAttentionLayer) or not isinstance(feed, GatedMLPLayer):
+        return None
+    gated = feed.gated
+    if not isinstance(gated, GatedLinearUnit) or not gated.swiglu:
+        return None
+    norm, feed_norm = _rms_norm(layer.before_mixer), _rms_norm(layer.before_feed)
+    if norm is None or feed_norm is None or norm.eps != feed_norm.eps:
+        return None
+    query_norm, key_norm = map(_rms_norm, mixer.norms or (norm, norm))
+    qkv, out, gate_up, down = map(_dense, (mixer.qkv, mixer.o, gated.gate_up, feed.down))
+    if query_norm is None or key_norm is None or qkv is None:
+        return None
+    if out is None or gate_up is None or down is None:
+        return None
+    scores, heads = mixer.scores, mixer.spec.heads
+    biased = any(one.bias is not None for one in (out, gate_up, down))
+    if biased or scores.softcap or scores.sinks is not None:
+        return None
+    kind = _LayerKind(
+        heads.kv,
+        heads.query,
+        heads.dim,
+        mixer.spec.rope,
+        scores.scale,
+        norm.eps,
+        mixer.spec.norm_eps,
+        qkv.bias is not None,
+    )
+    return kind, LayerWeights(
+        norm.weight,
+        qkv.weight,
+        norm.weight if qkv.bias is None else qkv.bias,
+        query_norm.weight,
+        key_norm.weight,
+        out.weight,
+        feed_norm.weight,
+        gate_up.weight,
+        down.weight,
+    )
+
+
+def _dense(layer: object) -> Linear | None:
+    """Returns a linear layer whose weight is whole and not quantised, else None."""
+    return layer if type(layer) is Linear and not layer.batch_invariant else None
+
+
+def _rms_norm(norm: object) -> RMSNorm | None:
+    return norm if type(norm) is RMSNorm else None
+
+
+def _pass_shape(kind: _LayerKind, layers: Sequence[LayerWeights], dtype: mx.Dtype) -> PassShape:
+    hidden, width = layers[0].down.shape
+    return PassShape(
+        layers=len(layers),
+        hidden=hidden,
+        width=width,
+        kv_heads=kind.kv_heads,
+        group=kind.query_heads // kind.kv_heads,
+        size=kind.size,
+        rope=kind.rope,
+        scale=kind.scale,
+        eps=kind.eps,
+        head_eps=kind.head_eps,
+        biased=kind.biased,
+        dtype=dtype,
+    )

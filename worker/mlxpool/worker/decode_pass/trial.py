@@ -1,0 +1,120 @@
+"""Tries the kernel of a whole pass on a small model before it is used."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.decode_pass.decode_pass import DecodePass, PassMemory
+from mlxpool.worker.decode_pass.model_weights import LayerWeights, PassShape, PassWeights
+from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels.kernel_builder import kernel_works
+from mlxpool.worker.kernels.work_list import Spans, TileShape, work_items
+from mlxpool.worker.layers.layer_types import Rope
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+
+IDS = (3, 1)  # of the two rows, which are their first tokens
+SPREAD = 0.1  # of weights
+TOLERANCE = 0.05
+EPS = 1e-5
+
+Floats = npt.NDArray[np.float64]
+
+
+@cache
+def works(dtype: mx.Dtype) -> bool:
+    """Returns whether the kernel is right here, and all its thread blocks are resident at a time.
+
+    Tries it once; logs if not.
+    """
+    return kernel_works("a whole decode pass", lambda: _is_right(dtype))
+
+
+def trial_shape(dtype: mx.Dtype) -> PassShape:
+    """Returns the shape of the model that is tried."""
+    return PassShape(
+        layers=2,
+        hidden=128,
+        width=128,
+        kv_heads=1,
+        group=2,
+        size=64,
+        rope=Rope(64, 10000.0),
+        scale=64**-0.5,
+        eps=EPS,
+        head_eps=0.0,
+        biased=False,
+        dtype=dtype,
+    )
+
+
+def _is_right(dtype: mx.Dtype) -> bool:
+    """Compares hidden states of first tokens, which see themselves alone, with NumPy's."""
+    shape = trial_shape(dtype)
+    weights = _weights(shape)
+    pools = [
+        tuple(mx.zeros((2, 1, KV_BLOCK_TOKENS, shape.size), dtype=dtype) for _ in range(2))
+        for _ in range(shape.layers)
+    ]
+    tables = mx.array([0, 1], dtype=mx.int32)
+    memory = PassMemory(pools, [0] * shape.layers, tables, np.ones((32,), dtype=np.float32))
+    made = DecodePass(weights, memory, device.multiprocessors())
+    rows = len(IDS)
+    ones = np.ones((rows,), dtype=np.int32)
+    spans = Spans(
+        np.arange(rows, dtype=np.int32), ones, np.arange(rows, dtype=np.int32), ones, 0 * ones
+    )
+    items = work_items(spans, TileShape(shape.group, shape.kv_heads), rows)
+    lines = [IDS, (0,) * rows, (0, KV_BLOCK_TOKENS), (0,) * rows, (1,) * rows]
+    plan = np.concatenate([np.array(lines, dtype=np.int32).reshape(-1), items.reshape(-1)])
+    drawn = mx.zeros((rows,), dtype=mx.int32)
+    found = made(mx.array(plan), drawn, rows, gives_up=True)
+    mx.eval(found)
+    again = made(mx.array(plan), drawn, rows, gives_up=True)
+    mx.eval(again)
+    expected = _hidden(weights, shape)
+    near = [np.allclose(_numbers(one), expected, TOLERANCE, TOLERANCE) for one in (found, again)]
+    return all(near)
+
+
+def _weights(shape: PassShape) -> PassWeights:
+    random = np.random.default_rng(1)
+
+    def array(*sizes: int) -> mx.array:
+        numbers = random.standard_normal(sizes) * SPREAD
+        return mx.array(numbers.astype(np.float32)).astype(shape.dtype)
+
+    gain = array(shape.hidden) + 1
+    layers = [
+        LayerWeights(
+            gain, array(shape.qkv, shape.hidden), gain, gain, gain,
+            array(shape.hidden, shape.queries), gain, array(2 * shape.width, shape.hidden),
+            array(shape.hidden, shape.width),
+        )
+        for _ in range(shape.layers)
+    ]  # fmt: skip
+    return PassWeights(shape, array(8, shape.hidden), tuple(layers), gain)
+
+
+def _hidden(weights: PassWeights, shape: PassShape) -> Floats:
+    """Returns hidden states of first tokens: attention gives each the value of its key head."""
+    x = _numbers(weights.embedding)[list(IDS)]
+    for layer in weights.layers:
+        value = _normed(x, layer.norm) @ _numbers(layer.qkv).T
+        value = np.tile(value[:, -shape.size :], shape.group)
+        x = x + value @ _numbers(layer.out).T
+        gates, beside = np.split(_normed(x, layer.feed_norm) @ _numbers(layer.gate_up).T, 2, axis=1)
+        x = x + gates / (1 + np.exp(-gates)) * beside @ _numbers(layer.down).T
+    return _normed(x, weights.norm)
+
+
+def _normed(x: Floats, gain: mx.array) -> Floats:
+    factor = 1 / np.sqrt((x**2).mean(axis=1, keepdims=True) + EPS)
+    return np.asarray(x * factor * _numbers(gain))
+
+
+def _numbers(x: mx.array) -> Floats:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
