@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +166,33 @@ def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyP
         assert all(np.array_equal(mask_in(found, one), wanted) for one in rows)
     for one in rows:
         one.take(tokens_of(wanted)[-1])  # any token may still be the next one
+
+
+def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may end with the token behind which its mask was begun: nobody asks for that."""
+    rows, maker = quick_rows(monkeypatch)
+    (table,) = maker._free
+    left = weakref.ref(rows[0])
+    for _ in range(4):
+        token = tokens_of(rows[0].copy().mask())[0]
+        maker.take_ahead([(one, token) for one in rows], NO_RUN)
+        maker.take([(one, token) for one in rows], NO_RUN)
+        batch = rows[0].record.making
+        assert batch.constraints and batch.wait(monotonic() + 60)
+        assert batch.table is table, "memory of masks that nobody asks for is not used again"
+        del batch
+        for one in rows:
+            one.take(token)
+            one.ended = True
+        rows = [constraint(FORMATS[1]) for _ in range(3)]
+        for one in rows:
+            one.record.quick = masks.QUICK_MASKS
+    gc.disable()
+    try:
+        maker.make(rows)
+        assert left() is None, "an answer that has ended keeps its grammar"
+    finally:
+        gc.enable()
 
 
 def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:

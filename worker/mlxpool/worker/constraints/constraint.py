@@ -90,6 +90,7 @@ class Constraint:
         self.digest = digest
         self.tokens = tokens
         self.small = small
+        self.ended = False  # set by who ends the answer: no token follows, and no mask is asked for
         self.record = MaskRecord()
 
     def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
