@@ -121,6 +121,48 @@ def test_a_token_that_may_not_follow_is_refused_when_it_is_taken() -> None:
         wrong.take(token)
 
 
+class Panic(BaseException):
+    """As the library raises: no Exception."""
+
+
+def broken(*args: Any) -> Any:
+    raise Panic("the library failed")
+
+
+@pytest.mark.parametrize("many", [0, 99])
+def test_a_library_that_fails_ends_the_answers_whose_tokens_it_had(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens that it takes in one call, all answers fail, for which it took is not known."""
+    monkeypatch.setattr(mask_batch, "MANY", many)
+    rows, maker = quick_rows(monkeypatch)
+    token = tokens_of(rows[0].copy().mask())[0]
+    failing = SimpleNamespace(consume_token=broken, consume_token_par=broken)
+    monkeypatch.setattr(mask_batch, "executor", lambda: failing)
+    true, rows[0].matcher = rows[0].matcher, failing  # type: ignore[assignment]
+    pairs = [(one, token) for one in rows]
+    maker.take_ahead(pairs, least=0)
+    maker.take(pairs, least=0)
+    rows[0].matcher = true
+    for one in rows if many == 0 else rows[:1]:
+        assert not one.goes_on(token, NO_RUN)
+        with pytest.raises(RuntimeError, match="Panic: the library failed"):
+            one.take(token)
+    if many:
+        assert all(one.goes_on(token, NO_RUN) for one in rows[1:])
+
+
+def test_masks_go_on_behind_one_that_the_library_failed_to_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, maker = quick_rows(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(mask_batch, "fill_table", broken)
+        failed = maker.make(rows).failed
+    assert [str(failed[one]) for one in rows] == ["Panic: the library failed"] * 3
+    assert [*maker.make(rows).lines] == rows
+
+
 def quick_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Constraint], Masks]:
     """Three rows of one format, whose masks another thread makes together."""
     monkeypatch.setattr(masks, "few", lambda: 0)

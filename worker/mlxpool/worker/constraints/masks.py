@@ -104,8 +104,6 @@ class Masks:
             fill = batch.run_take()
             for one, _ in batch.tokens:
                 one.record.making = None
-            if batch.error is not None and not batch.taken:
-                raise batch.error
             self._begin(batch, fill=fill)
             return
         quick = self._taking(tokens)
