@@ -25,7 +25,8 @@ from mlxpool.worker.attention.dot_product import pairs_in_memory
 from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.prediction_rows import MAX_WAITING, Predictions
 from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_states import separate, settle
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
@@ -345,6 +346,7 @@ class ModelEngine(WarmedEngine):
             if self._uploads is not None:
                 self._uploads.begin()
             rows = self._row_spans(wants)
+            self._free_states(wants, rows)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
@@ -406,6 +408,29 @@ class ModelEngine(WarmedEngine):
                 assert vision is not None, "only models that read images get some"
                 add_images(row, span, vision, self.encoded)
         return rows
+
+    def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
+        """Lets arrays of recurrent states be freed that no row of the next pass needs.
+
+        What rows hold at most is in `_set_row_sizes`.
+        """
+        if wants.again or not self._layout.store.stateful:
+            return
+        going = [one.row for one in rows if isinstance(one.row, RowCache)]
+        if self._predictions is not None and not self._flights:
+            settle(going)
+        inside = {span.sequence for span in wants.every}
+        idle = [
+            row
+            for seq, row in self._rows.items()
+            if seq not in inside
+            and isinstance(row, RowCache)
+            # A row whose last token is in flight leaves soon.
+            and len(seq.ids) + seq.awaited < seq.max_tokens
+        ]
+        found = separate(idle, going)
+        if found:
+            mx.async_eval(*found)  # type: ignore[no-untyped-call]
 
     def _results(
         self,
