@@ -249,6 +249,21 @@ def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
     assert one.forced(find=True) == forced[2:]
 
 
+def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
+    """Its end says whether it is complete, also while another thread makes its next mask."""
+    one = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
+    while not one.accepts:
+        token = tokens_of(one.mask())[0]
+        assert mask_batch.take_together([(one, token)], find=True) == [one]
+        one.give_back()
+        true = one.matcher
+        one.matcher = SimpleNamespace(is_accepting=broken, is_stopped=broken)  # type: ignore[assignment]
+        assert (one.accepts, one.finished) == (False, False)
+        one.matcher = true
+        one.take(token)
+    assert not one.finished
+
+
 def test_masks_of_several_makers_come_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch, of a later one, and one that a constraint made by itself; in any room."""
     rows, maker = quick_rows(monkeypatch)

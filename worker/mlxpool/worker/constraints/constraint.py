@@ -193,6 +193,7 @@ class Constraint:
         self._forced.clear()
         self._forget()
         self.matcher.rollback(1)  # where it fails, so does the next mask
+        self._finished = self.finished  # `accepts` as well: asked before another mask is begun
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.
