@@ -203,6 +203,27 @@ def test_a_row_that_sits_out_keeps_its_own_states_alone(
         assert seq.ids == plain_answer(loaded, seq)[:6]
 
 
+def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
+    loaded: LoadedModel, kernel: list[int]
+) -> None:
+    """The cache of one entry counts one state of a row, and the next prompt goes on from it."""
+    engine = engine_of(loaded, prefix="single")
+    rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
+    for seq in rows:
+        enter(engine, seq)
+    decode(engine, rows, 3)
+    row = cast(RowCache, engine._rows[rows[0]])
+    engine.release(rows[0])
+    held = [one for layer in row.state_layers() for one in layer.held()]
+    assert sum(one.nbytes for one in held) == row.shape.state_bytes
+    decode(engine, rows[1:], 2)
+    again = sequence((*rows[0].prompt, *rows[0].ids, 5))
+    enter(engine, again)
+    assert engine._rows[again] is row and again.cached == len(rows[0].prompt) + 2
+    decode(engine, [again], 3)
+    assert again.ids == plain_answer(loaded, again)[:3]
+
+
 def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
     predicting: LoadedModel, kernel: list[int]
 ) -> None:

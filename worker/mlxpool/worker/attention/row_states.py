@@ -86,6 +86,15 @@ def settle(rows: Iterable[RowCache]) -> None:
             layer.settle()
 
 
+def keep_alone(row: RowCache) -> list[mx.array]:
+    """Leaves a row nothing but its newest states, in arrays of its own: no pass will compute it.
+
+    Returns the arrays that have to be evaluated.
+    """
+    settle([row])
+    return [array for layer in row.state_layers() for array in layer.own()]
+
+
 def separate(idle: Iterable[RowCache], going: Iterable[RowCache]) -> list[mx.array]:
     """Gives rows that sit out a pass states of their own, if they share arrays with rows in it.
 

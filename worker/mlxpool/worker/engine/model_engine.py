@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from time import monotonic
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.attention.row_batch import Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache
-from mlxpool.worker.attention.row_states import separate, settle
+from mlxpool.worker.attention.row_states import keep_alone, separate, settle
 from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
 from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.image_spans import add_images
@@ -291,6 +292,9 @@ class ModelEngine(LayoutEngine):
             # The row may hold a token in flight. A preempted sequence starts again with its last
             # token, so a recurrent state must not include that one.
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
+            may_stay = self._prefix.exclusive and isinstance(row, RowCache)
+            if may_stay and (found := keep_alone(cast(RowCache, row))):
+                mx.async_eval(*found)  # type: ignore[no-untyped-call]
         super().release(seq)
 
     def _forget_predictions(self, rows: Collection[Sequence]) -> None:
