@@ -197,8 +197,7 @@ class ModelEngine(LayoutEngine):
             # A row whose last token is in flight leaves soon.
             and len(seq.ids) + seq.awaited < seq.max_tokens
         ]
-        found = separate(idle, going)
-        if found:
+        if idle and (found := separate(idle, going)):
             mx.async_eval(*found)  # type: ignore[no-untyped-call]
 
     def _results(
