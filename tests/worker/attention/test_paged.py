@@ -45,7 +45,7 @@ from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.engine import model_engine as engine_room  # noqa: E402
+from mlxpool.worker.engine import layout_engine as engine_room  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.prefix.paths import Part  # noqa: E402

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import row_states  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
 from mlxpool.worker.attention.row_states import sources_of  # noqa: E402
-from mlxpool.worker.caches.specs import RecurrentSpec  # noqa: E402
+from mlxpool.worker.caches.specs import ROLLBACK_STEPS, RecurrentSpec  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.recurrent.span_states import (  # noqa: E402
     MAX_SOURCES,
@@ -173,6 +173,80 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
             break
 
 
+def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
+    """Returns the bytes of all arrays with states of these rows, each once."""
+    layers = [layer for seq in rows for layer in cast(RowCache, engine._rows[seq])._layers]
+    arrays = [one for layer in layers if isinstance(layer, StateLayer) for one in layer.held()]
+    return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
+
+
+def test_a_row_that_sits_out_keeps_its_own_states_alone(
+    loaded: LoadedModel, kernel: list[int]
+) -> None:
+    """Rows that decode meanwhile have other arrays; a prompt that is read alone copies none."""
+    engine = engine_of(loaded, prefix="off")
+    rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
+    for seq in rows:
+        enter(engine, seq)
+    decode(engine, rows, 3)
+    before = held_bytes(engine, rows[:1])
+    late = sequence(prompt_of(5, 7))
+    enter(engine, late)
+    assert held_bytes(engine, rows[:1]) == before
+    decode(engine, [*rows[1:], late], 3)
+    state = cast(RowCache, engine._rows[rows[0]]).shape.state_bytes
+    assert before == 3 * (1 + ROLLBACK_STEPS) * state
+    assert held_bytes(engine, rows[:1]) == (1 + ROLLBACK_STEPS) * state
+    assert held_bytes(engine, [*rows, late]) <= 4 * (1 + ROLLBACK_STEPS) * state
+    for seq in rows:
+        decode(engine, [seq], 6 - len(seq.ids))
+        assert seq.ids == plain_answer(loaded, seq)[:6]
+
+
+def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
+    loaded: LoadedModel, kernel: list[int]
+) -> None:
+    """The cache of one entry counts one state of a row, and the next prompt goes on from it."""
+    engine = engine_of(loaded, prefix="single")
+    rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
+    for seq in rows:
+        enter(engine, seq)
+    decode(engine, rows, 3)
+    row = cast(RowCache, engine._rows[rows[0]])
+    engine.release(rows[0])
+    held = [one for layer in row.state_layers() for one in layer.held()]
+    assert sum(one.nbytes for one in held) == row.shape.state_bytes
+    decode(engine, rows[1:], 2)
+    again = sequence((*rows[0].prompt, *rows[0].ids, 5))
+    enter(engine, again)
+    assert engine._rows[again] is row and again.cached == len(rows[0].prompt) + 2
+    decode(engine, [again], 3)
+    assert again.ids == plain_answer(loaded, again)[:3]
+
+
+def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
+    predicting: LoadedModel, kernel: list[int]
+) -> None:
+    """What all rows hold is what `_set_row_sizes` counts, however their drafts are divided."""
+    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
+    rows = [Sequence(bytes([n] * 16), 1, prompt_of(9, n), options, n, 24) for n in range(4)]
+    answers = {seq: plain_answer(predicting, seq) for seq in rows}
+    engine = engine_of(predicting, prefix="off")
+    for seq in rows:
+        enter(engine, seq)
+    most = len(rows) * 2 * (1 + engine.limits.drafts)
+    for number in range(5):
+        checks = [
+            Span.check(seq, tuple(answers[seq][len(seq.ids) :][: engine.limits.drafts]))
+            for seq in rows[1:]
+        ]
+        for one in step(engine, [*decode_spans(rows[:1]), *checks]):
+            one.sequence.ids.append(one.token)
+        state = cast(RowCache, engine._rows[rows[0]]).shape.state_bytes
+        assert held_bytes(engine, rows) <= most * state, number
+    assert all(seq.ids == answers[seq][: len(seq.ids)] for seq in rows)
+
+
 def test_states_of_many_arrays_are_copied_into_one() -> None:
     """A kernel reads MAX_SOURCES arrays; a row without a state reads none."""
     wholes = [mx.full((2, 3), n) for n in range(MAX_SOURCES + 2)]
@@ -196,7 +270,7 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
     whole = mx.arange(20).reshape(4, 5).astype(mx.float32)
     for begin in (0, 1):  # as of a step of one token, then of a check of three
         slices = [StateSlice(whole, begin + n) for n in range(1 + 2 * begin)]
-        row.put_state_slices(0, *slices)
+        row.put_states(0, *slices)
         row.advance(len(slices))
     assert row.nbytes == spec.state_bytes
     for to, line in ((4, 3), (3, 2), (2, 1), (1, 0)):

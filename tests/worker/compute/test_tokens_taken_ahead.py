@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -104,6 +105,11 @@ def test_every_row_gets_what_it_gets_alone(
         rows.admit(number, **options)
     same(rows.run(), alone)
     assert max(taken) >= 3
+    made = rows.steps._constrained._masks
+    for one in made._unread:  # begun behind the last tokens of answers
+        assert one.wait(monotonic() + 60)
+    made._drop_unwanted()
+    assert not made._unread
 
 
 @pytest.mark.parametrize("fails", ["_submitted", "collect"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +121,48 @@ def test_a_token_that_may_not_follow_is_refused_when_it_is_taken() -> None:
         wrong.take(token)
 
 
+class Panic(BaseException):
+    """As the library raises: no Exception."""
+
+
+def broken(*args: Any) -> Any:
+    raise Panic("the library failed")
+
+
+@pytest.mark.parametrize("many", [0, 99])
+def test_a_library_that_fails_ends_the_answers_whose_tokens_it_had(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens that it takes in one call, all answers fail, for which it took is not known."""
+    monkeypatch.setattr(mask_batch, "MANY", many)
+    rows, maker = quick_rows(monkeypatch)
+    token = tokens_of(rows[0].copy().mask())[0]
+    failing = SimpleNamespace(consume_token=broken, consume_token_par=broken)
+    monkeypatch.setattr(mask_batch, "executor", lambda: failing)
+    true, rows[0].matcher = rows[0].matcher, failing  # type: ignore[assignment]
+    pairs = [(one, token) for one in rows]
+    maker.take_ahead(pairs, least=0)
+    maker.take(pairs, least=0)
+    rows[0].matcher = true
+    for one in rows if many == 0 else rows[:1]:
+        assert not one.goes_on(token, NO_RUN)
+        with pytest.raises(RuntimeError, match="Panic: the library failed"):
+            one.take(token)
+    if many:
+        assert all(one.goes_on(token, NO_RUN) for one in rows[1:])
+
+
+def test_masks_go_on_behind_one_that_the_library_failed_to_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, maker = quick_rows(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(mask_batch, "fill_table", broken)
+        failed = maker.make(rows).failed
+    assert [str(failed[one]) for one in rows] == ["Panic: the library failed"] * 3
+    assert [*maker.make(rows).lines] == rows
+
+
 def quick_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Constraint], Masks]:
     """Three rows of one format, whose masks another thread makes together."""
     monkeypatch.setattr(masks, "few", lambda: 0)
@@ -165,6 +210,33 @@ def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyP
         one.take(tokens_of(wanted)[-1])  # any token may still be the next one
 
 
+def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may end with the token behind which its mask was begun: nobody asks for that."""
+    rows, maker = quick_rows(monkeypatch)
+    (table,) = maker._free
+    left = weakref.ref(rows[0])
+    for _ in range(4):
+        token = tokens_of(rows[0].copy().mask())[0]
+        maker.take_ahead([(one, token) for one in rows], NO_RUN)
+        maker.take([(one, token) for one in rows], NO_RUN)
+        batch = rows[0].record.making
+        assert batch.constraints and batch.wait(monotonic() + 60)
+        assert batch.table is table, "memory of masks that nobody asks for is not used again"
+        del batch
+        for one in rows:
+            one.take(token)
+            one.ended = True
+        rows = [constraint(FORMATS[1]) for _ in range(3)]
+        for one in rows:
+            one.record.quick = masks.QUICK_MASKS
+    gc.disable()
+    try:
+        maker.make(rows)
+        assert left() is None, "an answer that has ended keeps its grammar"
+    finally:
+        gc.enable()
+
+
 def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
     one = constraint({"type": "choice", "choices": ["something that is forced"]})
     forced = one.forced(find=True)
@@ -175,6 +247,21 @@ def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
         assert one.forced(find=True) == forced[taken:]
         one.take(forced[taken])
     assert one.forced(find=True) == forced[2:]
+
+
+def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
+    """Its end says whether it is complete, also while another thread makes its next mask."""
+    one = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
+    while not one.accepts:
+        token = tokens_of(one.mask())[0]
+        assert mask_batch.take_together([(one, token)], find=True) == [one]
+        one.give_back()
+        true = one.matcher
+        one.matcher = SimpleNamespace(is_accepting=broken, is_stopped=broken)  # type: ignore[assignment]
+        assert (one.accepts, one.finished) == (False, False)
+        one.matcher = true
+        one.take(token)
+    assert not one.finished
 
 
 def test_masks_of_several_makers_come_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ class RowBatch(RotateThenAttend):
                 states[one.span].append(tuple(each[place] for each in after))
                 found[one.span].append(out[place])
         for span, row in rows.items():
-            row.put_states(layer, states[span][1:])
+            row.put_states(layer, *states[span][1:])
         return {span: mx.concatenate(parts) for span, parts in found.items()}
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:

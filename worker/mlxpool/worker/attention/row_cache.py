@@ -326,6 +326,16 @@ class StateLayer:
         while len(self._before) > max(ROLLBACK_STEPS, len(new)):
             del self._before[next(iter(self._before))]
 
+    def settle(self) -> None:
+        """Forgets the states before that after all tokens: the row goes back to none of them."""
+        self._before = {}
+
+    def own(self) -> list[mx.array]:
+        """Copies states out of arrays of which other rows have a part; returns all arrays then."""
+        now, *before = (_alone(one) for one in (self._now, *self._before.values()))
+        self._now, self._before = now, dict(zip(self._before, before, strict=True))
+        return self.held()
+
     def trim(self, offset: int, to: int) -> None:
         """See FullLayer. Possible by at most ROLLBACK_STEPS steps, or to 0 tokens."""
         if to == 0:
@@ -334,6 +344,10 @@ class StateLayer:
             assert to in self._before, f"a state of {offset} tokens cannot go back to {to}"
             self._now = self._before[to]
             self._before = {at: state for at, state in self._before.items() if at < to}
+
+
+def _alone(state: Arrays | StateSlice) -> Arrays | StateSlice:
+    return state.alone() if isinstance(state, StateSlice) else state
 
 
 LayerArrays = FullLayer | WindowLayer | StateLayer
@@ -385,17 +399,17 @@ class RowCache:
         """Stores the state after the tokens of this step, or of those that fill an empty row."""
         self._state(layer).write(self.offset, state)
 
-    def put_states(self, layer: int, states: Sequence[Arrays]) -> None:
-        """Stores the states after each token of this step, so that the row can go back to any."""
-        self._state(layer).write(self.offset, *states)
-
     def state_slice(self, layer: int) -> StateSlice | None:
         """Returns `state` as a line of an array; None: it is zeros."""
         return self._state(layer).slice()
 
-    def put_state_slices(self, layer: int, *states: StateSlice) -> None:
+    def put_states(self, layer: int, *states: Arrays | StateSlice) -> None:
         """Stores the state after this step or, of one that checks drafts, after each token."""
         self._state(layer).write(self.offset, *states)
+
+    def state_layers(self) -> list[StateLayer]:
+        """Returns the recurrent layers."""
+        return [layer for layer in self._layers if isinstance(layer, StateLayer)]
 
     def advance(self, count: int) -> None:
         """Records that `count` more tokens are written in each layer."""

@@ -54,14 +54,13 @@ class PassStates:
         for span, begin in zip(self._spans, self._written, strict=False):
             if span.checks:
                 slices = [StateSlice(after, begin + number) for number in range(span.count)]
-                span.row.put_state_slices(layer, *slices)
+                span.row.put_states(layer, *slices)
             elif span.count > 1 and self._written[-1] > 1:
                 # A prompt that is read in parts may wait while others decode: a copy lets their
                 # states be freed.
-                own = mx.contiguous(after[begin : begin + 1])
-                span.row.put_state_slices(layer, StateSlice(own, 0))
+                span.row.put_states(layer, StateSlice(after, begin).alone())
             else:
-                span.row.put_state_slices(layer, StateSlice(after, begin))
+                span.row.put_states(layer, StateSlice(after, begin))
         return out
 
     def _plan(self, places: tuple[Place, ...]) -> mx.array:
@@ -75,6 +74,40 @@ class PassStates:
             ]
             self._plans[places] = mx.array(np.array(numbers, dtype=np.int32))
         return self._plans[places]
+
+
+def settle(rows: Iterable[RowCache]) -> None:
+    """Forgets the states to which rows went back, if passes were taken back; none is in flight.
+
+    Those behind drafts that were checked are in arrays that are several times as large as others.
+    """
+    for row in rows:
+        for layer in row.state_layers():
+            layer.settle()
+
+
+def keep_alone(row: RowCache) -> list[mx.array]:
+    """Leaves a row nothing but its newest states, in arrays of its own: no pass will compute it.
+
+    Returns the arrays that have to be evaluated.
+    """
+    settle([row])
+    return [array for layer in row.state_layers() for array in layer.own()]
+
+
+def separate(idle: Iterable[RowCache], going: Iterable[RowCache]) -> list[mx.array]:
+    """Gives rows that sit out a pass states of their own, if they share arrays with rows in it.
+
+    Those arrays are freed when all rows have gone on; a row that sits out would keep them whole.
+    Returns the arrays that have to be evaluated.
+    """
+    shared = {id(one) for row in going for layer in row.state_layers() for one in layer.arrays}
+    found: list[mx.array] = []
+    for row in idle:
+        layers = row.state_layers()
+        if any(id(one) in shared for layer in layers[:1] for one in layer.arrays):
+            found += [array for layer in layers for array in layer.own()]
+    return found
 
 
 def sources_of(

@@ -284,6 +284,8 @@ class Generations:
     def forget(self, generation: Generation) -> None:
         """Remove it without a delta."""
         generation.sequence.phase = Phase.FINISHED
+        if generation.constraint is not None:
+            generation.constraint.ended = True
         del self._by_key[generation.key], self._by_sequence[generation.sequence]
         self._constrained.pop(generation.sequence, None)
         self.release(generation.sequence)

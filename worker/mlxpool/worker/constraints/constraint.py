@@ -84,12 +84,14 @@ class Constraint:
         self._sought = False  # whether forced tokens were looked for behind the newest token
         self._accepts: bool | None = None  # at the newest token; None: the matcher was not asked
         self._finished: bool | None = None  # the same
+        self._error: Exception | None = None  # that `take` raises
         self._ahead: int | None = None  # a token that the matcher has, and `take` was not told
         self._thoughts: bytes | None = None  # the end of their text; None: they have ended
         self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
         self.tokens = tokens
         self.small = small
+        self.ended = False  # set by who ends the answer: no token follows, and no mask is asked for
         self.record = MaskRecord()
 
     def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
@@ -164,13 +166,17 @@ class Constraint:
         if find and not accepts and self._canonical:
             forced.extend(matcher.compute_ff_tokens())
 
+    def fail(self, error: Exception) -> None:
+        """Has `take` raise: whether the matcher has the next token is not known."""
+        self._error = error
+
     def goes_on(self, token: int, least: int) -> bool:
         """Appends a token that was taken ahead, where the answer goes on with a drawn token.
 
         Returns False and does nothing where it does not: the answer is complete, `least` or more
         tokens are forced, or the token was not taken ahead. Then `take` appends the token.
         """
-        if self._ahead != token or self._finished or len(self._forced) >= least:
+        if self._ahead != token or self._error or self._finished or len(self._forced) >= least:
             return False
         self._ahead = None
         return True
@@ -187,6 +193,7 @@ class Constraint:
         self._forced.clear()
         self._forget()
         self.matcher.rollback(1)  # where it fails, so does the next mask
+        self._finished = self.finished  # `accepts` as well: asked before another mask is begun
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.
@@ -198,7 +205,9 @@ class Constraint:
         return [*islice(self._forced, MAX_RUN)]
 
     def take(self, token: int) -> None:
-        """Appends a token. Raises BadRequest for one that may not follow."""
+        """Appends a token. Raises BadRequest for one that may not follow, or see `fail`."""
+        if self._error is not None:
+            raise self._error
         if self._ahead is not None:
             assert token == self._ahead, "the token that was taken ahead is the next one"
             self._ahead = None

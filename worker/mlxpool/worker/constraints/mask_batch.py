@@ -41,18 +41,43 @@ class FilledTable:
 def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> list[Constraint]:
     """Gives constraints a token before their `take` is called, see Constraint.taken_ahead.
 
-    Returns those that took it; of the others `take` raises.
+    Returns those that took it; of the others `take` raises, also where the library has failed.
     """
-    pairs = [(one.matcher, token) for one, token in tokens]
-    if len(pairs) < MANY:
-        taken = [matcher.consume_token(token) for matcher, token in pairs]
-    else:
-        taken = executor().consume_token_par(pairs)
-    if not all(taken):
-        tokens = [pair for pair, was_right in zip(tokens, taken, strict=True) if was_right]
-    for one, token in tokens:
+    if len(tokens) >= MANY:
+        try:
+            taken = executor().consume_token_par([(one.matcher, token) for one, token in tokens])
+        except BaseException as error:
+            for one, _ in tokens:
+                one.fail(as_exception(error))
+            return []
+        if not all(taken):
+            tokens = [pair for pair, was_right in zip(tokens, taken, strict=True) if was_right]
+        return [one for one, token in tokens if _noted(one, token, find=find)]
+    return [one for one, token in tokens if _taken(one, token) and _noted(one, token, find=find)]
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Returns what the library raised as an error of a request: a panic of it is no Exception."""
+    return (
+        error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+    )
+
+
+def _taken(one: Constraint, token: int) -> bool:
+    try:
+        return one.matcher.consume_token(token)
+    except BaseException as error:
+        one.fail(as_exception(error))
+        return False
+
+
+def _noted(one: Constraint, token: int, *, find: bool) -> bool:
+    try:
         one.taken_ahead(token, find=find)
-    return [one for one, _ in tokens]
+    except BaseException as error:
+        one.fail(as_exception(error))
+        return False
+    return True
 
 
 def fill_table(

@@ -48,8 +48,8 @@ class Batch:
     """Constraints that take a token each, and whose masks are made together then.
 
     One thread does so: the first that calls `run`, `run_take` or `run_fill`; the others wait for
-    it. The one that made the batch reads the attributes afterwards: `taken`, the constraints that
-    took their token, and `constraints`, those whose masks are made. `seconds` that this took.
+    it. The one that made the batch reads the attributes afterwards: `constraints`, those whose
+    masks are made, the `seconds` that this took, and the `error` that made all of them fail.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class Batch:
         self.table = table
         self.constraints = constraints
         self.tokens = tokens
-        self.taken: list[Constraint] = []
         self.filled = FilledTable([], 0)
         self.error: Exception | None = None
         self.seconds = 0.0
@@ -144,19 +143,17 @@ class Batch:
     def _take(self) -> None:
         try:
             if self.tokens:
-                self.taken = mask_batch.take_together(self.tokens, find=True)
-                self.constraints = [one for one in self.taken if one.draws_next(self._least)]
-        except Exception as error:
-            self.error = error
+                taken = mask_batch.take_together(self.tokens, find=True)
+                self.constraints = [one for one in taken if one.draws_next(self._least)]
         finally:
             self._taking.release()
 
     def _fill(self, begins: Callable[[], None]) -> None:
         try:
-            if self.constraints and self.error is None:
+            if self.constraints:
                 self._fill_table(begins)
-        except Exception as error:
-            self.error = error
+        except BaseException as error:
+            self.error = mask_batch.as_exception(error)
         finally:
             self._filling.release()
             self._made()
@@ -213,8 +210,8 @@ def timed_mask(constraint: Constraint) -> tuple[Found, float]:
     began = thread_time()
     try:
         found: Found = constraint.mask()
-    except Exception as error:
-        found = error
+    except BaseException as error:
+        found = mask_batch.as_exception(error)
     return found, thread_time() - began
 
 

@@ -46,6 +46,7 @@ class Masks:
         """`memory` returns memory for so many masks that a device addresses, if it has some."""
         self._memory = memory
         self._free: list[MaskTable] = []
+        self._unread: list[Batch] = []  # whose masks nobody has asked for yet
         self._ahead: Batch | None = None  # tokens that constraints take before they are committed
         self._threads: ThreadPoolExecutor | None = None
         self._news = threading.Event()  # a mask was made since `wait` looked
@@ -103,8 +104,6 @@ class Masks:
             fill = batch.run_take()
             for one, _ in batch.tokens:
                 one.record.making = None
-            if batch.error is not None and not batch.taken:
-                raise batch.error
             self._begin(batch, fill=fill)
             return
         quick = self._taking(tokens)
@@ -123,6 +122,7 @@ class Masks:
             batch.run_fill()
         while not batch.wait(monotonic() + MAX_WAIT):
             pass  # the library's bounds end it
+        self._free.append(batch.table)
         for one, _ in batch.tokens:
             one.record.making = None
             one.give_back()
@@ -184,6 +184,7 @@ class Masks:
         """
         table = self._table(constraints[0], len(constraints))
         batch = Batch(table, constraints=constraints, made=self._news.set)
+        self._unread.append(batch)
         for one in constraints:
             one.record.making = batch
         if here:
@@ -199,7 +200,9 @@ class Masks:
             one.record.making = batch
         if not batch.constraints:
             self._free.append(batch.table)
-        elif fill:
+            return
+        self._unread.append(batch)
+        if fill:
             self._run_elsewhere(batch.run_fill)
 
     def _run_elsewhere(self, run: Callable[[Callable[[], None]], None]) -> None:
@@ -219,6 +222,7 @@ class Masks:
 
     def _table(self, one: Constraint, lines: int) -> MaskTable:
         """Returns memory for masks of the vocabulary that a constraint has."""
+        self._drop_unwanted()
         words = words_of_mask(one.tokens)
         for place, table in enumerate(self._free):
             if len(table.words) >= lines and table.words.shape[1] == words:
@@ -227,6 +231,15 @@ class Masks:
         if found is not None and found.words.shape[1] == words:
             return found
         return new_table(max(LEAST_LINES, 1 << (lines - 1).bit_length()), words)
+
+    def _drop_unwanted(self) -> None:
+        """Drops masks that nobody will ask for, because all answers that they are of have ended.
+
+        Otherwise each such batch would keep its table, and the grammars of these answers.
+        """
+        for batch in [*self._unread]:
+            if batch.is_made() and all(one.ended for one in batch.constraints):
+                self._read(batch)
 
     def _collected(
         self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
@@ -256,11 +269,10 @@ class Masks:
             first = MadeMasks(self._table(constraints[0], len(constraints)))
         else:
             first = base.result()
-        table, used, lines, failed = first.table, first.used, {**first.lines}, {**first.failed}
-        kept = _kept(batches, set(constraints))
-        for one, _ in kept:
-            lines.pop(one, None)
-            failed.pop(one, None)
+        table, used, asked = first.table, first.used, set(constraints)
+        lines = {one: line for one, line in first.lines.items() if one in asked}
+        failed = {one: error for one, error in first.failed.items() if one in asked}
+        kept = _kept(batches, asked)
         for one, mask in self._made_by(made, others):
             if isinstance(mask, Exception):
                 failed[one] = mask
@@ -303,6 +315,7 @@ class Masks:
 
     def _read(self, batch: Batch) -> None:
         """Notes that the masks of a batch were read: no constraint waits for it."""
+        self._unread.remove(batch)
         quick = batch.seconds <= QUICK and batch.error is None
         for one in batch.constraints:
             record = one.record
@@ -319,12 +332,12 @@ class Masks:
 def _kept(
     batches: Sequence[Batch], asked: Collection[Constraint]
 ) -> list[tuple[Constraint, SingleMask]]:
-    """Returns the masks that batches made for constraints which have not asked for them."""
+    """Returns the masks that batches made for constraints which may still ask for them."""
     return [
         (one, SingleMask.kept(batch.found(place)))
         for batch in batches
         for place, one in enumerate(batch.constraints)
-        if one not in asked
+        if one not in asked and not one.ended
     ]
 
 

@@ -39,11 +39,11 @@ from mlxpool.worker.engine.description import (
     NOT_ON_A_GPU,
     describe,
     describe_counting,
+    describe_encoder,
     features,
     require_deterministic,
     tokenizer_kind,
 )
-from mlxpool.worker.engine.encoder_description import describe_encoder
 from mlxpool.worker.engine.kv_kinds import (
     kernels_read_int8,
     no_int8_kernels,

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.row_batch import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
-from mlxpool.worker.engine.model_engine import NO_TOKEN, ModelEngine
+from mlxpool.worker.engine.layout_engine import NO_TOKEN
+from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.row_engine import MIN_BLOCKS
 from mlxpool.worker.prompt.text_model import TokenTable

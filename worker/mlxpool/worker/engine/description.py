@@ -13,6 +13,7 @@ from mlxpool.common.protocol.images import VISION
 from mlxpool.worker import versions
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.encoders.folder import EncoderFolder
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
 from mlxpool.worker.layers.quantisation import QuantLayout
@@ -182,3 +183,31 @@ def _types(part: Any) -> set[str]:
     for one in inner if isinstance(inner, list) else []:
         found |= _types(one)
     return found
+
+
+def describe_encoder(encoder: EncoderFolder, tokenizer: str) -> dict[str, Any]:
+    """The `model` object of docs/models.md, of JSON values; `tokenizer` is its kind.
+
+    Beside the keys of a model that generates text it has `dimensions` of its vectors (0: it does
+    not embed), the names of its `prompts`, and its `labels`. Its task is its feature.
+    """
+    folder = encoder.folder
+    return {
+        "type": folder.model_type,
+        "size": folder.weight_bytes,
+        "parameters": sum(math.prod(shape) for shape in folder.plan.shapes.values()),
+        "layers": len(folder.plan.caches),
+        "context": encoder.source.context,
+        "vocabulary": encoder.source.vocab_size,
+        "quantisation": DTYPE_NAMES[main_dtype(folder.tensors.values())],
+        "tokenizer": tokenizer,
+        "templates": [],
+        "chat": None,
+        "eos_ids": [],
+        "digest": versions.digest_of(encoder.digest),
+        "features": [encoder.task, "batching"],
+        "details": details(folder, {}),
+        "dimensions": encoder.dimensions,
+        "prompts": sorted(encoder.source.prompts),
+        "labels": list(encoder.labels),
+    }

@@ -15,43 +15,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from time import monotonic
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.attention.dot_product import pairs_in_memory
-from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts, StateDrafts
-from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions
-from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
-from mlxpool.worker.attention.row_cache import RowShape
-from mlxpool.worker.caches.specs import ROLLBACK_STEPS
-from mlxpool.worker.caches.stored import AUTO
+from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts
+from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
+from mlxpool.worker.attention.row_batch import Ids, RowSpan
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_states import keep_alone, separate, settle
 from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
-from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.image_spans import add_images
-from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
+from mlxpool.worker.engine.layout_engine import LayoutEngine
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
-from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight
-from mlxpool.worker.engine.token_draws import TokenDraws
-from mlxpool.worker.engine.warm_up import WarmedEngine
-from mlxpool.worker.kernels import device, matmul_tiled
-from mlxpool.worker.layers.model_plan import PredictingModel
+from mlxpool.worker.engine.row_engine import Flight
+from mlxpool.worker.kernels import device
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, is_slot
-from mlxpool.worker.prefix.cache import PrefixCache
-from mlxpool.worker.prefix.modes import make_prefix_cache
-from mlxpool.worker.prompt.text_model import TokenTable
-from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SamplerOutput, last_token
 from mlxpool.worker.sampling.row_masks import NO_MASKS, RowMasks
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
-from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import (
     PromptLogprobs,
     SampledToken,
@@ -59,241 +44,18 @@ from mlxpool.worker.scheduling.sequence import (
     SequenceFailed,
 )
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import StepTarget
-from mlxpool.worker.speculation.model_drafter import DraftEngine
-from mlxpool.worker.speculation.mtp import Predictor
-from mlxpool.worker.transfers import downloads
-from mlxpool.worker.transfers.downloads import Download, Downloads
-from mlxpool.worker.transfers.uploads import SharedTable, Uploads, upload_copy
-from mlxpool.worker.weights.load import LoadedModel
+from mlxpool.worker.transfers.downloads import Download
+from mlxpool.worker.transfers.uploads import SharedTable
 
-MAX_STATE_DRAFTS = 3  # that a row checks, where it has a state behind each
 CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
-ROWS_STAY = (
-    "its layers have states or windows here, and rows with these cannot give up wrong drafts"
-)
-OTHER_BITS = "deterministic is true: log-probabilities of drafts differ in their last bits"
-NO_TOKEN = 0  # in place of an input that has no embedding: of an image, features replace it
 
 
-class ModelEngine(WarmedEngine):
+class ModelEngine(LayoutEngine):
     """The Engine of a loaded model; used by one thread."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        text: ChatTokenizer | TokenTable | None = None,
-        *,
-        context: int | None = None,
-        prefix: str = "tree",
-        prefix_bytes: int = 0,
-        lookahead: bool | None = None,
-        layout: str | None = None,
-        max_sequences: int = 8,
-        limit: int = 0,
-        blocks: int | None = None,
-        step_target: float = 0.0,
-        batch: int = 0,
-        kv: str = AUTO,
-        by_owner: bool = False,
-        draft: DraftEngine | None = None,
-    ) -> None:
-        """Makes an engine; `context` bounds the context length of the model.
-
-        `lookahead` None: only on a GPU. `layout` None: the best one, see layouts.choose_layout.
-        `limit` bounds the bytes of the process, see device.memory_limit. `blocks` None: as many as
-        the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
-        `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
-        `batch` bounds the tokens of a pass, see device.prefill_chunk. `kv`: what rows store, see
-        caches/stored.py. `by_owner`: sequences find only the prefixes that sequences of their owner
-        left. `draft`: the draft model, for whose memory room is left; it is warmed up and closed
-        with this engine.
-        """
-        folder = loaded.folder
-        super().__init__(
-            folder,
-            text,
-            weights=loaded.weight_bytes,
-            context=context,
-            prefix_bytes=prefix_bytes,
-            max_sequences=max_sequences,
-            limit=limit,
-            blocks=blocks,
-            batch=batch,
-            kv=kv,
-            by_owner=by_owner,
-        )
-        self.draft = draft
-        require_kv(kv, folder)
-        if loaded.deterministic:
-            require_deterministic(folder, on_gpu=device.on_gpu())
-        self._loaded = loaded
-        self._model, self._dtype = loaded.model, loaded.dtype
-        shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk, kv=kv)
-        name, shape = choose_layout(
-            layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
-        )
-        self._predictions = self._make_predictions(name, shape)
-        self._set_row_sizes(shape)
-        integers = shape.quantised and device.on_gpu()  # of which kernels read those of pools
-        windows = shape.keeps_all and shape.has_windows and not integers
-        if layout is None and windows and not self._holds_a_context():
-            # Rows keep only the tokens inside a window, so more sequences fit.
-            name, shape = "rows", replace(shape, keeps_all=False)
-            self._set_row_sizes(shape)
-        pairs = pair_budget(self.chunk)
-        self._pairs = pairs if loaded.deterministic else pairs_in_memory(shape, pairs)
-        shared = name == "pool" and downloads.works()
-        self._uploads = Uploads() if shared else None
-        self._downloads = Downloads() if shared else None
-        self._upload = self._uploads or upload_copy
-        self._layout_request = name, shape, prefix
-        self._layout, self._prefix = self._make_layout()
-        if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
-            raise ModelLoadFailed(no_int8_kernels(folder, cuda=device.on_cuda()))
-        if self._layout.sizes:  # attention of compiled passes keeps no scores
-            self.chunk = min(self.chunk, self._layout.sizes[-1])
-            self._pairs = self.chunk**2
-        self._spare = self._layout.spare + self._waiting_bytes()
-        self.blocks.capacity = self._capacity()
-        self._lookahead = device.on_gpu() if lookahead is None else lookahead
-        self._draws_alone = self._layout.store.stateful
-        self._target = StepTarget.of_device(on_gpu=device.on_gpu())
-        if step_target:
-            self._target = StepTarget(step_target, step_target)
-        self._step_seconds = self._target.most
-        self._image_encoder = None if folder.vision is None else ImageEncoder(loaded)
-        self._slot_token = NO_TOKEN
-        if folder.vision is not None and folder.vision.plan.crossed:
-            (self._slot_token,) = folder.vision.plan.tokens
-        self._draws = TokenDraws(self.vocab_size, self._upload)
-        self._mask_tables: list[MaskTable] = []  # that are allocated, and nobody has
-        self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
-        self._rows_before: list[RowSpan] = []  # of that pass
-        self._steps = 0
-
-    def _make_predictions(self, layout: str, shape: RowShape) -> HeadDrafts | None:
-        """Makes the drafts of the model's own head; None where it is not loaded or not served.
-
-        A layout in blocks of a pool does not give the states that a head without a cache reads.
-        """
-        plan = self._loaded.folder.plan
-        if not plan.predicts:
-            return None
-        cache = plan.prediction_cache
-        if cache is None:
-            served = layout != "pool" and not self._loaded.deterministic
-            head = cast(PredictingModel, self._model).prediction
-            return StateDrafts(head) if served else None
-        own = RowShape((cache,), shape.dtype, shape.capacity, shape.chunk)
-        self._head_block_bytes = KV_BLOCK_TOKENS * own.token_bytes
-        return Predictions(cast(PredictingModel, self._model).prediction, own)
-
-    def _waiting_bytes(self) -> int:
-        """Returns the bytes of states that wait for the head at most."""
-        if self._predictions is None:
-            return 0
-        width = self._loaded.folder.plan.shapes["model.norm.weight"][0]
-        return MAX_WAITING * self._max_sequences * width * self._loaded.dtype.size
-
-    def _set_row_sizes(self, shape: RowShape) -> None:
-        self._block_bytes = KV_BLOCK_TOKENS * max(shape.token_bytes, 1)
-        self._row_bytes = shape.fixed_bytes
-        if self._predictions is not None:  # the states behind drafts that are checked
-            self._row_bytes += MAX_STATE_DRAFTS * shape.state_bytes
-            if device.on_gpu():  # those of the step before stay as well, see StateSlice
-                self._row_bytes += (1 + MAX_STATE_DRAFTS - ROLLBACK_STEPS) * shape.state_bytes
-
-    def _holds_a_context(self) -> bool:
-        return (self._fixed_blocks or self._blocks_in_budget()) >= blocks_for(self.context)
-
-    @property
-    def layout(self) -> str:
-        """See Engine.layout."""
-        name, kv = self._layout.name, self._layout_request[1].kv
-        return name if kv == AUTO else f"{name}, {kv}"
-
-    def _make_layout(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[CacheRow]]:
-        """Makes the layout and its prefix cache.
-
-        A pool has `blocks`; None: enough for all sequences and prefixes, if the memory suffices.
-        """
-        name, shape, prefix = self._layout_request
-        if blocks is None:
-            prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
-            most = self._max_sequences * blocks_for(self.context) + prefixes
-            blocks = (
-                self._fixed_blocks
-                if self._fixed_blocks is not None
-                else min(most, self._blocks_in_budget())
-            )
-        layout = self._new_layout(name, shape, max(blocks, MIN_BLOCKS))
-        budget, by_owner = self._prefix_bytes, self._by_owner
-        return layout, make_prefix_cache(prefix, layout.store, budget, by_owner=by_owner)
-
-    @property
-    def _store(self) -> Any:
-        return self._layout.store
-
-    def _kept_rules(self) -> dict[str, Any]:
-        _, shape, _ = self._layout_request
-        return {
-            "layout": self._layout.name,
-            "kv": shape.kv,
-            "dtype": str(shape.dtype),
-            "caches": [str(cache) for cache in shape.caches],
-            "deterministic": self._loaded.deterministic,
-        }
-
-    def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
-        """Makes the layout of this name; a pool has `blocks` blocks."""
-        return make_layout(
-            name,
-            shape,
-            self._model,
-            blocks,
-            rows=self._max_sequences,
-            deterministic=self._loaded.deterministic,
-            on_gpu=device.on_gpu(),
-            uploads=self._uploads,
-            images=self._loaded.folder.vision is not None,
-            keeps_states=isinstance(self._predictions, Predictions),
-            keeps_drawn=isinstance(self._predictions, StateDrafts),
-        )
-
-    @property
-    def no_drafts(self) -> str:
-        """See Engine.no_drafts."""
-        if self._loaded.deterministic:
-            return OTHER_BITS
-        return "" if self._rows_go_back else ROWS_STAY
-
-    @property
-    def _rows_go_back(self) -> bool:
-        """Whether rows can give up drafts that were checked.
-
-        With a head they have the states behind few drafts, see RowCache.put_states.
-        """
-        return not self._layout.store.stateful or isinstance(self._predictions, Predictions)
-
-    @property
-    def predictor(self) -> Predictor | None:
-        """See Engine.predictor."""
-        return self._predictions
-
-    @property
-    def limits(self) -> StepLimits:
-        """See Engine.limits."""
-        return StepLimits(
-            lines=self.chunk,
-            pairs=pair_budget(self.batch),
-            context=self.context,
-            seconds=self._step_seconds,
-            ahead=int(self._lookahead),
-            sizes=self._layout.sizes,
-            run_lines=matmul_tiled.MAX_TOKENS if self._layout.sizes else 0,
-            drafts=MAX_STATE_DRAFTS if self._layout.store.stateful else 0,
-        )
+    _spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
+    _rows_before: list[RowSpan] | None = None  # of that pass
+    _steps = 0
 
     def submit(self, spans: Many[Span]) -> bool:
         """See Engine.submit."""
@@ -355,6 +117,7 @@ class ModelEngine(WarmedEngine):
             if self._uploads is not None:
                 self._uploads.begin()
             rows = self._row_spans(wants)
+            self._free_states(wants, rows)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
@@ -419,6 +182,28 @@ class ModelEngine(WarmedEngine):
                 assert vision is not None, "only models that read images get some"
                 add_images(row, span, vision, self.encoded)
         return rows
+
+    def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
+        """Lets arrays of recurrent states be freed that no row of the next pass needs.
+
+        What rows hold at most is in `_set_row_sizes`.
+        """
+        if wants.again or not self._layout.store.stateful:
+            return
+        going = [one.row for one in rows if isinstance(one.row, RowCache)]
+        if self._predictions is not None and not self._flights:
+            settle(going)
+        inside = {span.sequence for span in wants.every}
+        idle = [
+            row
+            for seq, row in self._rows.items()
+            if seq not in inside
+            and isinstance(row, RowCache)
+            # A row whose last token is in flight leaves soon.
+            and len(seq.ids) + seq.awaited < seq.max_tokens
+        ]
+        if idle and (found := separate(idle, going)):
+            mx.async_eval(*found)  # type: ignore[no-untyped-call]
 
     def _results(
         self,
@@ -511,6 +296,9 @@ class ModelEngine(WarmedEngine):
             # The row may hold a token in flight. A preempted sequence starts again with its last
             # token, so a recurrent state must not include that one.
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
+            may_stay = self._prefix.exclusive and isinstance(row, RowCache)
+            if may_stay and (found := keep_alone(cast(RowCache, row))):
+                mx.async_eval(*found)  # type: ignore[no-untyped-call]
         super().release(seq)
 
     def _forget_predictions(self, rows: Collection[Sequence]) -> None:
@@ -527,23 +315,6 @@ class ModelEngine(WarmedEngine):
         seq.submitted = count
         return True
 
-    def blocks_in_use(self) -> int:
-        """See BlockMemory."""
-        free = self._layout.free_blocks
-        return super().blocks_in_use() if free is None else self._layout.blocks - free
-
-    def blocks_of(self, seq: Sequence) -> int:
-        """See BlockMemory."""
-        row = self._rows.get(seq)
-        return 0 if row is None else self._layout.blocks_of(row)
-
-    def _kv_bytes(self) -> tuple[int, int]:
-        used, free = self._layout.kv_bytes(self._rows.values())
-        return used + (self._predictions.nbytes if self._predictions is not None else 0), free
-
-    def _bytes_left(self) -> int:
-        return self._layout.left(self._rows.values(), self.blocks.capacity * self._block_bytes)
-
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
         """See Engine.encode."""
         if self._image_encoder is None:
@@ -551,17 +322,6 @@ class ModelEngine(WarmedEngine):
         features = self._image_encoder(image)
         mx.eval(features)
         self.encoded.put(image.key, features, pinned)
-
-    def _capacity(self) -> int:
-        if self._fixed_blocks is not None:
-            return self._fixed_blocks
-        blocks = self._blocks_in_budget()
-        return min(blocks, self._layout.blocks) if self._layout.holds_prefixes else blocks
-
-    @property
-    def yields_cores(self) -> bool:
-        """See Engine.yields_cores."""
-        return super().yields_cores and not self._loaded.deterministic
 
     @contextmanager
     def _discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    import mlx.core as mx
+import mlx.core as mx
 
 MAX_SOURCES = 4  # arrays from which a kernel reads states
 NO_SOURCE = -1  # of a span that begins with a state of zeros
@@ -29,6 +28,12 @@ class StateSlice:
 
     whole: mx.array
     index: int
+
+    def alone(self) -> StateSlice:
+        """Returns the state in an array of its own, so that `whole` can be freed."""
+        if self.whole.shape[0] == 1:
+            return self
+        return StateSlice(mx.contiguous(self.whole[self.index : self.index + 1]), 0)
 
     def arrays(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[mx.array, ...]:
         """Returns views of the arrays of the state, which have these shapes."""
