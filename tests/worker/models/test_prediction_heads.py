@@ -168,11 +168,22 @@ def test_further_heads_are_left_out(tmp_path: Path) -> None:
     stored["mtp.layers.1.mlp.gate.weight"] = np.ones((4, 8), np.float32)
     path = write_checkpoint(tmp_path / "qwen", weights=stored, **FAMILIES["qwen3_next"])
     inspect(path, predicts=True)
+    stored = weights_with_head("llama")
+    stored["mtp.layers.1.mlp.up_proj.weight"] = np.ones((4, 8), np.float32)
+    path = write_checkpoint(tmp_path / "llama", weights=stored, **EVERY["llama"])
+    inspect(path, predicts=True)
 
 
-def test_models_without_a_head_have_no_plan_of_one() -> None:
-    changed = settings("glm4_moe_lite", num_nextn_predict_layers=0)
-    assert models.plan(changed).prediction is None
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4_moe_lite", {"num_nextn_predict_layers": 0}),
+        ("llama", {"mtp_intermediate_size": 0}),
+        ("llama", {"mtp_intermediate_size": None}),
+    ],
+)
+def test_models_without_a_head_have_no_plan_of_one(family: str, changes: dict[str, Any]) -> None:
+    assert models.plan(settings(family, **changes)).prediction is None
 
 
 DRAFTED: dict[str, Any] = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}

@@ -70,6 +70,11 @@ MTP_NAMES = HeadNames(
 )
 
 
+def is_further_layer(name: str) -> bool:
+    """Whether a tensor is of a layer behind the first one of a head, which drafts at any depth."""
+    return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
+
+
 @dataclass(frozen=True, slots=True)
 class PredictionHead:
     """Describes a head that predicts further tokens, see above; the sizes are the model's.
