@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel, Prediction  # noqa: E402
+from mlxpool.worker.scheduling.memory_estimate import estimate_memory  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 
@@ -198,6 +200,31 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
     places = np.argmax(np.array(head.logits_of(states)), axis=1)
     wanted = stored["mtp.draft_tokens"][places].astype(int)
     assert np.array_equal(np.array(head.likeliest(states)), wanted)
+
+
+def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
+    """At load and before: it is made of the embeddings, and lies beside them."""
+    path = write_checkpoint(
+        tmp_path,
+        weights=weights_with_head("llama", 3, **DRAFTED),
+        **{**EVERY["llama"], **DRAFTED},
+    )
+    made = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
+    for predicts in (False, True):
+        loaded = load(inspect(path, predicts=predicts))
+        stored = sum(math.prod(one.shape) for one in loaded.folder.tensors.values())
+        assert loaded.weight_bytes == (stored + predicts * made) * loaded.dtype.size
+        need = estimate_memory(
+            loaded.folder,
+            context=64,
+            sequences=1,
+            prefix_cache="off",
+            prefix_bytes=0,
+            limit=2**30,
+            chunk=64,
+            float32=loaded.dtype == mx.float32,
+        )
+        assert need.weights == loaded.weight_bytes
 
 
 def test_tokens_that_a_head_cannot_draft_are_refused(tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ class Decoder:
             input_only=self.input_only,
             predicts=self.prediction is not None,
             prediction_cache=None if self.prediction is None else self.prediction.layer.cache,
+            built=0 if self.prediction is None else self.prediction.drafted * self.hidden,
         )
 
     def shapes(self) -> WeightShapes:
