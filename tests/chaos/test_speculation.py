@@ -10,6 +10,7 @@ import pytest
 from chaos.engine_faults import install_fault
 from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Result
+from support.draft_models import write_draft
 from support.pool import Pool, until
 from support.predicting_models import write_predicting
 
@@ -84,7 +85,7 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(
     With "auto" the drafts are of n-grams and of the draft model.
     """
     asked, wanted, path = ASKED, of_demo, "builtin:demo"
-    draft = "builtin:demo-draft" if setting in ("draft", "auto") else ""
+    draft = str(write_draft(tmp_path / "draft")) if setting in ("draft", "auto") else ""
     if setting == "mtp":
         path = str(write_predicting(tmp_path / "model", "qwen3_next", right=True))
         endless = [(count, {**options, "ignore_eos": True}) for count, options in asked[:2]]

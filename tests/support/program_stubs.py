@@ -33,7 +33,6 @@ REASONS = {
     "mlxpool bench": "measures for minutes: its own parser reads the arguments",
     "python bench/": "the same",
     "python examples/train_demo_chat.py": "trains for most of an hour: its own parser reads these",
-    "python examples/train_demo_draft.py": "trains for minutes: its own parser reads these",
     "python examples/train_demo_embedding.py": "trains for minutes: its own parser reads these",
     "python examples/train_demo_head.py": "trains on a GPU: its own parser reads the arguments",
     "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the arguments",

@@ -37,7 +37,7 @@ def test_a_worker_needs_the_weights_of_its_draft_model_as_well(tmp_path: Path) -
     model, draft = model_folder(tmp_path / "m"), model_folder(tmp_path / "d")
     (model / "model.safetensors").write_bytes(bytes(100))
     (draft / "model.safetensors").write_bytes(bytes(7))
-    paths = {str(draft): 107, "": 100, "builtin:demo-draft": 100, str(tmp_path / "none"): 100}
+    paths = {str(draft): 107, "": 100, "builtin:demo": 100, str(tmp_path / "none"): 100}
     for path, size in paths.items():
         found = ModelConfig(path=str(model), draft=path, speculation="auto")
         assert weights_bytes(found) == size

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from support.constrained_answers import demo
+from support.draft_models import write_draft
 from support.predicting_models import write_predicting
 from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 
@@ -26,7 +27,6 @@ from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.speculation.best_drafter import BestDrafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
-from mlxpool.worker.weights.locate import DEMO_DRAFT, FOLDERS  # noqa: E402
 
 SETTINGS = ["off", "ngram", "mtp", "draft", "auto"]
 
@@ -37,8 +37,8 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def draft() -> LoadedModel:
-    return load(inspect(FOLDERS[DEMO_DRAFT]))
+def draft(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(inspect(write_draft(tmp_path_factory.mktemp("models") / "draft")))
 
 
 @pytest.fixture(scope="module")

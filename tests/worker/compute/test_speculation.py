@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.constrained_answers import PROMPT, Answer, Answers, demo
+from support.draft_models import write_draft
 from support.drafting import EagerSpeculator, OracleDrafter
 from support.predicting_models import EVERY, FAMILIES, write_predicting
 
@@ -39,9 +40,9 @@ from mlxpool.worker.speculation.best_drafter import (  # noqa: E402
 from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
-from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
 
-DEMO = "demo"
+DEMO, DRAFT_MODEL = "demo", "its draft model"
 OF_DEMO = [(DEMO, layout) for layout in ("rows", "slabs", "pool")]
 OF_HEADS = [
     (f"{family}, {kind}", layout)
@@ -125,7 +126,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     The drafts of a head are mostly "right" or mostly "wrong".
     """
     root, size = tmp_path_factory.mktemp("models"), demo()[0].plan.vocab_size
-    found = Models({DEMO: load(demo()[0]), DEMO_DRAFT: load(inspect(FOLDERS[DEMO_DRAFT]))})
+    found = Models({DEMO: load(demo()[0]), DRAFT_MODEL: load(inspect(write_draft(root / "draft")))})
     found["demo, with its head"] = load(inspect(DEMO_FOLDER, predicts=True))
     for family in EVERY:
         for kind in ("right", "wrong"):
@@ -162,7 +163,7 @@ def engine(
     """An engine with what a drafter needs; a draft model has fewer rows than there are requests."""
     draft = None
     if drafter in ("draft", "auto"):
-        draft = DraftModelEngine(models[DEMO_DRAFT], demo()[2], rows=5, limit=0)
+        draft = DraftModelEngine(models[DRAFT_MODEL], demo()[2], rows=5, limit=0)
     return ModelEngine(
         models[model],
         demo()[1],
@@ -369,7 +370,7 @@ def test_drafts_of_the_demo_model_are_right(
     for number, answer in wanted.items():
         require_same(found[number], answer)
     assert speculator.accepted > 20 and speculator.accepted > speculator.drafted / 10
-    assert (made.memory().draft > models[DEMO_DRAFT].weight_bytes) == (setting != "ngram")
+    assert (made.memory().draft > models[DRAFT_MODEL].weight_bytes) == (setting != "ngram")
     made.close()
 
 

@@ -24,8 +24,9 @@ from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.scheduling import memory_estimate
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate
 from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS
+from mlxpool.worker.weights.locate import DEMO_FOLDER
 from support import seeing_models as seeing
+from support.draft_models import write_draft
 from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
 from support.worker_stores import Store, put_in_hub
 
@@ -376,13 +377,14 @@ def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
     assert report["memory"]["token"] == heads * layers * 10
 
 
-def test_memory_of_a_draft_model_is_needed_beside_that_of_its_model() -> None:
+def test_memory_of_a_draft_model_is_needed_beside_that_of_its_model(tmp_path: Path) -> None:
     """Its weights, and the rows of all sequences; the broker reserves its weights as well."""
     plain = ModelConfig(path="builtin:demo", sequences=4)
-    drafting = replace(plain, draft="builtin:demo-draft", speculation="draft")
+    path = write_draft(tmp_path / "draft")
+    drafting = replace(plain, draft=str(path), speculation="draft")
     reports = [check("m", one, machine=True) for one in (plain, drafting)]
     weights, more = (report["memory"]["weights"] for report in reports)
-    draft = inspect(FOLDERS[DEMO_DRAFT])
+    draft = inspect(path)
     rows = 4 * min(draft.context, 1024) * sum(one.token_bytes(2) for one in draft.plan.caches)
     assert more >= weights + draft.weight_bytes + rows
     small = inspect(DEMO_FOLDER).weight_bytes + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,15 @@ from mlxpool.worker.engine.layout_engine import NO_TOKEN
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.weights.locate import DEMO_DRAFT, DEMO_FOLDER, FOLDERS
+from mlxpool.worker.weights.locate import DEMO_FOLDER
+from support.draft_models import write_draft
 
 Change = Callable[[dict[str, Any]], None]
 
 
 def copied(folder: Path, file: str, change: Change) -> str:
-    """The path of a copy of the demo's draft model with one of its files changed."""
-    shutil.copytree(FOLDERS[DEMO_DRAFT], folder)
+    """The path of a draft model of the demo with one of its files changed."""
+    write_draft(folder)
     data = json.loads((folder / file).read_text())
     change(data)
     (folder / file).write_text(json.dumps(data))
@@ -51,12 +51,17 @@ def make_ordinary(data: dict[str, Any]) -> None:
     data["added_tokens"][0]["special"] = False
 
 
-def test_the_draft_model_of_the_demo_may_draft_for_it() -> None:
-    folder = inspect_draft(DEMO_DRAFT, inspect(DEMO_FOLDER))
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a draft model of the demo."""
+    return str(write_draft(tmp_path_factory.mktemp("models") / "draft"))
+
+
+def test_a_model_with_the_tokenizer_of_the_demo_may_draft_for_it(draft: str) -> None:
+    folder = inspect_draft(draft, inspect(DEMO_FOLDER))
     engine = load_draft(folder, lambda tensors, size: None, rows=1, limit=0)
     engine.warm_up()
     assert engine.max_rows == 1 and engine.context == folder.context <= 1024
-    assert sum(file.stat().st_size for file in FOLDERS[DEMO_DRAFT].iterdir()) < 2_000_000
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_what_cannot_draft_is_refused_by_name(path: str, words: str) -> None:
 
 
 def config(**fields: Any) -> ModelConfig:
-    return ModelConfig(**{"path": "builtin:demo", "draft": DEMO_DRAFT, **fields})
+    return ModelConfig(**{"path": "builtin:demo", "draft": "/models/draft", **fields})
 
 
 @pytest.mark.parametrize(
@@ -114,17 +119,17 @@ def test_a_setting_that_would_do_nothing_is_refused(fields: dict[str, Any], word
         open_source(config(**fields))
 
 
-def test_the_settings_name_the_draft_model() -> None:
+def test_the_settings_name_the_draft_model(draft: str) -> None:
     folder = inspect(DEMO_FOLDER)
     for setting in ("draft", "auto"):
-        found = draft_of(folder, config(speculation=setting))
-        assert found is not None and found.path == FOLDERS[DEMO_DRAFT]
+        found = draft_of(folder, config(speculation=setting, draft=draft))
+        assert found is not None and found.path == Path(draft)
     assert draft_of(folder, config(speculation="auto", draft="")) is None
 
 
-def test_a_token_that_the_draft_model_has_no_row_for_is_read_as_another() -> None:
+def test_a_token_that_the_draft_model_has_no_row_for_is_read_as_another(draft: str) -> None:
     """Models of one family are padded differently: the larger one may have more tokens."""
-    folder = inspect_draft(DEMO_DRAFT, inspect(DEMO_FOLDER))
+    folder = inspect_draft(draft, inspect(DEMO_FOLDER))
     engine = load_draft(folder, lambda tensors, size: None, rows=2, limit=0)
     beyond, known = ((5, 6, token, 7, 8) for token in (folder.plan.embedding_rows, NO_TOKEN))
     options = Options.parse({"temperature": 0.0, "logprobs": True})

@@ -30,8 +30,11 @@ class Others:
     rank, ranks = 0, 2
 
     def __init__(self, handle: bytes, answers: Sequence[int] = (1, 1)) -> None:
+        """`answers`: those of rank 1; it agrees to what is asked behind them."""
         self._handle, self._answers = handle, list(answers)
         self.told: list[bytes | int] = []
+        self.memory: FakePeerMemory | None = None  # of rank 0
+        self.held: list[tuple[int, int]] = []  # buffers that it had and mapped at each question
 
     def gathered(self, own: bytes) -> list[bytes]:
         """See Agreement."""
@@ -41,7 +44,9 @@ class Others:
     def least(self, number: int) -> int:
         """See Agreement."""
         self.told.append(number)
-        return min(number, self._answers.pop(0))
+        if self.memory is not None:
+            self.held.append((len(self.memory.allocated), len(self.memory.opened)))
+        return min(number, self._answers.pop(0) if self._answers else 1)
 
 
 def right(sums: PeerSums) -> bool:
@@ -89,14 +94,19 @@ def test_what_fails_on_one_rank_fails_on_all(
     told: Sequence[int],
     why: str,
 ) -> None:
-    """Each rank takes part in every exchange up to the one that fails, and frees what it has."""
+    """Each rank takes part in every exchange up to the one that fails, and frees what it has.
+
+    It frees its memory when no rank maps it any more, which all ranks say by one more answer.
+    """
     others = Others(other if handle is None else handle, answers)
+    others.memory = memory
     with pytest.raises(PeerMemoryError, match=why):
         connect(others, _no_driver if memory is None else lambda: memory, SHAPE, right)
-    assert others.told[1:] == list(told), "the other rank waits for no further answer"
+    assert others.told[1:] == [*told, 1], "the other rank waits for no further answer"
     exports = memory is not None and memory.exports
     assert (others.told[0] != NO_HANDLE) == exports
     if memory is not None:
+        assert others.held[-1] == (1, 0), "unmapped, and not freed before the others have unmapped"
         assert memory.allocated == {} and memory.opened == []
 
 
@@ -115,7 +125,23 @@ def test_sums_that_fail_here_are_used_nowhere(other: bytes, trial: Any, why: str
     others = Others(other)
     with pytest.raises(PeerMemoryError, match=why):
         connect(others, FakePeerMemory, SHAPE, trial)
-    assert others.told[1:] == [1, 0]
+    assert others.told[1:] == [1, 0, 1]
+
+
+def test_a_rank_whose_arrays_have_no_room_says_so_to_the_others(
+    other: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would wait for its answer until they are ended."""
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("[malloc] Unable to allocate 4096 bytes")
+
+    monkeypatch.setattr(peer_exchange, "PeerSums", fails)
+    others, memory = Others(other), FakePeerMemory()
+    with pytest.raises(PeerMemoryError, match=r"do not work here: \[malloc\]"):
+        connect(others, lambda: memory, SHAPE, right)
+    assert others.told[1:] == [1, 0, 1]
+    assert memory.allocated == {} and memory.opened == []
 
 
 def test_a_rank_that_does_not_come_to_the_trial_is_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel, Prediction  # noqa: E402
+from mlxpool.worker.scheduling.memory_estimate import estimate_memory  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 
@@ -168,11 +170,22 @@ def test_further_heads_are_left_out(tmp_path: Path) -> None:
     stored["mtp.layers.1.mlp.gate.weight"] = np.ones((4, 8), np.float32)
     path = write_checkpoint(tmp_path / "qwen", weights=stored, **FAMILIES["qwen3_next"])
     inspect(path, predicts=True)
+    stored = weights_with_head("llama")
+    stored["mtp.layers.1.mlp.up_proj.weight"] = np.ones((4, 8), np.float32)
+    path = write_checkpoint(tmp_path / "llama", weights=stored, **EVERY["llama"])
+    inspect(path, predicts=True)
 
 
-def test_models_without_a_head_have_no_plan_of_one() -> None:
-    changed = settings("glm4_moe_lite", num_nextn_predict_layers=0)
-    assert models.plan(changed).prediction is None
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4_moe_lite", {"num_nextn_predict_layers": 0}),
+        ("llama", {"mtp_intermediate_size": 0}),
+        ("llama", {"mtp_intermediate_size": None}),
+    ],
+)
+def test_models_without_a_head_have_no_plan_of_one(family: str, changes: dict[str, Any]) -> None:
+    assert models.plan(settings(family, **changes)).prediction is None
 
 
 DRAFTED: dict[str, Any] = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}
@@ -187,6 +200,31 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
     places = np.argmax(np.array(head.logits_of(states)), axis=1)
     wanted = stored["mtp.draft_tokens"][places].astype(int)
     assert np.array_equal(np.array(head.likeliest(states)), wanted)
+
+
+def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
+    """At load and before: it is made of the embeddings, and lies beside them."""
+    path = write_checkpoint(
+        tmp_path,
+        weights=weights_with_head("llama", 3, **DRAFTED),
+        **{**EVERY["llama"], **DRAFTED},
+    )
+    made = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
+    for predicts in (False, True):
+        loaded = load(inspect(path, predicts=predicts))
+        stored = sum(math.prod(one.shape) for one in loaded.folder.tensors.values())
+        assert loaded.weight_bytes == (stored + predicts * made) * loaded.dtype.size
+        need = estimate_memory(
+            loaded.folder,
+            context=64,
+            sequences=1,
+            prefix_cache="off",
+            prefix_bytes=0,
+            limit=2**30,
+            chunk=64,
+            float32=loaded.dtype == mx.float32,
+        )
+        assert need.weights == loaded.weight_bytes
 
 
 def test_tokens_that_a_head_cannot_draft_are_refused(tmp_path: Path) -> None:

@@ -66,13 +66,12 @@ def connect(
         except PeerMemoryError as error:
             why = str(error)
         _require_all(agreement, not why, why, "map the memory of the other GPUs")
-        sums = PeerSums(shape, agreement.rank, addresses)
-        why = _tried(sums, tries or _trial)
-        _require_all(agreement, not why, why, "add up over the memory of the other GPUs")
+        sums, why = _tried(shape, agreement.rank, addresses, tries or _trial)
+        _require_all(agreement, sums is not None, why, "add up over the memory of the other GPUs")
     except PeerMemoryError:
-        if memory is not None:
-            _give_up(memory, own, [one for one in addresses if one != own])
+        _give_up(agreement, memory, own, [one for one in addresses if one != own])
         raise
+    assert sums is not None, "required of all ranks"
     return sums
 
 
@@ -82,17 +81,21 @@ def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> 
         raise PeerMemoryError(why or f"another rank cannot {what}")
 
 
-def _tried(sums: PeerSums, trial: Callable[[PeerSums], bool]) -> str:
-    """What is wrong with the sums here; "": nothing."""
-    sums.set_bound(TRIAL_BOUND)
+def _tried(
+    shape: BufferShape, rank: int, addresses: Sequence[int], trial: Callable[[PeerSums], bool]
+) -> tuple[PeerSums | None, str]:
+    """The sums over these buffers; None, with what is wrong, where they do not work here."""
     try:
+        sums = PeerSums(shape, rank, addresses)
+        sums.set_bound(TRIAL_BOUND)
         with compiling():
             right = trial(sums)
     except (RuntimeError, ValueError) as error:
-        return f"the kernels do not work here: {error}"
+        return None, f"the kernels do not work here: {error}"
     if sums.lost is not None:
-        return f"rank {sums.lost} did not come to the first sums within {TRIAL_BOUND:.0f} s"
-    return "" if right else "the kernels give other numbers here"
+        late = f"rank {sums.lost} did not come to the first sums within {TRIAL_BOUND:.0f} s"
+        return None, late
+    return (sums, "") if right else (None, "the kernels give other numbers here")
 
 
 def _trial(sums: PeerSums) -> bool:
@@ -120,11 +123,19 @@ def _numbers(rank: int, lines: int) -> Numbers:
     return ((count * (rank + 3) + rank) % 16).astype(np.float32).reshape(lines, TRIAL_WIDTH)
 
 
-def _give_up(memory: PeerMemory, own: int, opened: Sequence[int]) -> None:
-    """Frees what was mapped and allocated, where the driver still does."""
+def _give_up(
+    agreement: Agreement, memory: PeerMemory | None, own: int, opened: Sequence[int]
+) -> None:
+    """Unmaps what was mapped and, when all ranks have, frees what was allocated.
+
+    What the driver does with memory that is freed while another process maps it is undefined. So
+    every rank takes part, also one that has no memory.
+    """
     for address in opened:
-        with suppress(PeerMemoryError):
-            memory.close(address)
-    if own:
+        if memory is not None:
+            with suppress(PeerMemoryError):
+                memory.close(address)
+    agreement.least(1)
+    if memory is not None and own:
         with suppress(PeerMemoryError):
             memory.free(own)

@@ -70,6 +70,11 @@ MTP_NAMES = HeadNames(
 )
 
 
+def is_further_layer(name: str) -> bool:
+    """Whether a tensor is of a layer behind the first one of a head, which drafts at any depth."""
+    return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
+
+
 @dataclass(frozen=True, slots=True)
 class PredictionHead:
     """Describes a head that predicts further tokens, see above; the sizes are the model's.
@@ -199,6 +204,7 @@ class Decoder:
             input_only=self.input_only,
             predicts=self.prediction is not None,
             prediction_cache=None if self.prediction is None else self.prediction.layer.cache,
+            built=0 if self.prediction is None else self.prediction.drafted * self.hidden,
         )
 
     def shapes(self) -> WeightShapes:

@@ -105,6 +105,7 @@ class ModelPlan:
     prediction: PredictionPlan | None = None  # where this is the model without its head
     predicts: bool = False  # whether this is the model with its head
     prediction_cache: CacheSpec | None = None  # what the head keeps of a sequence; None: nothing
+    built: int = 0  # numbers that `build` makes of the weights and keeps beside them
 
     @property
     def embedding_rows(self) -> int:

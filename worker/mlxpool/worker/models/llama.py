@@ -24,7 +24,13 @@ from mlxpool.worker.layers.config_fields import (
     number,
     require,
 )
-from mlxpool.worker.layers.decoder import MTP, MTP_NAMES, Decoder, PredictionHead
+from mlxpool.worker.layers.decoder import (
+    MTP,
+    MTP_NAMES,
+    Decoder,
+    PredictionHead,
+    is_further_layer,
+)
 from mlxpool.worker.layers.decoder_layer import DecoderLayer, FeedLayer, PreNormLayer
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
@@ -37,7 +43,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     decoder = Decoder.from_config(config, _layers(config))
-    if config.get(HEAD_WIDTH) is None:
+    if not config.get(HEAD_WIDTH):
         return decoder.plan()
     feed = GatedMLP(decoder.hidden, integer(config, HEAD_WIDTH))
     layer = FeedLayer(decoder.hidden, decoder.eps, feed)
@@ -51,7 +57,8 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         decoder.vocab_size, decoder.hidden, decoder.eps, layer, MTP_NAMES, drafted
     )
     whole = replace(
-        replace(decoder, prediction=head).plan(), float32=lambda name: name == MTP_NAMES.drafted
+        replace(decoder, prediction=head).plan(is_further_layer),
+        float32=lambda name: name == MTP_NAMES.drafted,
     )
     prediction = PredictionPlan(
         is_part=lambda name: name.startswith(f"{MTP_NAMES.joint}."),

@@ -21,7 +21,13 @@ from mlxpool.worker.layers.config_fields import (
     number,
     require,
 )
-from mlxpool.worker.layers.decoder import MTP, MTP_NAMES, Decoder, PredictionHead
+from mlxpool.worker.layers.decoder import (
+    MTP,
+    MTP_NAMES,
+    Decoder,
+    PredictionHead,
+    is_further_layer,
+)
 from mlxpool.worker.layers.decoder_layer import (
     DecoderLayer,
     PreNormLayer,
@@ -100,18 +106,13 @@ def _plan(
             integer(config, "vocab_size"), hidden, eps, named[MTP_NAMES.layer], MTP_NAMES
         )
     plan = Decoder.from_config(config, layers, prediction=head).plan(
-        _is_unused if head is None else _is_further, partial(_derived, named, head is not None)
+        _is_unused if head is None else is_further_layer, partial(_derived, named, head is not None)
     )
     return replace(plan, float32=lambda name: name.endswith(FLOAT32))
 
 
 def _is_unused(name: str) -> bool:
     return name.startswith(MTP)
-
-
-def _is_further(name: str) -> bool:
-    """Layers of the head behind its first one are not used."""
-    return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 
 
 def _dense(config: Mapping[str, Any]) -> GatedMLP:

@@ -120,7 +120,8 @@ def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bo
 
 
 def _weight_bytes(folder: ModelFolder, width: int) -> int:
-    return sum(_in_memory(tensor, width) for tensor in folder.tensors.values())
+    stored = sum(_in_memory(tensor, width) for tensor in folder.tensors.values())
+    return stored + folder.plan.built * width
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:

@@ -76,6 +76,7 @@ def load(
         on_progress(tensors, size)
     _log_weights(folder)
     weight_bytes = sum(array.nbytes for array in weights.values())  # building removes them
+    weight_bytes += folder.plan.built * dtype.size
     if dequantise or deterministic:
         weight_bytes += dequantised_growth(folder, dtype.size)
     builder = (make_builder or WeightLayerBuilder)(

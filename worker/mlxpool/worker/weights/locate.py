@@ -14,13 +14,11 @@ COUNTING = f"{BUILTIN_PREFIX}counting"
 DEMO = f"{BUILTIN_PREFIX}demo"
 DEMO_CHAT = f"{BUILTIN_PREFIX}demo-chat"
 DEMO_EMBED = f"{BUILTIN_PREFIX}demo-embed"
-DEMO_DRAFT = f"{BUILTIN_PREFIX}demo-draft"  # of DEMO
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 FOLDERS = {
     DEMO: DEMO_FOLDER,
     DEMO_CHAT: DEMO_FOLDER.with_name("demo_chat"),
     DEMO_EMBED: DEMO_FOLDER.with_name("demo_embed"),
-    DEMO_DRAFT: DEMO_FOLDER.with_name("demo_draft"),
 }
 
 

@@ -1,0 +1,51 @@
+"""A draft model of the demo model: the demo model without its last layers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mlxpool.worker.weights.locate import DEMO_FOLDER
+
+LAYERS, CONTEXT = 5, 256  # of the draft model; the demo has six layers
+BFLOAT16_BYTES, LENGTH_BYTES = 2, 8
+
+
+def write_draft(folder: Path) -> Path:
+    """Writes the draft model to a new folder, which it returns; some of its drafts are right."""
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO_FOLDER / name, folder)
+    whole = json.loads((DEMO_FOLDER / "config.json").read_text())
+    kept = {name: value for name, value in whole.items() if not name.startswith("mtp_")}
+    own = {**kept, "num_hidden_layers": LAYERS, "max_position_embeddings": CONTEXT}
+    (folder / "config.json").write_text(json.dumps(own))
+    (folder / "model.safetensors").write_bytes(_first_layers())
+    return folder
+
+
+def _first_layers() -> bytes:
+    """The safetensors file of the demo without its last layers."""
+    data = (DEMO_FOLDER / "model.safetensors").read_bytes()
+    begin = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+    given: dict[str, dict[str, Any]] = json.loads(data[LENGTH_BYTES:begin])
+    header, parts, size = {}, list[bytes](), 0
+    for name, one in given.items():
+        if name == "__metadata__" or _layer(name) >= LAYERS:
+            continue
+        first, end = one["data_offsets"]
+        assert end - first == BFLOAT16_BYTES * prod(one["shape"])
+        header[name] = {**one, "data_offsets": [size, size + end - first]}
+        parts.append(data[begin + first : begin + end])
+        size += end - first
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text + b"".join(parts)
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor is of; -1: of none."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
