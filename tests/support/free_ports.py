@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST = 12_000  # browsers refuse some of those below
+LOWEST = 20_000  # Ray gives its workers 10,002 to 19,999, and browsers refuse some below
 USUAL_LIMIT = 32_768  # where the kernel's own range begins, if it does not say
 MIN_CHOICE = 2_000  # ports to choose from
 _given: set[int] = set()  # in this process
