@@ -139,6 +139,12 @@ class StubEngine:
         self._collected = 0
         self._free_at = 0.0  # when the device has computed all passes
 
+    def mask_memory(self, lines: int) -> None:
+        """No memory of the host is the device's."""
+
+    def drawn(self) -> None:
+        """No tokens are known before they are collected."""
+
     def submit(self, spans: Many[Span]) -> bool:
         began = time.thread_time()
         for span in spans:

@@ -67,7 +67,8 @@ def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, ex
     size = choices.usage["prompt_tokens"]
     cached = [one.usage["cached_tokens"] for one in choices]
     assert size > 300 and size % 256
-    assert cached[0] < 20 and set(cached[1:]) == {size - 1}
+    first, *others = sorted(cached)  # whichever choice comes first reads the prompt
+    assert first < 20 and {*others} == {size - 1}
     assert choices.usage == {
         "prompt_tokens": size,
         "cached_tokens": cached[0],
