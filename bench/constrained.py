@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.bench import checkpoint
+from mlxpool.bench.formats import FORMAT
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.bench.step_parts import StepParts
 from mlxpool.common.options import Options
@@ -48,23 +49,6 @@ from mlxpool.worker.weights.load import load
 from mlxpool.worker.weights.locate import DEMO_FOLDER
 
 PROMPT = "import json\n\n\ndef load(path):\n    "
-# An answer that does not end within the measurement, of the kinds of values that answers have.
-RECORDS: Mapping[str, Any] = {
-    "type": "array",
-    "minItems": 1000,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 24},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "kind": {"enum": ["cat", "dog", "horse"]},
-            "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-        },
-        "required": ["name", "age", "kind", "tags"],
-        "additionalProperties": False,
-    },
-}
-FORMAT = {"type": "json_schema", "schema": RECORDS}
 NAMES = (
     "name_of_the_customer_who_asked",
     "number_of_items_in_the_order",

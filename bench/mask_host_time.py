@@ -29,6 +29,8 @@ from typing import Any, cast
 import numpy as np
 
 from mlxpool.bench import checkpoint, report
+from mlxpool.bench.engine_stub import EngineStub
+from mlxpool.bench.formats import FORMAT
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.__main__ import SWITCH_INTERVAL
@@ -38,42 +40,24 @@ from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.constraints import masks
 from mlxpool.worker.constraints.compiler import Compiler
-from mlxpool.worker.constraints.mask_table import MaskTable, only_token
+from mlxpool.worker.constraints.mask_table import only_token
 from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.engine.engine import Engine, StepResult
 from mlxpool.worker.prompt.detokenizer import Detokenizer, WholeTexts
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.row_masks import RowMasks
-from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import StepCost
 from mlxpool.worker.weights.inspect import inspect
 
 VOCABULARY = 128_256
 RUN_LINES = 128  # of a compiled pass of a GPU, see StepLimits
 WARM_UP = 40  # steps that are not measured
-RECORDS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1000,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 24},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "kind": {"enum": ["cat", "dog", "horse"]},
-            "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-        },
-        "required": ["name", "age", "kind", "tags"],
-        "additionalProperties": False,
-    },
-}
-FORMAT = {"type": "json_schema", "schema": RECORDS}
 KINDS = ("none", "all", "one")
 
 
-class DrawingEngine:
+class DrawingEngine(EngineStub):
     """Draws tokens that masks allow; a pass is done at once, or when it is collected."""
 
     context = 1 << 20
@@ -85,11 +69,9 @@ class DrawingEngine:
     )
 
     def __init__(self, *, done: bool, forward_ms: float) -> None:
+        super().__init__()
         self._done, self._forward = done, forward_ms / 1000
-        self.cost = StepCost()
-        self.blocks = BlockManager(self, capacity=1 << 30)
         self.encoded: dict[Any, Any] = {}
-        self.spent = 0.0  # seconds of the thread in this class
         self._random = np.random.default_rng(1)
         self._flights: deque[list[Sequence]] = deque()
         self._drawn: deque[list[SampledToken]] = deque()
@@ -132,9 +114,6 @@ class DrawingEngine:
         bits = [bit for bit in range(32) if int(words[place]) >> bit & 1]
         return 32 * place + int(self._random.choice(bits))
 
-    def mask_memory(self, lines: int) -> MaskTable | None:
-        return None
-
     def drawn(self) -> list[SampledToken] | None:
         return self._drawn[0] if self._done and self._drawn else None
 
@@ -150,27 +129,6 @@ class DrawingEngine:
         for one in drawn:
             one.sequence.awaited -= 1
         return StepResult([one for one in drawn if one.sequence.phase is Phase.RUNNING], [])
-
-    def admit(self, seq: Sequence) -> None:
-        seq.submitted = 0
-
-    def clip(self, seq: Sequence, tokens: int) -> int:
-        return tokens
-
-    def blocks_in_use(self) -> int:
-        return 0
-
-    def blocks_of(self, seq: Sequence) -> int:
-        return 0
-
-    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        return 0
-
-    def unpin(self, seq: Sequence) -> bool:
-        return False
-
-    def release(self, seq: Sequence) -> None:
-        self.blocks.free(seq)
 
 
 class Bench:

@@ -35,6 +35,7 @@ import zmq
 
 from mlxpool.bench import report
 from mlxpool.bench.broker import CountingClient, cost_of, ended
+from mlxpool.bench.engine_stub import EngineStub
 from mlxpool.bench.pools import serving
 from mlxpool.cli.admin import ask
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
@@ -66,12 +67,11 @@ from mlxpool.worker.process.preparations import service_of
 from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.runs import Runs
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
-from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import StepCost
 
+MIN_ROWS = 2  # the last step of a round waits for a row that has not ended
 FIRST_STEPS = 60  # not measured part by part
 LAST_STEPS = 20  # not measured: rows end
 MIN_STEPS = FIRST_STEPS + LAST_STEPS + 20
@@ -114,7 +114,7 @@ class StubText(CountingText):
     piece = staticmethod(TokenTable(PIECES, None).piece)
 
 
-class StubEngine:
+class StubEngine(EngineStub):
     """Draws at once, or when the device would be done; one pass may be in flight ahead."""
 
     context = 1 << 20
@@ -129,18 +129,13 @@ class StubEngine:
         """`device`: seconds of a pass. `on_step` gets the number of each collected pass and its
         rows.
         """
+        super().__init__()
         self.device = device
-        self.cost = StepCost()
-        self.blocks = BlockManager(self, capacity=1 << 30)
-        self.spent = 0.0  # processor seconds of `submit` and `collect`
         self.encoded: EncodedImages[Any] = EncodedImages(0)
         self._on_step = on_step
         self._flights: deque[list[Sequence]] = deque()
         self._collected = 0
         self._free_at = 0.0  # when the device has computed all passes
-
-    def mask_memory(self, lines: int) -> None:
-        """No memory of the host is the device's."""
 
     def drawn(self) -> None:
         """No tokens are known before they are collected."""
@@ -169,27 +164,6 @@ class StubEngine:
         drawn = [SampledToken(one, 5 + (number + at) % 990) for at, one in enumerate(drawing)]
         self.spent += time.thread_time() - began
         return StepResult(drawn, [])
-
-    def admit(self, seq: Sequence) -> None:
-        seq.submitted = 0
-
-    def clip(self, seq: Sequence, tokens: int) -> int:
-        return tokens
-
-    def blocks_in_use(self) -> int:
-        return 0
-
-    def blocks_of(self, seq: Sequence) -> int:
-        return 0
-
-    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        return 0
-
-    def unpin(self, seq: Sequence) -> bool:
-        return False
-
-    def release(self, seq: Sequence) -> None:
-        self.blocks.free(seq)
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         pass
@@ -422,6 +396,8 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--broker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rows < MIN_ROWS:
+        parser.error(f"--rows is {options.rows}, must be at least {MIN_ROWS}")
     if options.steps < MIN_STEPS:
         parser.error(
             f"--steps is {options.steps}, must be at least {MIN_STEPS}: the first {FIRST_STEPS} and"

@@ -20,6 +20,8 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_too_few_steps_are_refused_with_the_bound() -> None:
+def test_too_few_steps_or_rows_are_refused_with_the_bound() -> None:
     done = run("--steps", "50")
     assert done.returncode == 2 and "--steps is 50, must be at least 100" in done.stderr
+    done = run("--rows", "1")
+    assert done.returncode == 2 and "--rows is 1, must be at least 2" in done.stderr
