@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from mlxpool.common.options import Options
 from mlxpool.worker import models
+from mlxpool.worker.scheduling.sequence import Sequence
 from support.numpy_heads import feed_head, glm_head, qwen_head
 from support.worker_checkpoints import (
     GLM,
@@ -19,6 +21,7 @@ from support.worker_checkpoints import (
     write_checkpoint,
 )
 
+TOKENS = 60  # that a sequence may generate
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -93,3 +96,10 @@ def write_predicting(
     weights = weights_with_head(family, seed, **changes)
     stored = likely_right(weights) if right else weights
     return write_checkpoint(path, weights=stored, **{**EVERY[family], **changes})
+
+
+def sequence(number: int, size: int = 70) -> Sequence:
+    """A greedy sequence with a random prompt of `size` tokens, which a seed gives."""
+    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
+    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
+    return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)

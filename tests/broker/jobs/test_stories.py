@@ -514,7 +514,8 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
     story.assert_state("later", JobState.DONE)
 
 
-def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run_alone() -> None:
+def blamed_story() -> JobStory:
+    """A story whose job "bad" has to run alone: the broker ended three times after its start."""
     story = JobStory()
     story.submit("bad")
     story.settle()
@@ -522,6 +523,11 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
         story.ready_worker()
         story.pass_time(0.3)
         story = story.restart()
+    return story
+
+
+def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run_alone() -> None:
+    story = blamed_story()
     for number in range(90):
         story.submit(f"good {number}", prompt=f"other {number}")
     story.settle()
@@ -544,13 +550,7 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
 
 
 def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None:
-    story = JobStory()
-    story.submit("bad")
-    story.settle()
-    for _ in range(3):
-        story.ready_worker()
-        story.pass_time(0.3)
-        story = story.restart()
+    story = blamed_story()
     worker, bad = story.ready_worker(), story.job("bad").id
     story.pass_time(0.3)
     assert bad in worker.runs
@@ -565,13 +565,7 @@ def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None
 
 def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
     """Streams may have all workers for as long as the pool runs; the core finds it a place."""
-    story = JobStory()
-    story.submit("bad")
-    story.settle()
-    for _ in range(3):
-        story.ready_worker()
-        story.pass_time(0.3)
-        story = story.restart()
+    story = blamed_story()
     stream = story.generate()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     begin = story.now

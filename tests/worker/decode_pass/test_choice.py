@@ -28,6 +28,7 @@ from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
 from support.engine_steps import decode, enter  # noqa: E402
+from support.logprob_errors import assert_near  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 SIZES: dict[str, Any] = {
@@ -41,7 +42,6 @@ SIZES: dict[str, Any] = {
 }
 STEPS = 3
 PROMPTS = [(5,), (77,)]  # of one token: prompts are not what is tested
-USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs
 
 
 @pytest.fixture
@@ -94,15 +94,7 @@ def test_an_engine_draws_the_same_tokens(
     ours = drawn(engine)
     assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
     assert "one kernel computes a decode pass" in caplog.text
-    errors = []
-    for row, other in zip(ours, plain, strict=True):
-        for mine, theirs in zip(row, other, strict=True):
-            assert mine.logprob is not None and theirs.logprob is not None
-            near, exact = dict(mine.logprob.top), dict(theirs.logprob.top)
-            errors += [abs(near[token] - exact[token]) for token in near.keys() & exact.keys()]
-            if mine.token != theirs.token:
-                break
-    assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST
+    assert_near(ours, plain)
 
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from support.engine_steps import decode, decode_spans, enter, read, step
-from support.predicting_models import FAMILIES, write_predicting
+from support.predicting_models import FAMILIES, TOKENS, sequence, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
@@ -31,7 +29,6 @@ from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 LAYOUTS = [(family, "rows") for family in FAMILIES] + [("glm4_moe_lite", "pool")]
-TOKENS = 60
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +48,6 @@ def engine_of(loaded: LoadedModel, layout: str = "rows", **settings: Any) -> Mod
 def head_of(engine: ModelEngine) -> Predictions:
     assert isinstance(engine.predictor, Predictions)
     return engine.predictor
-
-
-def sequence(number: int, size: int = 70) -> Sequence:
-    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
-    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
-    return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)
 
 
 def wanted(

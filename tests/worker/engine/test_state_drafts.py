@@ -7,16 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from support.engine_steps import decode, decode_spans, enter, step
-from support.predicting_models import write_predicting
+from support.predicting_models import TOKENS, sequence, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
@@ -29,8 +27,6 @@ from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
-
-TOKENS = 60
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +42,6 @@ def engine_of(loaded: LoadedModel, layout: str = "slabs", **settings: Any) -> Mo
 def head_of(engine: ModelEngine) -> StateDrafts:
     assert isinstance(engine.predictor, StateDrafts)
     return engine.predictor
-
-
-def sequence(number: int, size: int = 70) -> Sequence:
-    prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
-    options = Options.parse({"temperature": 0.0, "ignore_eos": True})
-    return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)
 
 
 def wanted(loaded: LoadedModel, seq: Sequence, count: int) -> tuple[int, ...]:
