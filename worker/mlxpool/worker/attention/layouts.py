@@ -16,20 +16,20 @@ import numpy as np
 
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
-from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
-from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner
-from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
-from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.paged_runner import (
+from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read, kernels_write
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.in_pool.paged_runner import (
     CHUNK_WIDTHS,
     MAX_PREFILL_ROWS,
     PagedRunner,
     padded_tokens,
     padded_width,
 )
-from mlxpool.worker.attention.ragged_runner import RaggedRunner, attention_of
+from mlxpool.worker.attention.in_pool.ragged_runner import RaggedRunner, attention_of
+from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
+from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
+from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner
+from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.row_batch import (
     CacheRow,
     Ids,

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.layouts import writes_in_place
 from mlxpool.worker.attention.row_batch import RowSpan
 from mlxpool.worker.attention.row_cache import RowShape

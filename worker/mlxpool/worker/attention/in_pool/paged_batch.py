@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import unfused_attention
-from mlxpool.worker.attention.kv_pool import KVPool
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend, split_queries_keys
 from mlxpool.worker.kernels import float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.paged_attention import AttentionMetadata, parts_for

@@ -9,8 +9,8 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
-from mlxpool.worker.attention.paged_batch import PagedBatch
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow
+from mlxpool.worker.attention.in_pool.paged_batch import PagedBatch
 from mlxpool.worker.attention.row_batch import PassOutput
 from mlxpool.worker.attention.row_cache import Arrays
 from mlxpool.worker.kernels import paged_attention

@@ -28,11 +28,11 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import kernel_trials, layouts  # noqa: E402
-from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
-from mlxpool.worker.attention.layouts import PagedLayout, make_layout  # noqa: E402
-from mlxpool.worker.attention.paged_batch import PagedBatch  # noqa: E402
-from mlxpool.worker.attention.paged_runner import (  # noqa: E402
+from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.attention.in_pool import kernel_trials  # noqa: E402
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_batch import PagedBatch  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_runner import (  # noqa: E402
     CHUNK,
     CHUNK_WIDTHS,
     CHUNK_WITH_LOGITS,
@@ -41,6 +41,7 @@ from mlxpool.worker.attention.paged_runner import (  # noqa: E402
     padded_tokens,
     padded_width,
 )
+from mlxpool.worker.attention.layouts import PagedLayout, make_layout  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
