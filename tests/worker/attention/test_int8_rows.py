@@ -18,10 +18,11 @@ from mlxpool.worker.attention.in_pool import kernel_trials  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.layouts import cache_kinds  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.layout import cache_kinds  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.row_copies import RowStore  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.caches.stored import INT8  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402

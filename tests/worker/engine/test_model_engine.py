@@ -19,8 +19,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import PagedRow  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import Slabs  # noqa: E402
-from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
+from mlxpool.worker.attention.layout_choice import LAYOUTS  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402

@@ -15,8 +15,9 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.attention.in_slabs.slab_batch import slab_accesses  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402

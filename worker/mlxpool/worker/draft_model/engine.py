@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.row_batch import Ids
+from mlxpool.worker.attention.row_spans import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
 from mlxpool.worker.engine.layout_engine import NO_TOKEN
 from mlxpool.worker.engine.model_engine import ModelEngine

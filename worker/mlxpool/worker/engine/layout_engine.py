@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
-from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.layout_choice import choose_layout, make_layout
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts, StateDrafts
 from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions
-from mlxpool.worker.attention.row_batch import CacheRow
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_spans import CacheRow
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
@@ -72,7 +73,7 @@ class LayoutEngine(WarmedEngine):
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
-        `lookahead` None: only on a GPU. `layout` None: the best one, see layouts.choose_layout.
+        `lookahead` None: only on a GPU. `layout` None: see choose_layout.
         `limit` bounds the bytes of the process, see device.memory_limit. `blocks` None: as many as
         the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.

@@ -22,8 +22,8 @@ import numpy as np
 
 from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts
 from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
-from mlxpool.worker.attention.row_batch import Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_spans import Ids, RowSpan
 from mlxpool.worker.attention.row_states import keep_alone, separate, settle
 from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
 from mlxpool.worker.engine.engine import StepResult

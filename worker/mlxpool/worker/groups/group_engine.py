@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.layouts import Layout, writes_in_place
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.layout_choice import writes_in_place
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine

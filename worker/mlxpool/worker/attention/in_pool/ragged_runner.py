@@ -15,7 +15,7 @@ from mlxpool.worker.attention.in_pool.block_tables import BlockTables
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
 from mlxpool.worker.attention.rotary import frequencies_of
-from mlxpool.worker.attention.row_batch import (
+from mlxpool.worker.attention.row_spans import (
     Ids,
     PassOutput,
     RowSpan,

@@ -18,8 +18,8 @@ from mlxpool.worker.attention.in_slabs.slab_batch import SlabBatch
 from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE
 from mlxpool.worker.attention.in_slabs.slab_runner import computed, output_of
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
-from mlxpool.worker.attention.row_batch import PassOutput
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.model_plan import Model

@@ -24,16 +24,9 @@ from mlxpool.worker.attention.dot_product import (
 from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE, WIDTH_STEP, CheckReader
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
-from mlxpool.worker.attention.row_batch import (
-    Queries,
-    RowAttention,
-    RowBatch,
-    RowSpan,
-    is_check,
-    leading_singles,
-    line_selector,
-)
+from mlxpool.worker.attention.row_batch import Queries, RowAttention, RowBatch, line_selector
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_spans import RowSpan, is_check, leading_singles
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for

@@ -18,8 +18,8 @@ from mlxpool.worker.attention.in_slabs.slab_batch import (
     slab_readings,
 )
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
-from mlxpool.worker.attention.row_batch import PassOutput
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.layers.layer_types import ForwardBatch
 from mlxpool.worker.layers.model_plan import Model
