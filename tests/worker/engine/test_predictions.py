@@ -224,7 +224,7 @@ def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path:
     engine, plain = engine_of(with_head, limit=2**34), engine_of(without, limit=2**34)
     assert engine._head_block_bytes > 0 == plain._head_block_bytes
     assert plain.predictor is None
-    assert engine._free_blocks() < plain._free_blocks()
+    assert engine._budget().free_blocks < plain._budget().free_blocks
     seq = sequence(7, 200)
     enter(engine, seq)
     assert head_of(engine).nbytes > 0

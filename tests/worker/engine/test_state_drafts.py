@@ -141,6 +141,31 @@ def test_a_failed_pass_costs_drafts_and_nothing_else(loaded: LoadedModel) -> Non
     assert len(seq.ids) == 2 + MAX_FAILURES
 
 
+def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
+    """One for each row and each draft that it checks, whatever the rows have computed before."""
+    engine = engine_of(loaded, max_sequences=3, limit=2**32)
+    head, width = head_of(engine), loaded.folder.plan.shapes["model.norm.weight"][0]
+    state = width * loaded.dtype.size
+    before = engine._spare
+    assert before == engine._layout.spare + 3 * state
+    engine.expect_drafts(8)
+    counted = engine._spare - engine._layout.spare
+    assert counted == (3 + 8) * state
+    rows = [sequence(number, 5) for number in range(3)]
+    for seq in rows:
+        enter(engine, seq)
+    decode(engine, rows, 1)
+    assert head.nbytes == 3 * state
+    for drafts in ((2, 3, 3), (1, 0, 7), (2, 3, 3)):
+        spans = [
+            Span.check(seq, (1,) * count) if count else decode_spans([seq])[0]
+            for seq, count in zip(rows, drafts, strict=True)
+        ]
+        for one in step(engine, spans):
+            one.sequence.ids.append(one.token)
+        assert head.nbytes == counted
+
+
 @pytest.mark.parametrize("context", [4, 512])
 def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> None:
     """It leaves no rows, and serves the smallest context."""

@@ -98,6 +98,10 @@ class Predictions(HeadDrafts):
         """See HeadDrafts."""
         return sum(one.row.nbytes for one in self._rows.values())
 
+    def most_states(self, rows: int, drafts: int) -> int:
+        """See HeadDrafts. Those that wait until the head reads them."""
+        return rows * MAX_WAITING
+
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
         """Takes the states [T, d] of all inputs of a pass over spans, in their order.
 
