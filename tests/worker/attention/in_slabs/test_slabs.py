@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.in_slabs.slab_batch import slab_accesses  # noqa: E402
-from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner  # noqa: E402
+from mlxpool.worker.attention.in_slabs.decode_runner import SlabDecodeRunner  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_access import slab_accesses  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
@@ -164,7 +164,7 @@ def test_a_batch_gives_the_logits_of_each_row_alone(
     pairs = [(SlabRow(slabs), RowCache(SHAPE)) for _ in lengths]
     for pair, tokens in zip(pairs, lengths, strict=True):
         append(pair, tokens)
-    batch, order = SlabRunner(model, SHAPE), np.argsort(lengths)[::-1].tolist()
+    batch, order = SlabDecodeRunner(model, SHAPE), np.argsort(lengths)[::-1].tolist()
     for chosen in (order, order[: len(order) // 2 + 1], order):
         ids = mx.array(DRAW.integers(0, 50, len(chosen)))
         got = batch([pairs[line][0] for line in chosen], ids).logits
@@ -177,7 +177,7 @@ def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
     slabs, model = Slabs(SHAPE), Attention(2)
     row, other = SlabRow(slabs), RowCache(SHAPE)
     append((row, other), 250)
-    batch, kinds = SlabRunner(model, SHAPE, max_passes=2), set()
+    batch, kinds = SlabDecodeRunner(model, SHAPE, max_passes=2), set()
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])

@@ -9,8 +9,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
+from mlxpool.worker.attention.in_slabs.decode_runner import SlabDecodeRunner
 from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
-from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.layout import Layout, cache_kinds
 from mlxpool.worker.attention.row_cache import RowShape
@@ -53,7 +53,7 @@ class SlabLayout(Layout):
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
-        self._runner = SlabRunner(model, shape, states=keeps_drawn)
+        self._decode_runner = SlabDecodeRunner(model, shape, states=keeps_drawn)
         self._check_runner = SlabCheckRunner(model, shape, states=keeps_drawn)
         self._compiles = not deterministic and not keeps_states
         read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
@@ -87,7 +87,7 @@ class SlabLayout(Layout):
             return None
         if is_plain_decode(spans, wanted):
             rows = [cast(SlabRow, span.row) for span in spans]
-            return self._runner(rows, ids)
+            return self._decode_runner(rows, ids)
         checked = self._checked(spans)
         if checked is None or list(wanted) != [0] or not self._check_runner.serves(*checked):
             return None
