@@ -19,7 +19,6 @@ from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
-from mlxpool.worker.engine.memory_budget import MIN_BLOCKS
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device, matmul_tiled
@@ -29,6 +28,7 @@ from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.scheduling.memory_budget import MIN_BLOCKS
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import (
     Sequence,

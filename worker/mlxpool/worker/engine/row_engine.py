@@ -22,7 +22,6 @@ from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.flight import Flight
-from mlxpool.worker.engine.memory_budget import MIN_BLOCKS, MemoryBudget
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
@@ -34,6 +33,7 @@ from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.block_manager import BlockManager
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+from mlxpool.worker.scheduling.memory_budget import MIN_BLOCKS, MemoryBudget
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span

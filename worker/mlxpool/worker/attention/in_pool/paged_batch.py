@@ -135,11 +135,11 @@ class PagedBatch(RotateThenAttend):
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
-        raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
+        raise NotImplementedError("a pool of blocks has no states, see RowShape.fits_blocks")
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """See ForwardBatch.recur_spans."""
-        raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
+        raise NotImplementedError("a pool of blocks has no states, see RowShape.fits_blocks")
 
     def _seen(
         self, q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0

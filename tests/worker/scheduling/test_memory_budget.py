@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from mlxpool.worker.engine.memory_budget import MemoryBudget
+from mlxpool.worker.scheduling.memory_budget import MemoryBudget
 
 NAMES = [one.name for one in fields(MemoryBudget)]
 NOTHING = MemoryBudget(**dict.fromkeys(NAMES, 0))
