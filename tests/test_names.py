@@ -119,10 +119,10 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("room", SOURCE_ROOTS)
-def test_nothing_pickles(room: str) -> None:
+@pytest.mark.parametrize("root", SOURCE_ROOTS)
+def test_nothing_pickles(root: str) -> None:
     """Whoever unpickles what came over a socket runs it."""
-    found = list(modules(room))
+    found = list(modules(root))
     assert found
     for path in found:
         assert not imports(path) & {"pickle", "marshal", "shelve", "dill"}, path

@@ -47,7 +47,7 @@ from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.engine import layout_engine as engine_room  # noqa: E402
+from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.prefix.paths import Part  # noqa: E402
@@ -71,7 +71,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield ON_GPU
         return
     with simt.simulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_room, "make_layout", _as_on_a_gpu)
+        patch.setattr(layout_engine, "make_layout", _as_on_a_gpu)
         yield True
 
 

@@ -14,8 +14,6 @@ from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers.uploads import Uploads
 
-LAYOUTS = ("rows", "slabs", "pool")
-
 
 def choose_layout(
     name: str | None, shape: RowShape, *, deterministic: bool, on_gpu: bool
