@@ -72,7 +72,7 @@ def test_the_public_names_of_its_classes(of: str, names: str) -> None:
 
 
 def test_the_namespace_has_no_init() -> None:
-    """One in any source root would hide the others (PEP 420); common/package/build_hook.py has more."""
+    """One would hide the other source roots (PEP 420); common/package/build_hook.py has more."""
     assert not [root for root in SOURCE_ROOTS if (ROOT / root / "mlxpool" / "__init__.py").exists()]
     assert not list(ROOT.glob("tests/**/__init__.py"))
 

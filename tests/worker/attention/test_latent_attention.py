@@ -15,7 +15,8 @@ else:
 
 from mlxpool.worker.attention import dot_product
 from mlxpool.worker.attention.row_batch import RowBatch
-from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.linear import MultiLinear

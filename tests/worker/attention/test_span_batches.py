@@ -22,7 +22,8 @@ from mlxpool.worker.attention.in_slabs.slabs import SlabRow  # noqa: E402
 from mlxpool.worker.attention.layout import Layout  # noqa: E402
 from mlxpool.worker.attention.layout_choice import choose_layout, make_layout  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402

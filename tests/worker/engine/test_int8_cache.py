@@ -22,7 +22,7 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.attention import layout_choice  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.compute.model_source import open_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402

@@ -22,7 +22,8 @@ from mlxpool.worker.attention.in_pool.kv_pool import PagedRow  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import Slabs  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402

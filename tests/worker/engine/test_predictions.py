@@ -17,7 +17,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS  # noqa: E402
 from mlxpool.worker.caches.stored import AUTO, INT8  # noqa: E402

@@ -43,7 +43,8 @@ from mlxpool.worker.attention.in_pool.paged_runner import (  # noqa: E402
 )
 from mlxpool.worker.attention.layout import Layout  # noqa: E402
 from mlxpool.worker.attention.layout_choice import make_layout  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402

@@ -14,7 +14,7 @@ from mlxpool.worker.attention.in_pool import block_tables  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
 from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe  # noqa: E402
 from mlxpool.worker.attention.in_pool.ragged_runner import PlanShape, RaggedRunner  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.work_list import TileShape  # noqa: E402

@@ -17,8 +17,9 @@ import numpy as np
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
 from mlxpool.worker.attention.row_batch import RowBatch
-from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_cache import RowCache
 from mlxpool.worker.attention.row_copies import RowStore
+from mlxpool.worker.attention.row_shape import RowShape, cache_kinds
 from mlxpool.worker.attention.row_spans import (
     CacheRow,
     Ids,
@@ -28,8 +29,6 @@ from mlxpool.worker.attention.row_spans import (
     singles_first,
     wanted_lines,
 )
-from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
-from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
@@ -197,15 +196,3 @@ def _places(given: Sequence[RowSpan], ordered: Sequence[RowSpan]) -> mx.array:
     first = {id(one): end - one.count for one, end in zip(ordered, ends, strict=True)}
     lines = [first[id(one)] + line for one in given for line in range(one.count)]
     return mx.array(lines, dtype=mx.int32)
-
-
-def cache_kinds(shape: RowShape) -> list[CacheKind]:
-    """Returns how the prefix cache keeps each layer."""
-    return [_cache_kind(shape, layer) for layer in range(len(shape.caches))]
-
-
-def _cache_kind(shape: RowShape, layer: int) -> CacheKind:
-    if isinstance(shape.caches[layer], RecurrentSpec):
-        return StateCache(layer)
-    window = shape.window(layer)
-    return WindowCache(layer, window) if window else FullCache(layer)

@@ -10,7 +10,7 @@ from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read, kernels
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
 from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout
 from mlxpool.worker.attention.layout import Layout
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers.uploads import Uploads
 

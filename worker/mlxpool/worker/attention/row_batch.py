@@ -22,7 +22,8 @@ from mlxpool.worker.attention.dot_product import (
     masked_attention,
 )
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
-from mlxpool.worker.attention.row_cache import Arrays, RowCache
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.row_spans import ImageView, RowSpan, is_check, leading_singles
 from mlxpool.worker.attention.row_states import PassStates, StateSpan
 from mlxpool.worker.kernels.score_params import ScoreParams

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.layout_choice import writes_in_place
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL

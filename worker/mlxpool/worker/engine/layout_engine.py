@@ -11,7 +11,7 @@ from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import choose_layout, make_layout
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts, StateDrafts
 from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import CacheRow
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS
 from mlxpool.worker.caches.stored import AUTO

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import writes_in_place
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.groups.collectives import Collectives

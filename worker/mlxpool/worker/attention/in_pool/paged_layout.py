@@ -19,7 +19,7 @@ from mlxpool.worker.attention.in_pool.paged_runner import (
 )
 from mlxpool.worker.attention.in_pool.ragged_runner import RaggedRunner, attention_of
 from mlxpool.worker.attention.layout import Layout
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import (
     CacheRow,
     Ids,

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.in_pool.paged_batch import PagedBatch
-from mlxpool.worker.attention.row_cache import Arrays
+from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels import paged_attention
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses

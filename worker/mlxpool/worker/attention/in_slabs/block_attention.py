@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import softmax_terms
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 

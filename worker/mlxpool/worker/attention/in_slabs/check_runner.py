@@ -16,7 +16,7 @@ import numpy as np
 from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
 from mlxpool.worker.attention.in_slabs.row_reader import RowReader
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.layers.model_plan import Model

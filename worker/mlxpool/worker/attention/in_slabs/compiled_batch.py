@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.in_slabs.slabs import Slab
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan

@@ -19,7 +19,7 @@ from mlxpool.worker.attention.in_slabs.block_attention import (
 )
 from mlxpool.worker.attention.in_slabs.slab_access import NOBODY, SlabAccess, slab_accesses
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 # Of a slab: the first block that is read and the one behind the last, the tokens that are read of

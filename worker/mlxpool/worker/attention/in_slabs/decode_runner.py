@@ -13,7 +13,7 @@ from mlxpool.worker.attention.in_slabs.decode_reader import (
     PartConstants,
 )
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.layers.model_plan import Model

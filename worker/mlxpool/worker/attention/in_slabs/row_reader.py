@@ -10,7 +10,7 @@ from mlxpool.worker.attention.in_slabs.block_attention import (
     require_no_sinks,
     stored_of,
 )
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 

@@ -16,7 +16,7 @@ from mlxpool.worker.attention.in_slabs.check_reader import CheckReader
 from mlxpool.worker.attention.in_slabs.decode_reader import DecodeReader
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.row_batch import Queries, RowAttention, RowBatch, line_selector
-from mlxpool.worker.attention.row_cache import Arrays
+from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.row_spans import RowSpan, is_check, leading_singles
 from mlxpool.worker.kernels.score_params import ScoreParams
 

@@ -12,9 +12,9 @@ from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, chec
 from mlxpool.worker.attention.in_slabs.decode_runner import SlabDecodeRunner
 from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
-from mlxpool.worker.attention.layout import Layout, cache_kinds
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.row_copies import RowStore
+from mlxpool.worker.attention.row_shape import RowShape, cache_kinds
 from mlxpool.worker.attention.row_spans import (
     CacheRow,
     PassOutput,

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 

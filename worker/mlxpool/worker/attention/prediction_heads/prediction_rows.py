@@ -19,7 +19,8 @@ import numpy as np
 
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
 from mlxpool.worker.attention.row_batch import RowBatch
-from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
