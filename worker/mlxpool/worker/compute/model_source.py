@@ -19,7 +19,7 @@ from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.encoding.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv, resume_note
+from mlxpool.worker.engine.kv_setting import require_kv, require_no_kv, resume_note
 from mlxpool.worker.groups.divisions import Part, part_of
 from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable

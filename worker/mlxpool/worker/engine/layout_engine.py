@@ -18,7 +18,7 @@ from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.image_encoder import ImageEncoder
-from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
+from mlxpool.worker.engine.kv_setting import no_int8_kernels, require_kv
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device, matmul_tiled
