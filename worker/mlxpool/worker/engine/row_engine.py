@@ -110,7 +110,7 @@ class RowEngine(ABC, Generic[R]):
         self._reserved = 0  # bytes of other processes of this worker
         self._spare = 0  # bytes of blocks that may be unused, and of states for a head
         self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes()
-        self._cache = min(
+        self._kept_buffers = min(  # bytes of freed buffers that MLX may keep
             GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
         )
 
@@ -405,7 +405,7 @@ class RowEngine(ABC, Generic[R]):
         self._prefix.clear()
         # The next pass takes the buffers that this one frees; on a GPU MLX's memory limit, which
         # counts them, gives them back before anything is refused.
-        mx.set_cache_limit(max(self._cache, self._activation_bytes * device.on_gpu()))
+        mx.set_cache_limit(max(self._kept_buffers, self._activation_bytes * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()
         growth = min(HEAP_GROWTH, self._limit // 16) if device.non_mlx_bytes() else 0
@@ -432,7 +432,7 @@ class RowEngine(ABC, Generic[R]):
             limit=self._limit,
             weights=self._weights,
             step=self._activation_bytes,
-            buffers=self._cache,
+            buffers=self._kept_buffers,
             process=self._process_bytes,
             draft_model=0 if self.draft is None else self.draft.held_bytes,
             rows=self._max_sequences,

@@ -75,7 +75,7 @@ class GroupEngine(ModelEngine):
     def _finish_warm_up(self) -> None:
         super()._finish_warm_up()
         self._collectives.check()
-        self._orders.send(Settle(self._cache))
+        self._orders.send(Settle(self._kept_buffers))
 
     def device_works(self) -> bool:
         """See Engine.device_works.
