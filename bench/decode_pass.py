@@ -30,9 +30,9 @@ import numpy as np  # noqa: E402
 
 from mlxpool.bench import checkpoint, report  # noqa: E402
 from mlxpool.bench.our_engine import OurEngine, burst, decode  # noqa: E402
-from mlxpool.worker.attention.layouts import PagedLayout  # noqa: E402
-from mlxpool.worker.attention.ragged_runner import RaggedRunner  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_pool.ragged_runner import RaggedRunner  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence  # noqa: E402
 

@@ -30,9 +30,10 @@ import numpy as np
 
 from mlxpool.bench import report
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
-from mlxpool.worker.attention.row_batch import RowSpan
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.layout_choice import choose_layout, make_layout
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.caches.stored import AUTO, INT8
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer

@@ -141,7 +141,7 @@ class Ours:
     """The encoder engine in this process, with its own division of texts into passes."""
 
     def __init__(self, folder: Path) -> None:
-        from mlxpool.worker.engine.encoder_engine import EncoderEngine
+        from mlxpool.worker.engine.encoding.encoder_engine import EncoderEngine
         from mlxpool.worker.weights.load import load
 
         encoder = inspect_encoder(folder_files(folder))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlxpool.client
+from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
 from mlxpool.common.config.bounds import OneOf, Within, declarations
 from mlxpool.common.config.loading import variables
 from mlxpool.common.config.schema import Counting, ModelConfig, PoolConfig
@@ -175,8 +176,27 @@ OPTIONS = """
 The keyword arguments of `stream` and `generate`; `mlxpool.common.options.GenerateOptions` is their
 type. None is the same as not given. [protocol.md](protocol.md#generate) has bounds and defaults.
 
-| option | type | is |
-|---|---|---|
+"""
+JOB_OPTIONS = """
+## Options of jobs
+
+`submit` takes these, whose types are in `mlxpool.client.job_options`, and the options above without
+those of the reading: `queue_ms`, `first_token_ms`, `window`, `batch` and `durable`.
+[jobs.md](jobs.md) says what a job is.
+
+"""
+CALL_OPTIONS = """
+## Options of calls
+
+`submit_call` takes the options of jobs and these; [protocol.md](protocol.md) says which of them the
+call of a kind has.
+
+"""
+BATCH_OPTIONS = """
+## Options of batches
+
+`submit_batch` takes these, and the options above for lines that do not say otherwise.
+
 """
 ERRORS = """
 ## Errors
@@ -199,15 +219,23 @@ def python_api() -> str:
         f"| `{kind.__name__}` | `{code}` | {'yes' if kind.retryable else 'no'} |"
         for code, kind in sorted(BY_CODE.items())
     ]
-    return "\n".join(parts) + FORKS + OPTIONS + _options() + ERRORS + "\n".join(rows) + "\n"
+    options = (
+        (OPTIONS, GenerateOptions),
+        (JOB_OPTIONS, JobOptions),
+        (CALL_OPTIONS, CallOptions),
+        (BATCH_OPTIONS, BatchOptions),
+    )
+    tables = "".join(head + _options(kind) for head, kind in options)
+    return "\n".join(parts) + FORKS + tables + ERRORS + "\n".join(rows) + "\n"
 
 
-def _options() -> str:
-    """A row for each key of GenerateOptions, from its line in the source."""
-    found = OPTION.findall(inspect.getsource(GenerateOptions))
-    assert [name for name, _, _ in found] == list(GenerateOptions.__annotations__)
+def _options(kind: type[Any]) -> str:
+    """A table of the options that a TypedDict adds to those of its bases, from its source."""
+    found = OPTION.findall(inspect.getsource(kind))
+    names = [name for name, _, _ in found]
+    assert names == list(kind.__annotations__)[-len(names) :], f"{kind} has a line of another form"
     rows = (f"| `{name}` | `{_cell(kind)}` | {text} |\n" for name, kind, text in found)
-    return "".join(rows)
+    return "| option | type | is |\n|---|---|---|\n" + "".join(rows)
 
 
 OPTION = re.compile(r"^    (\w+): (.*) \| None  # (.*)$", re.M)

@@ -20,11 +20,11 @@ CALLS = (
     " embed fetch files follow_jobs for_owner generate job jobs keep models release rerank retry"
     " stream submit submit_batch submit_call submitted token_texts tokenize tokenize_chat"
 )
-ROOMS = ("broker", "client", "cluster", "common", "gateway", "worker")
+SOURCE_ROOTS = ("broker", "client", "cluster", "common", "gateway", "worker")
 
 
-def modules(room: str) -> Iterator[Path]:
-    return (ROOT / room / "mlxpool").rglob("*.py")
+def modules(root: str) -> Iterator[Path]:
+    return (ROOT / root / "mlxpool").rglob("*.py")
 
 
 def test_the_public_names_of_the_client() -> None:
@@ -72,8 +72,8 @@ def test_the_public_names_of_its_classes(of: str, names: str) -> None:
 
 
 def test_the_namespace_has_no_init() -> None:
-    """One in any room would hide the others (PEP 420); common/package/build_hook.py has more."""
-    assert not [room for room in ROOMS if (ROOT / room / "mlxpool" / "__init__.py").exists()]
+    """One would hide the other source roots (PEP 420); common/package/build_hook.py has more."""
+    assert not [root for root in SOURCE_ROOTS if (ROOT / root / "mlxpool" / "__init__.py").exists()]
     assert not list(ROOT.glob("tests/**/__init__.py"))
 
 
@@ -119,10 +119,10 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_nothing_pickles(room: str) -> None:
+@pytest.mark.parametrize("root", SOURCE_ROOTS)
+def test_nothing_pickles(root: str) -> None:
     """Whoever unpickles what came over a socket runs it."""
-    found = list(modules(room))
+    found = list(modules(root))
     assert found
     for path in found:
         assert not imports(path) & {"pickle", "marshal", "shelve", "dill"}, path

@@ -18,7 +18,7 @@ PACKAGES = ("bench", "broker", "cli", "client", "common", "gateway", "worker")
 
 SOUND = """\
 import asyncio
-from mlxpool.client import AsyncClient, Choices, Client, Delta, Pace, PoolError, Result
+from mlxpool.client import AsyncClient, Choices, Client, Delta, Job, Pace, PoolError, Result
 from mlxpool.common.options import GenerateOptions
 
 defaults: GenerateOptions = {"max_tokens": 16, "temperature": 0, "stop": ["."]}
@@ -45,6 +45,9 @@ async def main() -> int:
         async with client.stream("demo", tokens=[1, 2], logit_bias={5: -1.0}) as stream:
             async for delta in stream:
                 print(delta.text)
+        job: Job = await client.submit("demo", "x", key="k", keep=60, note=b"mine", max_tokens=3)
+        await client.submit_call("embed", "e", inputs=["a"], dimensions=8, notify="https://h/")
+        await client.submit_batch(["{}"], "demo", deadline=60, on_sent=print, temperature=0)
         return (await client.generate("demo", "x", durable=False)).usage["completion_tokens"]
 
 asyncio.run(main())
@@ -58,6 +61,8 @@ client.stream("demo", "x", max_tokens="many")
 later.stream("demo", "x", stop=1)
 print(client.generate("demo", "x").texts)
 client.detokenize("demo", "x")
+client.submit("demo", "x", notfy="https://h/")
+later.submit_call("embed", "e", dimensions="8")
 """
 FOUND = {  # line of WRONG: the error that mypy reports
     4: 'Unexpected keyword argument "temprature" for overloaded function "generate" of "Client"',
@@ -65,6 +70,8 @@ FOUND = {  # line of WRONG: the error that mypy reports
     6: 'No overload variant of "stream" of "AsyncClient" matches argument types',
     7: '"Result" has no attribute "texts"',
     8: 'Argument 2 to "detokenize" of "Client" has incompatible type "str"',
+    9: 'Unexpected keyword argument "notfy" for "submit" of "JobMethods"',
+    10: 'Argument "dimensions" to "submit_call" of "AsyncJobMethods" has incompatible type "str"',
 }
 
 

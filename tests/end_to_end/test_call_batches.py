@@ -99,7 +99,10 @@ def test_every_kind_of_call_is_a_job(client: Client) -> None:
     documents = ["the quick brown fox", "vector search"]
     client.submit_call("rerank", "rerank", key="rank", query="quick fox", documents=documents)
     client.submit_call("classify", "classify", key="class", inputs=documents)
-    questions = [{"question": "Is it raining?"}, {"question": "Which?", "choices": ["a", "b"]}]
+    questions: list[dict[str, Any]] = [
+        {"question": "Is it raining?"},
+        {"question": "Which?", "choices": ["a", "b"]},
+    ]
     client.submit_call("decide", "demo", key="decide", prompt="It rains.", questions=questions)
     scores = Vectors.of(client.fetch("rank").read())
     direct = sorted(client.rerank("rerank", "quick fox", documents), key=lambda one: one.index)
@@ -124,7 +127,7 @@ def test_what_cannot_be_a_job_is_refused_by_name(client: Client) -> None:
     with pytest.raises(BadRequest, match="does not rerank: it is a model for embed"):
         client.submit_call("rerank", "embed", query="q", documents=["a"])
     with pytest.raises(BadRequest, match="kind must be one of"):
-        client.submit_call("tokenize", "embed", text="a")
+        client.submit_call("tokenize", "embed", inputs=["a"])
     with pytest.raises(BadRequest, match="kind must be one of embed"):
         client.submit_call("generate", "counting", prompt="a")
     with pytest.raises(BadRequest, match="1 to 256 texts"):

@@ -16,7 +16,7 @@ from mlxpool.common.errors import BadRequest, ContextExceeded, TooLarge
 from mlxpool.worker.encoders.folder import inspect_encoder
 from mlxpool.worker.encoders.text import EncoderText
 from mlxpool.worker.encoders.vectors import finished
-from mlxpool.worker.engine.encoder_engine import EncoderEngine
+from mlxpool.worker.engine.encoding.encoder_engine import EncoderEngine
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.load import load
 from support.pool import Pool

@@ -74,7 +74,7 @@ def simulated() -> Iterator[set[str]]:
 def forget_kernels() -> None:
     """Clears the caches of built kernels and of their trials."""
     from mlxpool.worker import kernels
-    from mlxpool.worker.attention import block_tables, kernel_trials
+    from mlxpool.worker.attention.in_pool import block_tables, kernel_trials
     from mlxpool.worker.groups import peer_sums
     from mlxpool.worker.kernels.recurrent import gated_delta
     from mlxpool.worker.layers import delta_rule

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.engine.model_engine import ModelEngine

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.our_engine import OurEngine, burst, decode
-from mlxpool.worker.engine.row_engine import Flight
+from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.layers.linear import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import SampleRequest

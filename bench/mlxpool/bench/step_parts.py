@@ -15,8 +15,8 @@ from mlxpool.worker.compute import steps
 from mlxpool.worker.compute.constrained_rows import ConstrainedRows
 from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.steps import Steps
+from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.engine.model_engine import ModelEngine
-from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
 
 # Each part's time is without that of the parts which it calls.

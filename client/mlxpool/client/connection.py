@@ -395,13 +395,7 @@ class Connection:
 
     def _give_up(self) -> None:
         known = self.timer.heard_at > -math.inf or self.timer.connected
-        advice = "" if known else "; start one with `mlxpool serve`"
-        endpoint, handshake = self._dealer.endpoint, self._dealer.handshake
-        silence = f"no broker answers at {endpoint} for {self.timer.silent:.0f} s"
-        if handshake.failures:
-            silence += ": connections are accepted and closed again before the handshake ends"
-        doubted = handshake.trouble and not known  # keys that were taken once are not the reason
-        self._end_all(Unauthorized(handshake.trouble) if doubted else BrokerLost(silence + advice))
+        self._end_all(self._dealer.no_answer(self.timer.silent, known=known))
         self._dealer.replace()  # or a broker that starts later would get requests that have ended
         self.timer.reset()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
+from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.handshake import Handshake
 from mlxpool.common.transport.keys import Credentials
@@ -89,6 +90,18 @@ class Dealer:
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+
+    def no_answer(self, silent: float, *, known: bool) -> PoolError:
+        """The error of what waits when nothing was heard for `silent` seconds.
+
+        `known`: a broker has answered here before.
+        """
+        if self.handshake.trouble and not known:  # keys that were taken once are not the reason
+            return Unauthorized(self.handshake.trouble)
+        silence = f"no broker answers at {self.endpoint} for {silent:.0f} s"
+        if self.handshake.failures:
+            silence += ": connections are accepted and closed again before the handshake ends"
+        return BrokerLost(silence if known else f"{silence}; start one with `mlxpool serve`")
 
     def replace(self) -> None:
         """Connect anew; messages that the old connection still holds are dropped."""

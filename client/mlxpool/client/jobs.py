@@ -6,9 +6,10 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mlxpool.client.images import Image
+from mlxpool.client.job_options import OF_JOBS, CallOptions, JobOptions, SubmitOptions
 from mlxpool.client.request import Question, cancel, generate
 from mlxpool.common import errors
 from mlxpool.common.checks import is_integer, is_number, shown
@@ -33,6 +34,7 @@ from mlxpool.common.protocol.kept.packed_requests import packed_request
 from mlxpool.common.protocol.packing import unpack
 
 KEY_BYTES = 8  # of a key that is drawn
+IDLE_NAME = "idle"  # the priority IDLE, as programs may write it
 # Codes of errors that end a reading alone, and with which no job ends: another reading goes on.
 READING_CODES = frozenset(
     kind.code
@@ -67,68 +69,58 @@ def submit(
     prompt: str | None,
     messages_of_chat: Sequence[Mapping[str, object]] | None,
     tokens: Sequence[int] | None,
-    options: GenerateOptions,
     images: Sequence[Image],
-    *,
-    key: str | None,
-    keep: float | None,
-    not_before: float | None,
-    notify: str | None = None,
-    note: bytes = b"",
+    options: SubmitOptions,
 ) -> Question[Job]:
     """Ask to take a job. Raises BadRequest for what cannot be sent."""
-    given = dict(options)
-    if given.get("priority") == "idle":
+    of_job, given = _divided(options)
+    if given.get("priority") == IDLE_NAME:
         given["priority"] = IDLE
-    draft = generate(model, prompt, messages_of_chat, tokens, given, images)  # type: ignore[arg-type]
+    draft = generate(model, prompt, messages_of_chat, tokens, cast(GenerateOptions, given), images)
     settings = {name: value for name, value in draft.settings.items() if name != "batch"}
-    settings |= _settings(keep, not_before, notify, note)
-    content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=_named(key))
+    settings |= _settings(of_job)
+    content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=_named(of_job))
     return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
 
 
-def submit_call(
-    kind: str,
-    model: str,
-    fields: Mapping[str, Any],
-    *,
-    key: str | None,
-    keep: float | None,
-    not_before: float | None,
-    notify: str | None,
-    note: bytes,
-    priority: int | str,
-    deadline_ms: int | None,
-) -> Question[Job]:
+def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
     """Ask to take a job that is a call, such as `embed`. Raises BadRequest and TooLarge."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    request, blobs = packed_request({KIND: kind, "model": model, **given})
+    of_job, given = _divided(options)
+    priority, deadline_ms = given.pop("priority", None), given.pop("deadline_ms", None)
+    fields = {name: value for name, value in given.items() if value is not None}
+    request, blobs = packed_request({KIND: kind, "model": model, **fields})
     if kind_of(request) not in CALLS:
         raise BadRequest(f"kind must be one of {', '.join(CALLS)}, got {shown(kind)}")
-    settings = _settings(keep, not_before, notify, note)
-    settings["priority"] = IDLE if priority == "idle" else priority
+    settings = _settings(of_job)
+    settings["priority"] = IDLE if priority == IDLE_NAME else priority or 0
     if deadline_ms is not None:
         settings["deadline_ms"] = deadline_ms
-    content = SubmitCall(_named(key), request, blobs, settings)
+    content = SubmitCall(_named(of_job), request, blobs, settings)
     return Question(os.urandom(ID_BYTES), content, lambda answer: _job(answer.body))
 
 
-def _named(key: str | None) -> str:
+def _divided(options: Mapping[str, Any]) -> tuple[JobOptions, dict[str, Any]]:
+    """The options about the job itself, and those of its request."""
+    of_job = {name: value for name, value in options.items() if name in OF_JOBS}
+    given = {name: value for name, value in options.items() if name not in OF_JOBS}
+    return cast(JobOptions, of_job), given
+
+
+def _named(options: JobOptions) -> str:
+    key = options.get("key")
     return secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
 
 
-def _settings(
-    keep: float | None, not_before: float | None, notify: str | None, note: bytes
-) -> dict[str, Any]:
+def _settings(options: JobOptions) -> dict[str, Any]:
     """The keys of a `submit` about its job, those that are given."""
     settings: dict[str, Any] = {}
-    if keep is not None:
+    if (keep := options.get("keep")) is not None:
         settings["keep_ms"] = milliseconds("keep", keep)
-    if not_before is not None:
+    if (not_before := options.get("not_before")) is not None:
         settings["not_before"] = not_before
-    if notify is not None:
+    if (notify := options.get("notify")) is not None:
         settings["notify"] = {"url": notify}
-    if note:
+    if note := options.get("note"):
         settings["note"] = note
     return settings
 

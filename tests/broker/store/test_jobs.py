@@ -37,7 +37,7 @@ from mlxpool.broker.store.records import (
     Submitted,
     UnknownName,
 )
-from mlxpool.broker.store.sql import changing, rows
+from mlxpool.broker.store.sql import changing, endings
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
 from support.job_store import (
     BEGIN,
@@ -391,7 +391,7 @@ def test_the_places_are_void_in_the_next_generation(store: OpenedStore) -> None:
 
 
 def test_retries_have_a_bound(store: OpenedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rows, changing):
+    for module in (endings, changing):
         monkeypatch.setattr(module, "MAX_RETRIES", 5)
     store.submitted(1)
     for _ in range(5):

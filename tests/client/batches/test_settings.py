@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mlxpool.client.batches.settings import source_and_settings
+from mlxpool.client.job_options import BatchOptions
 from mlxpool.common.errors import BadRequest
 
 WEEK, YEAR = 7 * 24 * 3600, 366 * 24 * 3600
 
 
 def settings(**given: Any) -> dict[str, Any]:
-    defaults: dict[str, Any] = dict.fromkeys(("keep", "deadline", "metadata", "notify"))
-    return source_and_settings([], "m", {}, check=True, **{**defaults, **given})[1]
+    return source_and_settings([], "m", cast(BatchOptions, given))[1]
 
 
 def test_times_are_sent_in_milliseconds() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention import int8_numbers  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec, RecurrentSpec  # noqa: E402
 from mlxpool.worker.caches.stored import AUTO, INT8, Numbers, StoredArray  # noqa: E402
 

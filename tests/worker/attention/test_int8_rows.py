@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention import kernel_trials  # noqa: E402
 from mlxpool.worker.attention.dot_product import causal_attention  # noqa: E402
+from mlxpool.worker.attention.in_pool import kernel_trials  # noqa: E402
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
-from mlxpool.worker.attention.layouts import cache_kinds  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_copies import RowStore  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape, cache_kinds  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.caches.stored import INT8  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402

@@ -14,8 +14,10 @@ else:
     mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention import dot_product
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
-from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_batch import RowBatch
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.linear import MultiLinear
 from mlxpool.worker.layers.mla import MAX_DECOMPRESSED, LatentAttentionProjections, LatentDims

@@ -17,7 +17,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import row_states  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_states import sources_of  # noqa: E402
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS, RecurrentSpec  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402

@@ -18,8 +18,9 @@ from support.worker_checkpoints import config, random_weights, write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_copies import LayerStates, RowStore  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.kinds import (  # noqa: E402
     CacheKind,
     FullCache,

@@ -19,9 +19,12 @@ from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow  # noqa: E402
-from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.layout import Layout  # noqa: E402
+from mlxpool.worker.attention.layout_choice import choose_layout, make_layout  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402

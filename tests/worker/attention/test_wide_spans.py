@@ -19,14 +19,11 @@ from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, 
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.layouts import (  # noqa: E402
-    Layout,
-    PagedLayout,
-    choose_layout,
-    make_layout,
-)
-from mlxpool.worker.attention.row_batch import RowSpan, logit_spans  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.layout import Layout  # noqa: E402
+from mlxpool.worker.attention.layout_choice import choose_layout, make_layout  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan, logit_spans  # noqa: E402
 from mlxpool.worker.engine.warm_up import PassKind, compiled_kinds  # noqa: E402
 from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402

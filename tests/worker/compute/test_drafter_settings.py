@@ -123,7 +123,7 @@ def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedMode
     plain = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
     beside = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20, draft=drafts)
     assert drafts.held_bytes > draft.weight_bytes + 4 * drafts.context * drafts._block_bytes // 256
-    less = plain._free_blocks() - beside._free_blocks()
+    less = plain._budget().free_blocks - beside._budget().free_blocks
     blocks = drafts.held_bytes / beside._block_bytes
     assert blocks - 2 <= less <= blocks + 2 + 2**26 / beside._block_bytes
     assert plain.memory().draft == 0 < draft.weight_bytes <= beside.memory().draft

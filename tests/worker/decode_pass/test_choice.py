@@ -16,7 +16,7 @@ from support.worker_checkpoints import GLM, config, random_weights, write_checkp
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.attention import layout_choice  # noqa: E402
 from mlxpool.worker.decode_pass import choice, kernel, model_weights, trial  # noqa: E402
 from mlxpool.worker.decode_pass.model_weights import PassShape  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -50,7 +50,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     if ON_GPU:
         pytest.skip("a GPU does not report the kernels that it runs")
     with simt.simulated() as found:
-        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         monkeypatch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
         monkeypatch.setattr(device, "multiprocessors", lambda: 2)
         yield found

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import EncoderText
-from mlxpool.worker.engine.encoder_engine import MIN_SHARE, EncoderEngine, shares_of
+from mlxpool.worker.engine.encoding.encoder_engine import MIN_SHARE, EncoderEngine, shares_of
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.load import load
 from worker.encoders.checkpoints import CASES, PAIRS, TEXTS, Case, write

@@ -15,7 +15,7 @@ from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder
 from mlxpool.worker.encoders.text import EncoderText
 from mlxpool.worker.encoders.vectors import Vectors, finished
-from mlxpool.worker.engine.encoder_engine import EncoderEngine
+from mlxpool.worker.engine.encoding.encoder_engine import EncoderEngine
 from mlxpool.worker.weights.load import load
 from mlxpool.worker.weights.locate import DEMO_EMBED, FOLDERS, find_files, locate
 

@@ -20,8 +20,9 @@ from mlxpool.common.config.schema import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker import versions  # noqa: E402
-from mlxpool.worker.attention import layouts  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention import layout_choice  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.compute.model_source import open_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
@@ -200,7 +201,7 @@ def test_a_gpu_without_kernels_for_the_heads_refuses_it(
 ) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: False)
+    monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: False)
     with pytest.raises(ModelLoadFailed, match=r"no kernel of ours reads .* 2 of 8 and 8 numbers"):
         ModelEngine(models["llama"], kv="int8")
 
@@ -247,11 +248,11 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels read a pool's integers, but not in passes with images."""
-    monkeypatch.setattr(layouts.PagedLayout, "_ragged_runner", lambda *_: "of ragged passes")
+    monkeypatch.setattr(PagedLayout, "_ragged_runner", lambda *_: "of ragged passes")
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.bfloat16, 3000, keeps_all=True, kv="int8")
     model, found = models["llama"].model, {}
     for images in (False, True):
-        layout = layouts.make_layout(
+        layout = layout_choice.make_layout(
             "pool",
             shape,
             model,

@@ -18,10 +18,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.in_pool.kv_pool import PagedRow  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import Slabs  # noqa: E402
-from mlxpool.worker.attention.kv_pool import PagedRow  # noqa: E402
-from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
@@ -353,7 +355,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> N
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
 def test_a_preempted_sequence_gets_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, layout: str, lookahead: bool
 ) -> None:

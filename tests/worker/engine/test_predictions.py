@@ -16,8 +16,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, StateLayer  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS  # noqa: E402
 from mlxpool.worker.caches.stored import AUTO, INT8  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -223,7 +225,7 @@ def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path:
     engine, plain = engine_of(with_head, limit=2**34), engine_of(without, limit=2**34)
     assert engine._head_block_bytes > 0 == plain._head_block_bytes
     assert plain.predictor is None
-    assert engine._free_blocks() < plain._free_blocks()
+    assert engine._budget().free_blocks < plain._budget().free_blocks
     seq = sequence(7, 200)
     enter(engine, seq)
     assert head_of(engine).nbytes > 0

@@ -16,8 +16,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
@@ -138,6 +140,31 @@ def test_a_failed_pass_costs_drafts_and_nothing_else(loaded: LoadedModel) -> Non
         decode(engine, [seq], 1)
         assert head.ready(seq) == (failures < MAX_FAILURES)
     assert len(seq.ids) == 2 + MAX_FAILURES
+
+
+def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
+    """One for each row and each draft that it checks, whatever the rows have computed before."""
+    engine = engine_of(loaded, max_sequences=3, limit=2**32)
+    head, width = head_of(engine), loaded.folder.plan.shapes["model.norm.weight"][0]
+    state = width * loaded.dtype.size
+    before = engine._spare
+    assert before == engine._layout.spare + 3 * state
+    engine.expect_drafts(8)
+    counted = engine._spare - engine._layout.spare
+    assert counted == (3 + 8) * state
+    rows = [sequence(number, 5) for number in range(3)]
+    for seq in rows:
+        enter(engine, seq)
+    decode(engine, rows, 1)
+    assert head.nbytes == 3 * state
+    for drafts in ((2, 3, 3), (1, 0, 7), (2, 3, 3)):
+        spans = [
+            Span.check(seq, (1,) * count) if count else decode_spans([seq])[0]
+            for seq, count in zip(rows, drafts, strict=True)
+        ]
+        for one in step(engine, spans):
+            one.sequence.ids.append(one.token)
+        assert head.nbytes == counted
 
 
 @pytest.mark.parametrize("context", [4, 512])

@@ -14,8 +14,10 @@ from support.worker_checkpoints import GLM, config, random_weights, write_checkp
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import layouts  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention import layout_choice  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
@@ -144,7 +146,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
     loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
-        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
         assert engine.layout == f"pool, own kernels{suffix}"
         ours = drawn(engine, called, fused="latent_attention" not in expected)
@@ -165,7 +167,7 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
     )
     loaded = load(folder, dtype=mx.bfloat16)
     with nullcontext() if ON_GPU else simt.simulated():
-        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
         engine.expect_drafts(3)
         free = engine.blocks.available
@@ -230,9 +232,9 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
     loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine:
-        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=True, blocks=30, max_sequences=3)
-        assert isinstance(engine._layout, layouts.PagedLayout) and engine._layout.ragged is not None
+        assert isinstance(engine._layout, PagedLayout) and engine._layout.ragged is not None
         one, two = (
             Sequence(b"", 1, each, Options(temperature=0.0), 1, 9) for each in (first, second)
         )

@@ -16,8 +16,10 @@ from support.worker_stores import Store
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import ConcatenatedLinear, QuantisedLinear  # noqa: E402

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlxpool.worker.media import spans
 from mlxpool.worker.media.image import PreparedImage, image_key
 from mlxpool.worker.media.spans import MediaSpan
+from support.media_spans import check_spans
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -95,7 +96,7 @@ def test_a_cut_takes_whole_images(
     end = spans.cut_end(given_spans, min(keep + removed, inputs))
     left = items[:keep] + items[end:]
     after = spans.without(given_spans, keep, end - keep)
-    spans.check_spans(after, len(left))
+    check_spans(after, len(left))
     wanted = [items[one.start : one.end] for one in given_spans]
     kept = [left[one.start : one.end] for one in after]
     assert kept == [one for one in wanted if set(one) <= set(left)]
@@ -119,8 +120,8 @@ def test_spans_in_a_range() -> None:
 )
 def test_spans_that_cannot_be(found: tuple[MediaSpan, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        spans.check_spans(found, 10)
-    spans.check_spans((replace(found[0], start=0, count=2),), 10)
+        check_spans(found, 10)
+    check_spans((replace(found[0], start=0, count=2),), 10)
 
 
 def crossed(*starts: int) -> tuple[MediaSpan, ...]:

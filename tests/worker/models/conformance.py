@@ -19,8 +19,10 @@ import pytest
 
 from mlxpool.common.options import Options
 from mlxpool.worker import models
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
-from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_batch import RowBatch
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer

@@ -17,8 +17,10 @@ from support.worker_checkpoints import write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 

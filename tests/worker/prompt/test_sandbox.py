@@ -1,4 +1,4 @@
-"""One template: its features and its errors. Its bounds: see test_renderer.py."""
+"""One template: its features and its errors. Its bounds: see test_lane_service.py."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.common.options import Options
-from mlxpool.worker.media.spans import MediaSpan, check_spans, readable_end, slot_items
+from mlxpool.worker.media.spans import MediaSpan, readable_end, slot_items
 from mlxpool.worker.scheduling.context_policy import ContextShift, kept_tokens, truncated_tokens
 from mlxpool.worker.scheduling.scheduler import StepLimits, schedule
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from support.media_spans import check_spans
 
 IMAGE = b"i" * 32
 LIMITS = StepLimits(lines=16, pairs=10**6, context=1000)

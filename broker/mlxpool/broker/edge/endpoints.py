@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from mlxpool.broker.transport.access import AccessControl
+from mlxpool.broker.security.access import AccessControl
 from mlxpool.broker.transport.backlogs import MAX_BACKLOGS
 from mlxpool.broker.transport.listener import Listener, backlog_of
 from mlxpool.broker.transport.peers import Peers

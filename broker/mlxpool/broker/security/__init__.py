@@ -1,4 +1,5 @@
-"""The allow-list: which key may connect in which role, and who the owner of a connection is.
+"""Access to the broker's sockets by keys: the allow-list, and the handshakes that ask it.
 
-Pure; the sockets of `transport` ask it at each handshake and at each message.
+`keyring` says which key may connect in which role, and who the owner of a connection is. Pure;
+`zap` asks it at each handshake, and `transport` at each message.
 """

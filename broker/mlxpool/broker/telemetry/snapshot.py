@@ -190,7 +190,7 @@ class Snapshot:
     sizes: Mapping[str, int]  # entries of each map of the core
     models: tuple[ModelSnapshot, ...]
     workers: tuple[WorkerSnapshot, ...]
-    lag: float  # seconds, see loop_lag
+    lag: float  # seconds, see edge/loop.py, LoopLag
     memory_limit: int  # bytes that all workers may take together
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
     faults: tuple[Fault, ...] = ()  # names that cannot be had, with the reasons that `ps` prints

@@ -1,4 +1,4 @@
 """The broker's sockets: the peers of each ROUTER, the front's endpoints, which worker is connected.
 
-Also what protects them: access by keys, and the guard against messages that are never finished.
+Also what protects them: the guard against messages that are never finished.
 """

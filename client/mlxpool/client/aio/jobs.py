@@ -12,14 +12,13 @@ from mlxpool.client.aio.calls import AsyncCaller
 from mlxpool.client.aio.stream import AsyncStream
 from mlxpool.client.batches import steps
 from mlxpool.client.batches.files import FilePages, delete
-from mlxpool.client.batches.settings import source_and_settings
+from mlxpool.client.batches.settings import submission
 from mlxpool.client.batches.source import Lines
-from mlxpool.client.batches.steps import OnSent, drawn_key
 from mlxpool.client.images import Image
+from mlxpool.client.job_options import BatchOptions, CallOptions, SubmitOptions
 from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
-from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.kept.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.kept.job_messages import READ, RELEASE, RETRY
 
@@ -44,59 +43,20 @@ class AsyncJobMethods:
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
-        key: str | None = None,
-        keep: float | None = None,
-        not_before: float | None = None,
-        notify: str | None = None,
-        note: bytes = b"",
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[SubmitOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; see `Client.submit`."""
-        return await self._caller.call(
-            jobs.submit(
-                model,
-                prompt,
-                messages,
-                tokens,
-                options,
-                images,
-                key=key,
-                keep=keep,
-                not_before=not_before,
-                notify=notify,
-                note=note,
-            )
-        )
+        question = jobs.submit(model, prompt, messages, tokens, images, options)
+        return await self._caller.call(question)
 
     async def submit_call(
         self,
         kind: str,
         model: str,
-        *,
-        key: str | None = None,
-        keep: float | None = None,
-        not_before: float | None = None,
-        notify: str | None = None,
-        note: bytes = b"",
-        priority: int | str = 0,
-        deadline_ms: int | None = None,
-        **fields: Any,
+        **options: Unpack[CallOptions],
     ) -> Job:
         """Have a call answered, whoever is there to read it; see `Client.submit_call`."""
-        return await self._caller.call(
-            jobs.submit_call(
-                kind,
-                model,
-                fields,
-                key=key,
-                keep=keep,
-                not_before=not_before,
-                notify=notify,
-                note=note,
-                priority=priority,
-                deadline_ms=deadline_ms,
-            )
-        )
+        return await self._caller.call(jobs.submit_call(kind, model, options))
 
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
@@ -158,34 +118,14 @@ class AsyncJobMethods:
         self,
         lines: Lines,
         model: str | None = None,
-        *,
-        key: str | None = None,
-        keep: float | None = None,
-        deadline: float | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        notify: str | None = None,
-        check: bool = True,
-        on_sent: OnSent | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[BatchOptions],
     ) -> AsyncBatch:
         """Have every line of a file become a job; see `Client.submit_batch`.
 
         The lines are read and checked in a thread.
         """
-        source, settings = source_and_settings(
-            lines,
-            model,
-            options,
-            keep=keep,
-            deadline=deadline,
-            metadata=metadata,
-            notify=notify,
-            check=check,
-        )
-        named = drawn_key() if key is None else key
-        return AsyncBatch(
-            self._caller, await self._caller.run(steps.submit(source, named, settings, on_sent))
-        )
+        sending = submission(lines, model, options)
+        return AsyncBatch(self._caller, await self._caller.run(sending))
 
     async def batch(self, key: str) -> AsyncBatch:
         """A batch by its key. Raises UnknownJob."""

@@ -47,13 +47,6 @@ class Source:
         """Whether the lines can be read from the begin a second time."""
         return isinstance(self.lines, str | os.PathLike | list | tuple)
 
-    @property
-    def whole_size(self) -> int | None:
-        """Bytes of all lines; None if that is not known before they are read."""
-        if isinstance(self.lines, str | os.PathLike):
-            return os.stat(self.lines).st_size
-        return None
-
     def again(self) -> Source:
         """The same lines from the beginning."""
         return Source(self.lines, self.defaults, self.check)

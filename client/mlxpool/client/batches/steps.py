@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from mlxpool.client.batches.outcome import Page
 from mlxpool.client.batches.source import Part, Source
+from mlxpool.client.job_options import OnSent
 from mlxpool.client.request import Question
 from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, StoreUnavailable, UnknownJob
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
@@ -35,7 +36,6 @@ PATIENCE = 120  # times in a row that a busy store is asked again, about a secon
 PAUSE = 1.0  # seconds, where the pool names no time
 
 Answer = TypeVar("Answer")
-OnSent = Callable[[int], None]  # gets the bytes that were sent so far
 
 
 @dataclass(frozen=True, slots=True)

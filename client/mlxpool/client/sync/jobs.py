@@ -9,10 +9,10 @@ from typing import Any, TypeVar, Unpack
 import mlxpool.client.jobs as jobs
 from mlxpool.client.batches import steps
 from mlxpool.client.batches.files import FilePages, delete
-from mlxpool.client.batches.settings import source_and_settings
+from mlxpool.client.batches.settings import submission
 from mlxpool.client.batches.source import Lines
-from mlxpool.client.batches.steps import OnSent, drawn_key
 from mlxpool.client.images import Image
+from mlxpool.client.job_options import BatchOptions, CallOptions, SubmitOptions
 from mlxpool.client.jobs import Job, JobRef, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
@@ -20,7 +20,6 @@ from mlxpool.client.sync.batch import Batch
 from mlxpool.client.sync.calls import Caller
 from mlxpool.client.sync.stream import Stream
 from mlxpool.common.closing import Closing
-from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.kept.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.kept.job_messages import READ, RELEASE, RETRY
 
@@ -45,12 +44,7 @@ class JobMethods(Closing):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
-        key: str | None = None,
-        keep: float | None = None,
-        not_before: float | None = None,
-        notify: str | None = None,
-        note: bytes = b"",
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[SubmitOptions],
     ) -> Job:
         """Have a completion made, whoever is there to read it; returns when it is on the disk.
 
@@ -63,61 +57,26 @@ class JobMethods(Closing):
         of the reading: `queue_ms`, `first_token_ms`, `window`, `batch`, `durable`. A job has no
         deadline unless `deadline_ms` gives one; `priority=-1` is for what may wait until nothing
         else does. `note` is up to 64 KiB of the program's own that `submitted` returns. Raises
-        JobsOff for a pool without `state_dir`,
-        DuplicateId for a key of another request, Gone for one whose result was deleted, StoreFull,
-        and what `stream` raises.
+        JobsOff for a pool without `state_dir`, DuplicateId for a key of another request, Gone for
+        one whose result was deleted, StoreFull, and what `stream` raises.
         """
-        return self._caller.call(
-            jobs.submit(
-                model,
-                prompt,
-                messages,
-                tokens,
-                options,
-                images,
-                key=key,
-                keep=keep,
-                not_before=not_before,
-                notify=notify,
-                note=note,
-            )
-        )
+        question = jobs.submit(model, prompt, messages, tokens, images, options)
+        return self._caller.call(question)
 
     def submit_call(
         self,
         kind: str,
         model: str,
-        *,
-        key: str | None = None,
-        keep: float | None = None,
-        not_before: float | None = None,
-        notify: str | None = None,
-        note: bytes = b"",
-        priority: int | str = 0,
-        deadline_ms: int | None = None,
-        **fields: Any,
+        **options: Unpack[CallOptions],
     ) -> Job:
         """Have a call answered, whoever is there to read it; returns when it is on the disk.
 
-        `kind` is embed, rerank, classify or decide, and `fields` are the keys of such a call
+        `kind` is embed, rerank, classify or decide, and the options are the keys of such a call
         (docs/protocol.md): `inputs` or `tokens`, `query` and `documents`, `prompt` and `questions`
         and so on, at most 256 texts. The answer is read by `Vectors.of` or `DecisionList.of` of
-        `fetch(job).read()`. The other arguments are those of `submit`, and it raises the same.
+        `fetch(job).read()`. The other options are those of `submit`, and it raises the same.
         """
-        return self._caller.call(
-            jobs.submit_call(
-                kind,
-                model,
-                fields,
-                key=key,
-                keep=keep,
-                not_before=not_before,
-                notify=notify,
-                note=note,
-                priority=priority,
-                deadline_ms=deadline_ms,
-            )
-        )
+        return self._caller.call(jobs.submit_call(kind, model, options))
 
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
@@ -200,15 +159,7 @@ class JobMethods(Closing):
         self,
         lines: Lines,
         model: str | None = None,
-        *,
-        key: str | None = None,
-        keep: float | None = None,
-        deadline: float | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        notify: str | None = None,
-        check: bool = True,
-        on_sent: OnSent | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[BatchOptions],
     ) -> Batch:
         """Have every line of a file become a job; returns when all of it is on the disk.
 
@@ -224,18 +175,8 @@ class JobMethods(Closing):
         are listed as failed. `on_sent` gets the bytes that were sent so far. Raises JobsOff,
         DuplicateId for a key of another file, Gone, StoreFull, OverQuota, OSError.
         """
-        source, settings = source_and_settings(
-            lines,
-            model,
-            options,
-            keep=keep,
-            deadline=deadline,
-            metadata=metadata,
-            notify=notify,
-            check=check,
-        )
-        named = drawn_key() if key is None else key
-        return Batch(self._caller, self._caller.run(steps.submit(source, named, settings, on_sent)))
+        sending = submission(lines, model, options)
+        return Batch(self._caller, self._caller.run(sending))
 
     def batch(self, key: str) -> Batch:
         """A batch by its key. Raises UnknownJob."""

@@ -16,8 +16,10 @@ from mlxpool.worker.attention.in_slabs.check_runner import (  # noqa: E402
     check_sizes,
 )
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 

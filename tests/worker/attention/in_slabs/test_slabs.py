@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.in_slabs.slab_batch import slab_accesses  # noqa: E402
-from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner  # noqa: E402
+from mlxpool.worker.attention.in_slabs.decode_runner import SlabDecodeRunner  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_access import NOBODY, slab_accesses  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
@@ -131,6 +133,24 @@ def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
     assert apart.listed and apart.blocks == [0, 1, 8, 9]
 
 
+def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_own_on() -> None:
+    """`fill` is of the first of them; a block between those of the rows is nobody's."""
+    slabs = Slabs(SHAPE)
+    rows = [SlabRow(slabs) for _ in range(3)]
+    for row, tokens, room in zip(rows, (255, 10, 10), (3, 1, 2), strict=True):
+        row.reserve(tokens + room)
+        row.offset = tokens
+    ((slab, found),) = slab_accesses([rows[0], rows[2]], [3, 2])
+    assert slab is rows[0].table[0][0]
+    assert (found.first, found.last, found.listed) == (0, 4, False)
+    assert found.owner == [0, 0, NOBODY, 1]
+    assert found.fill[:2] == [256, 0] and found.fill[3] == 11
+    assert found.fill[2] + 3 - 1 < 0, "no query sees what is of no row"
+    assert found.lines == [0, 1, 2, 3, 4]
+    assert found.places == [255, 256, 257, 3 * 256 + 10, 3 * 256 + 11]
+    assert found.width == KV_BLOCK_TOKENS
+
+
 class Attention:
     """A model of attention only: logits [R, heads * D] of random queries, keys and values."""
 
@@ -163,7 +183,7 @@ def test_a_batch_gives_the_logits_of_each_row_alone(
     pairs = [(SlabRow(slabs), RowCache(SHAPE)) for _ in lengths]
     for pair, tokens in zip(pairs, lengths, strict=True):
         append(pair, tokens)
-    batch, order = SlabRunner(model, SHAPE), np.argsort(lengths)[::-1].tolist()
+    batch, order = SlabDecodeRunner(model, SHAPE), np.argsort(lengths)[::-1].tolist()
     for chosen in (order, order[: len(order) // 2 + 1], order):
         ids = mx.array(DRAW.integers(0, 50, len(chosen)))
         got = batch([pairs[line][0] for line in chosen], ids).logits
@@ -176,7 +196,7 @@ def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
     slabs, model = Slabs(SHAPE), Attention(2)
     row, other = SlabRow(slabs), RowCache(SHAPE)
     append((row, other), 250)
-    batch, kinds = SlabRunner(model, SHAPE, max_passes=2), set()
+    batch, kinds = SlabDecodeRunner(model, SHAPE, max_passes=2), set()
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.kernels.cpu_exp import exp_below
 from mlxpool.worker.kernels.cpu_exp import supports as has_cpu_exp

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlxpool.worker.attention.dot_product import (
     causal_attention,
@@ -22,93 +21,16 @@ from mlxpool.worker.attention.dot_product import (
     heads_first,
     masked_attention,
 )
-from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
-from mlxpool.worker.attention.row_cache import Arrays, RowCache
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import Arrays
+from mlxpool.worker.attention.row_spans import ImageView, RowSpan, is_check, leading_singles
 from mlxpool.worker.attention.row_states import PassStates, StateSpan
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
-CacheRow = RowCache | SlabRow
 # Attention of one row, see dot_product.causal_attention.
 RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
-Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # of the inputs of a pass
-
-
-@dataclass(frozen=True, slots=True)
-class ImageLines:
-    """The tokens [begin, end) of a span that are inputs of one image.
-
-    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: they attend both ways.
-    """
-
-    begin: int
-    end: int
-    features: mx.array
-    group: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ImageView:
-    """The tokens [begin, end) of a span that attend to the same images in cross-attention.
-
-    `features` of each image, [2 * C, KV, n, D]: keys and values of C layers, see
-    SeeingModel.encode_image.
-    """
-
-    begin: int
-    end: int
-    features: tuple[mx.array, ...]
-
-    def keys_values(self, layer: int) -> tuple[mx.array, mx.array]:
-        """Returns the keys and values [1, KV, L, D] of all images in a layer of cross-attention."""
-        keys, values = ([one[2 * layer + part][None] for one in self.features] for part in range(2))
-        if len(keys) == 1:
-            return keys[0], values[0]
-        return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
-
-
-@dataclass(slots=True)  # not frozen, as scheduling.Span
-class RowSpan:
-    """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
-
-    A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
-    hidden states. `images`: those that the tokens are inputs of, in order. `views`: what tokens see
-    of images in layers of cross-attention, in order. `positions` [count, 3]: see Rope.axes; None:
-    the tokens have their number in the row as position.
-    """
-
-    row: CacheRow
-    count: int
-    lines: int = 1
-    hidden: bool = False
-    images: tuple[ImageLines, ...] = ()
-    views: tuple[ImageView, ...] = ()
-    positions: npt.NDArray[np.int32] | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether it has nothing of images, so that compiled passes serve it."""
-        return not self.images and not self.views and self.positions is None
-
-    @property
-    def wide(self) -> bool:
-        """Whether it gives more than the logits of one token."""
-        return self.lines > 1 or self.hidden
-
-
-class PassOutput(NamedTuple):
-    """What a pass gives of the spans that it wants, none of it computed yet.
-
-    `logits` [E, vocabulary], one array to evaluate where no span wants them; `hidden` [H, d]
-    float32. Behind the last norm, and None where the layout keeps none: `states` [T, d] of all
-    inputs, in their order; `drawn` [E, d], those that the logits are of.
-    """
-
-    logits: mx.array
-    hidden: mx.array | None = None
-    states: mx.array | None = None
-    drawn: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,44 +305,6 @@ def _rotation(spans: Sequence[RowSpan], tokens: int) -> RotaryEmbedding:
     return RotaryEmbedding(mx.array(np.concatenate(every)))
 
 
-def wanted_lines(spans: Sequence[RowSpan], wanted: Sequence[int]) -> int:
-    """Returns how many tokens of the spans `wanted` get logits or give hidden states.
-
-    Spans that give more than the logits of one token follow the others.
-    """
-    if not wanted or not spans[wanted[-1]].wide:
-        return len(wanted)
-    return sum(spans[number].lines for number in wanted)
-
-
-def logit_spans(spans: Sequence[RowSpan], wanted: Sequence[int]) -> Sequence[int]:
-    """Returns those of the spans `wanted` that get logits; hidden states are wanted behind them."""
-    if not wanted or not spans[wanted[-1]].hidden:
-        return wanted
-    return [number for number in wanted if not spans[number].hidden]
-
-
-def checks_drafts(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-    """Returns whether some of the spans `wanted` gets logits of several tokens."""
-    drawing = logit_spans(spans, wanted)
-    return bool(drawing) and spans[drawing[-1]].lines > 1
-
-
-def all_plain(spans: Sequence[RowSpan]) -> bool:
-    """Returns whether all spans are `plain`; steps ask it of many spans."""
-    return not any(span.images or span.views or span.positions is not None for span in spans)
-
-
-def is_check(span: RowSpan) -> bool:
-    """Whether a span checks drafts: each of its tokens gives logits."""
-    return span.count > 1 and span.lines == span.count and not span.hidden and span.plain
-
-
-def leading_singles(spans: Sequence[RowSpan]) -> int:
-    """Returns the number of spans of one token before the first of several."""
-    return next((n for n, span in enumerate(spans) if span.count > 1), len(spans))
-
-
 def line_selector(lines: Sequence[int], tokens: int) -> Callable[[mx.array], mx.array]:
     """Returns a function that selects `lines` of x [tokens, ...], as a view where possible."""
     count, first = len(lines), lines[0]
@@ -428,23 +312,6 @@ def line_selector(lines: Sequence[int], tokens: int) -> Callable[[mx.array], mx.
         numbers = mx.array(list(lines), dtype=mx.int32)
         return lambda x: x[numbers]
     return (lambda x: x) if count == tokens else lambda x: x[first : first + count]
-
-
-def singles_first(
-    spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
-) -> tuple[Sequence[RowSpan], mx.array, Sequence[int]]:
-    """Moves the spans of one token to the front, with their `ids` [T] and `wanted` numbers."""
-    order = sorted(range(len(spans)), key=lambda number: spans[number].count > 1)
-    if order == list(range(len(spans))):
-        return spans, ids, wanted
-    ends = list(accumulate(span.count for span in spans))
-    lines = [line for at in order for line in range(ends[at] - spans[at].count, ends[at])]
-    places = {at: number for number, at in enumerate(order)}
-    return (
-        [spans[at] for at in order],
-        ids[mx.array(lines, dtype=mx.int32)],
-        [places[at] for at in wanted],
-    )
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.stored_arrays import (
     DeviceArray,
     arrays_of,
@@ -32,7 +33,6 @@ from mlxpool.worker.prefix.paths import Part
 from mlxpool.worker.prefix_disk.readings import ReadRecord
 
 R = TypeVar("R", bound=LayeredRow[mx.array])
-Arrays = tuple[mx.array, ...]
 Kept = tuple[Arrays, ...]  # of each FullCache layer: keys and values [1, KV, n, D]
 
 

@@ -30,7 +30,7 @@ from mlxpool.worker.compute.messages import (
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import DeviceLost, as_pool_error
 from mlxpool.worker.encoders.vectors import Vectors
-from mlxpool.worker.engine.encoder import Encoder
+from mlxpool.worker.engine.encoding.encoder import Encoder
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
 log = logging.getLogger("mlxpool.worker")

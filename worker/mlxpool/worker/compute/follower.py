@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.layouts import writes_in_place
-from mlxpool.worker.attention.row_batch import RowSpan
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.layout_choice import writes_in_place
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives

@@ -17,9 +17,9 @@ from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
-from mlxpool.worker.engine.encoder import Encoder
+from mlxpool.worker.engine.encoding.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
-from mlxpool.worker.engine.kv_kinds import require_kv, require_no_kv, resume_note
+from mlxpool.worker.engine.kv_setting import require_kv, require_no_kv, resume_note
 from mlxpool.worker.groups.divisions import Part, part_of
 from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
@@ -404,7 +404,7 @@ def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:
 
     def load(on_progress: OnProgress) -> Encoder:
         _require_mlx()
-        from mlxpool.worker.engine.encoder_engine import EncoderEngine
+        from mlxpool.worker.engine.encoding.encoder_engine import EncoderEngine
         from mlxpool.worker.kernels import device
         from mlxpool.worker.weights.load import load as load_weights
 

@@ -55,10 +55,6 @@ class Masks:
         """Whether it takes tokens together with others, and its forced tokens are found then."""
         return constraint.record.quick >= QUICK_MASKS and constraint.small
 
-    def is_late(self, constraint: Constraint) -> bool:
-        """Whether a mask was late since the last quick one: steps had better not wait for more."""
-        return constraint.record.late
-
     def is_made(self, constraint: Constraint) -> bool:
         """Whether no mask of the constraint is being made."""
         making = constraint.record.making

@@ -44,7 +44,7 @@ from mlxpool.worker.engine.description import (
     require_deterministic,
     tokenizer_kind,
 )
-from mlxpool.worker.engine.kv_kinds import (
+from mlxpool.worker.engine.kv_setting import (
     kernels_read_int8,
     no_int8_kernels,
     require_kv,

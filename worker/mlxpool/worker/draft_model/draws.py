@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import mlx.core as mx
 
-from mlxpool.worker.engine.row_engine import Flight
+from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.sampling.batch import NO_TOKEN, SamplerOutput, SamplingBatch
 from mlxpool.worker.sampling.row_masks import RowMasks

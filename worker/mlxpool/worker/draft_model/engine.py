@@ -7,14 +7,14 @@ from collections.abc import Sequence as Many
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.row_batch import Ids
+from mlxpool.worker.attention.row_spans import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
 from mlxpool.worker.engine.layout_engine import NO_TOKEN
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.row_engine import MIN_BLOCKS
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
+from mlxpool.worker.scheduling.memory_budget import MIN_BLOCKS
 from mlxpool.worker.scheduling.memory_estimate import MAX_DRAFT_CONTEXT
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span

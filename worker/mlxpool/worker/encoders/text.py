@@ -51,7 +51,7 @@ class EncoderTextSource:
 class OpenedEncoder:
     """An encoder model's folder was checked; its weights are not loaded yet.
 
-    `dimensions` and `normalises`: see engine.encoder.Encoder.
+    `dimensions` and `normalises`: see engine.encoding.encoder.Encoder.
     """
 
     digest: str

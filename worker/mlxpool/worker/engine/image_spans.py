@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpool.worker.attention.row_batch import ImageLines, ImageView, RowSpan
+from mlxpool.worker.attention.row_spans import ImageLines, ImageView, RowSpan
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.positions import positions
 from mlxpool.worker.media.spans import image_views, overlapping

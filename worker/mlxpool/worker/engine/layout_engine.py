@@ -7,18 +7,18 @@ from typing import Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
-from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.layout_choice import choose_layout, make_layout
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts, StateDrafts
-from mlxpool.worker.attention.prediction_heads.prediction_rows import MAX_WAITING, Predictions
-from mlxpool.worker.attention.row_batch import CacheRow
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import CacheRow
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.image_encoder import ImageEncoder
-from mlxpool.worker.engine.kv_kinds import no_int8_kernels, require_kv
-from mlxpool.worker.engine.row_engine import MIN_BLOCKS
+from mlxpool.worker.engine.kv_setting import no_int8_kernels, require_kv
 from mlxpool.worker.engine.token_draws import TokenDraws
 from mlxpool.worker.engine.warm_up import WarmedEngine
 from mlxpool.worker.kernels import device, matmul_tiled
@@ -28,6 +28,7 @@ from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.scheduling.memory_budget import MIN_BLOCKS
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import (
     Sequence,
@@ -72,7 +73,7 @@ class LayoutEngine(WarmedEngine):
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
-        `lookahead` None: only on a GPU. `layout` None: the best one, see layouts.choose_layout.
+        `lookahead` None: only on a GPU. `layout` None: see choose_layout.
         `limit` bounds the bytes of the process, see device.memory_limit. `blocks` None: as many as
         the limit leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         `step_target`: seconds of a pass while sequences decode; 0: the warm-up chooses it.
@@ -126,7 +127,7 @@ class LayoutEngine(WarmedEngine):
         if self._layout.sizes:  # attention of compiled passes keeps no scores
             self.chunk = min(self.chunk, self._layout.sizes[-1])
             self._pairs = self.chunk**2
-        self._spare = self._layout.spare + self._waiting_bytes()
+        self._spare = self._layout.spare + self._head_state_bytes()
         self.blocks.capacity = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
         self._draws_alone = self._layout.store.stateful
@@ -158,12 +159,18 @@ class LayoutEngine(WarmedEngine):
         self._head_block_bytes = KV_BLOCK_TOKENS * own.token_bytes
         return Predictions(cast(PredictingModel, self._model).prediction, own)
 
-    def _waiting_bytes(self) -> int:
-        """Returns the bytes of states that wait for the head at most."""
+    def expect_drafts(self, most: int) -> None:
+        """See Engine.expect_drafts."""
+        super().expect_drafts(most)
+        self._spare = self._layout.spare + self._head_state_bytes()
+
+    def _head_state_bytes(self) -> int:
+        """Returns the bytes of the states that are kept for the head at most."""
         if self._predictions is None:
             return 0
         width = self._loaded.folder.plan.shapes["model.norm.weight"][0]
-        return MAX_WAITING * self._max_sequences * width * self._loaded.dtype.size
+        states = self._predictions.most_states(self._max_sequences, self._most_drafts)
+        return states * width * self._loaded.dtype.size
 
     def _set_row_sizes(self, shape: RowShape) -> None:
         self._block_bytes = KV_BLOCK_TOKENS * max(shape.token_bytes, 1)

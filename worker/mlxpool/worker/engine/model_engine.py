@@ -22,16 +22,16 @@ import numpy as np
 
 from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts
 from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
-from mlxpool.worker.attention.row_batch import Ids, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_spans import Ids, RowSpan
 from mlxpool.worker.attention.row_states import keep_alone, separate, settle
 from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
 from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.engine.image_spans import add_images
 from mlxpool.worker.engine.layout_engine import LayoutEngine
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
-from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, is_slot

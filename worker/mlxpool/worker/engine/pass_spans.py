@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
-from mlxpool.worker.attention.row_batch import RowSpan
+from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load

@@ -10,11 +10,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
-import numpy as np
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
@@ -22,7 +20,8 @@ from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
-from mlxpool.worker.engine.engine import HiddenStates, MemoryUse, StepResult
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
@@ -32,20 +31,14 @@ from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prefix_disk.folder import DiskSettings
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.sampling.batch import (
-    SampledNumbers,
-    SamplerOutput,
-    accepted_tokens,
-    sampled_tokens,
-)
 from mlxpool.worker.scheduling.block_manager import BlockManager
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+from mlxpool.worker.scheduling.memory_budget import MIN_BLOCKS, MemoryBudget
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.speculation.model_drafter import DraftEngine
-from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
@@ -54,94 +47,8 @@ GPU_BUFFER_CACHE = 1024**3
 # Bytes by which the process may grow outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
 ENCODED_SHARE = 16  # of the memory limit: so much of it may be outputs of encoders
-MIN_BLOCKS = 2  # one for a prompt and one for its completion
 
 R = TypeVar("R", bound=PrefixRow)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A pass that was submitted at `began`; `rows` has the first row of each sequence that draws.
-
-    `fresh`: it compiles something. `done`: arrays whose evaluation ends it. `download` has the
-    sampled arrays and hidden states on the host then; None: they are read where they are.
-    `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
-    `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
-    yet, and their logits. `states` [H, d]: as `hidden`, but they stay on the device, for the
-    log-probabilities of prompts. `load`: what it computes; None: see its spans.
-    """
-
-    spans: tuple[Span, ...]
-    rows: dict[Sequence, int]
-    sampled: SamplerOutput | None
-    done: tuple[mx.array, ...]
-    began: float
-    fresh: bool
-    download: Download | None = None
-    reads: bool = False
-    checks: tuple[Span, ...] = ()
-    embedded: tuple[tuple[Span, int], ...] = ()
-    hidden: mx.array | None = None
-    undrawn: tuple[Many[Span], mx.array] | None = None
-    states: mx.array | None = None
-    load: Load | None = None
-
-    def without(self, seq: Sequence) -> Flight:
-        """Returns the flight without the results of a sequence that lost its row."""
-        rows = {one: row for one, row in self.rows.items() if one is not seq}
-        checks = tuple(span for span in self.checks if span.sequence is not seq)
-        embedded = tuple(one for one in self.embedded if one[0].sequence is not seq)
-        return replace(self, rows=rows, checks=checks, embedded=embedded)
-
-    def wait(self) -> None:
-        """Waits for the end of the pass."""
-        mx.eval(*self.done)
-
-    def result(self) -> StepResult:
-        """Returns what the pass drew, when it has ended; called once."""
-        every = self.arrays() if self.download is None else self.download.read()
-        hidden = () if self.hidden is None else self._hidden_states(every.pop())
-        if self.sampled is None:
-            return StepResult([], [], hidden)
-        lists: list[Any] = [one.tolist() for one in every]
-        numbers = SampledNumbers(*lists)
-        if not self.checks:
-            return StepResult(*sampled_tokens(numbers, self.rows), hidden)
-        checks = {span.sequence: span.drafts for span in self.checks}
-        single = {seq: row for seq, row in self.rows.items() if seq not in checks}
-        drawn, failed = sampled_tokens(numbers, single)
-        for seq, drafts in checks.items():
-            try:
-                drawn += accepted_tokens(numbers, seq, self.rows[seq], drafts)
-            except SequenceFailed as failure:
-                failed.append(failure)
-        return StepResult(drawn, failed, hidden)
-
-    def drawn(self) -> list[SampledToken] | None:
-        """Returns the tokens that the pass drew, if it is known without waiting that it did.
-
-        Rows draw one token each, with no log-probabilities.
-        """
-        sampled = self.sampled
-        if sampled is None or self.download is None or self.checks or sampled.logprobs is not None:
-            return None
-        tokens = self.download.arrived()
-        if tokens is None:
-            return None
-        drawn, _ = sampled_tokens(SampledNumbers(tokens.tolist()), self.rows)
-        return drawn
-
-    def arrays(self) -> list[Any]:
-        """Returns what the pass gives the host: the sampled arrays, then any hidden states."""
-        sampled = [] if self.sampled is None else self.sampled.arrays()
-        return sampled if self.hidden is None else [*sampled, self.hidden]
-
-    def _hidden_states(self, numbers: Any) -> tuple[HiddenStates, ...]:
-        """Divides states [H, d] between the spans whose sequences still have a row."""
-        states = np.array(numbers)
-        return tuple(
-            HiddenStates(span, states[row : row + span.count]) for span, row in self.embedded
-        )
 
 
 class RowEngine(ABC, Generic[R]):
@@ -201,9 +108,9 @@ class RowEngine(ABC, Generic[R]):
         self._head_block_bytes = 0  # as many tokens of a head that drafts, see prediction_rows.py
         self._row_bytes = self._activation_bytes = 0
         self._reserved = 0  # bytes of other processes of this worker
-        self._spare = 0  # bytes that may be allocated for unused blocks
+        self._spare = 0  # bytes of blocks that may be unused, and of states for a head
         self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes()
-        self._cache = min(
+        self._kept_buffers = min(  # bytes of freed buffers that MLX may keep
             GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
         )
 
@@ -481,7 +388,7 @@ class RowEngine(ABC, Generic[R]):
         """
         left = self._bytes_left()
         if self._reserved and self._fixed_blocks is None:
-            given = self._free_blocks() - self.blocks.capacity
+            given = self._budget().free_blocks - self.blocks.capacity
             left -= max(0, self._reserved - given * self._block_bytes)
         self._prefix.budget = min(self._prefix_bytes, max(0, left))
 
@@ -498,7 +405,7 @@ class RowEngine(ABC, Generic[R]):
         self._prefix.clear()
         # The next pass takes the buffers that this one frees; on a GPU MLX's memory limit, which
         # counts them, gives them back before anything is refused.
-        mx.set_cache_limit(max(self._cache, self._activation_bytes * device.on_gpu()))
+        mx.set_cache_limit(max(self._kept_buffers, self._activation_bytes * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()
         growth = min(HEAP_GROWTH, self._limit // 16) if device.non_mlx_bytes() else 0
@@ -509,44 +416,31 @@ class RowEngine(ABC, Generic[R]):
     def _require_min_blocks(self) -> None:
         """Raises ModelLoadFailed when too few blocks are left."""
         if self.blocks.capacity < MIN_BLOCKS:
-            raise ModelLoadFailed(self._too_few_blocks())
+            raise ModelLoadFailed(self._budget().too_few(self.blocks.capacity))
 
     def _capacity(self) -> int:
         """Returns the blocks that fit beside weights, activations and the process itself."""
         return self._blocks_in_budget() if self._fixed_blocks is None else self._fixed_blocks
 
     def _blocks_in_budget(self) -> int:
-        """Returns the blocks for which there is memory beside what is reserved.
+        """Returns the blocks for which there is memory beside what is reserved."""
+        return self._budget().blocks_for(self.context)
 
-        A sequence of the whole context has its blocks in any case: while it uses them, other
-        processes are refused some of what is reserved for them.
-        """
-        free = self._free_blocks()
-        beside = free - -(-self._reserved // self._block_bytes)
-        return max(beside, min(free, blocks_for(self.context)))
-
-    @property
-    def _draft_bytes(self) -> int:
-        """The bytes that are kept for the draft model: weights, rows, and a step of its own."""
-        return 0 if self.draft is None else self.draft.held_bytes
-
-    def _free_blocks(self) -> int:
-        """Returns the blocks for which there is memory, with what is reserved."""
-        used = self._weights + self._activation_bytes + self._cache + self._process_bytes
-        used += self._draft_bytes
-        used += self._spare + self._max_sequences * self._row_bytes + self._disk_room
-        used += self.encoded.budget + self._largest_image
-        return block_capacity(self._limit - used, self._block_bytes + self._head_block_bytes)
-
-    def _too_few_blocks(self) -> str:
-        apart = self._spare + self._max_sequences * self._row_bytes
-        images = self.encoded.budget + self._largest_image
-        return (
-            f"the memory limit is {self._limit} bytes; weights take {self._weights},"
-            f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"
-            f" {self._process_bytes}, {self._max_sequences} rows {apart} besides their tokens,"
-            f"{f' encoded images {images},' if images else ''}"
-            f"{f' the draft model {self._draft_bytes},' if self._draft_bytes else ''}"
-            f" which leaves {self.blocks.capacity} blocks of {KV_BLOCK_TOKENS} tokens"
-            f" ({self._block_bytes} bytes each); at least {MIN_BLOCKS} are needed"
+    def _budget(self) -> MemoryBudget:
+        """Returns where the memory goes now."""
+        return MemoryBudget(
+            limit=self._limit,
+            weights=self._weights,
+            step=self._activation_bytes,
+            buffers=self._kept_buffers,
+            process=self._process_bytes,
+            draft_model=0 if self.draft is None else self.draft.held_bytes,
+            rows=self._max_sequences,
+            row=self._row_bytes,
+            spare=self._spare,
+            disk=self._disk_room,
+            images=self.encoded.budget + self._largest_image,
+            reserved=self._reserved,
+            block=self._block_bytes,
+            head_block=self._head_block_bytes,
         )

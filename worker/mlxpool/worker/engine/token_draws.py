@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.constraints.mask_table import ANY, words_of_mask
+from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time
-from mlxpool.worker.engine.row_engine import Flight
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
     NO_TOKEN,

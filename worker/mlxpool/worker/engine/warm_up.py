@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
-from mlxpool.worker.attention.layouts import Layout
+from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
-from mlxpool.worker.attention.row_batch import CacheRow, Ids, RowSpan
+from mlxpool.worker.attention.row_spans import CacheRow, Ids, RowSpan
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.pass_spans import PassSpans

@@ -8,8 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.layouts import Layout, writes_in_place
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.layout_choice import writes_in_place
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.groups.collectives import Collectives
@@ -74,7 +75,7 @@ class GroupEngine(ModelEngine):
     def _finish_warm_up(self) -> None:
         super()._finish_warm_up()
         self._collectives.check()
-        self._orders.send(Settle(self._cache))
+        self._orders.send(Settle(self._kept_buffers))
 
     def device_works(self) -> bool:
         """See Engine.device_works.

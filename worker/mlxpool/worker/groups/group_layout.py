@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.layouts import PagedLayout
-from mlxpool.worker.attention.row_batch import PassOutput, RowSpan
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
+from mlxpool.worker.attention.row_spans import PassOutput, RowSpan
 from mlxpool.worker.kernels import kernel_cache
 
 

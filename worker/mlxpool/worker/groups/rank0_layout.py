@@ -7,9 +7,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.row_batch import Ids, PassOutput, RowSpan
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import Ids, PassOutput, RowSpan
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.group_layout import GroupLayout
 from mlxpool.worker.groups.messages import CompileAhead, CopyBlock, MakePool, Pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -156,15 +156,3 @@ def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
         for span in spans
         if span.end <= keep or span.start >= behind
     )
-
-
-def check_spans(spans: Iterable[MediaSpan], inputs: int) -> None:
-    """Raises ValueError unless spans have inputs, are in order, do not overlap and end in time."""
-    last = 0
-    for number, span in enumerate(spans):
-        if span.count < 1 or span.start < last or span.end > inputs:
-            raise ValueError(
-                f"media span {number} is [{span.start}, {span.end}): it must have inputs, begin at"
-                f" {last} or later and end at {inputs} or before"
-            )
-        last = span.end

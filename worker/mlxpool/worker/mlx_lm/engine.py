@@ -20,7 +20,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_copies import RowStore
 from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.engine.row_engine import Flight, RowEngine
+from mlxpool.worker.engine.flight import Flight
+from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix.modes import make_prefix_cache

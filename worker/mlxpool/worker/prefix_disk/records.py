@@ -255,9 +255,6 @@ def encode_segment_header(digest: bytes, about: Mapping[str, Any]) -> bytes:
     return body + xxhash.xxh3_128_digest(body)
 
 
-SEGMENT_HEAD_BYTES = _SEGMENT.size
-
-
 def segment_header_size(head: bytes) -> int:
     """Returns the size of the segment's header that begins with these bytes. Raises BadRecord."""
     if len(head) < _SEGMENT.size:

@@ -14,7 +14,7 @@ from mlxpool.broker.store.records import (
     Result,
     Swept,
 )
-from mlxpool.broker.store.sql import batches, outbox, rows
+from mlxpool.broker.store.sql import batches, endings, outbox, rows
 from mlxpool.broker.store.sql.database import Database
 
 DEADLINE_CAUSE = "its deadline passed while it waited"
@@ -25,7 +25,7 @@ def cancel(database: Database, asked: Cancel, now: float) -> Result:
     job = rows.find(database, asked.name)
     if job is None or job.state is not JobState.WAITING:
         return rows.fate(database, asked.name)
-    return Changed(rows.end_job(database, job, JobState.CANCELLED, asked.end, asked.cause, now))
+    return Changed(endings.end_job(database, job, JobState.CANCELLED, asked.end, asked.cause, now))
 
 
 def retry(database: Database, asked: Retry, now: float) -> Result:
@@ -36,11 +36,12 @@ def retry(database: Database, asked: Retry, now: float) -> Result:
     if not batches.takes_again(database, job):
         why = f"the job {job.scope.key!r} is a line of a batch that was cancelled: submit it alone"
         return Refused("in_use", why)
-    if not asked.new_generation and not rows.may_retry(job):
+    if not asked.new_generation and not endings.may_retry(job):
         why = f"the job {job.scope.key!r} was tried again {MAX_RETRIES} times, which is the bound"
         return Refused("in_use", f"{why}: submit it under another key")
     deadline = None if asked.deadline is None else now + asked.deadline
-    return Changed(rows.let_wait(database, job, deadline, now, new_generation=asked.new_generation))
+    anew = asked.new_generation
+    return Changed(endings.let_wait(database, job, deadline, now, new_generation=anew))
 
 
 def release(database: Database, asked: Release, now: float, key_life: float) -> Result:
@@ -48,7 +49,7 @@ def release(database: Database, asked: Release, now: float, key_life: float) -> 
     job = rows.find(database, asked.name)
     if job is None or job.state not in ENDED:
         return rows.fate(database, asked.name)
-    rows.empty_job(database, job, now + key_life)
+    endings.empty_job(database, job, now + key_life)
     return Changed(rows.by_seq(database, job.seq))
 
 
@@ -59,7 +60,7 @@ def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swep
     """Expire, forget and delete what is past its time."""
     overdue = _overdue(database, asked, now)
     expired = tuple(
-        rows.end_job(database, job, JobState.EXPIRED, asked.expired_end, DEADLINE_CAUSE, now)
+        endings.end_job(database, job, JobState.EXPIRED, asked.expired_end, DEADLINE_CAUSE, now)
         for job in overdue[: asked.count]
     )
     forgotten = database.execute(
@@ -89,7 +90,7 @@ def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
     """An ended job is gone; a gone one is deleted with its key, once its end was told."""
     job = rows.by_seq(database, seq)
     if job.state is not JobState.GONE:
-        rows.empty_job(database, job, now + key_life)
+        endings.empty_job(database, job, now + key_life)
         return
     if outbox.is_waiting(database, job.end_seq):
         database.change("UPDATE job SET forget = ? WHERE seq = ?", now + outbox.HOLD, seq)

@@ -13,7 +13,7 @@ from mlxpool.broker.store.records import (
     JobView,
     Verified,
 )
-from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql import contents, rows
 from mlxpool.broker.store.sql.database import Database
 
 NOT_GONE = tuple(state for state in JobState if state is not JobState.GONE)
@@ -56,16 +56,16 @@ def _exported(
         request = b""
         damaged += [str(rows.damage(job, job.damaged))] if job.damaged else []
         try:
-            request = rows.read_request(database, job)
+            request = contents.read_request(database, job)
         except Damaged as error:
             damaged.append(str(error))
         room -= len(request) + len(job.end or b"")
     blobs: list[tuple[int, bytes]] = []
-    places = [*range(rows.count_blobs(database, job))]
-    places += [-1 - one for one in range(rows.count_blobs(database, job, of_answer=True))]
+    places = [*range(contents.count_blobs(database, job))]
+    places += [-1 - one for one in range(contents.count_blobs(database, job, of_answer=True))]
     for index in range(max(0, at.part - 1), len(places)):
         try:
-            data = rows.read_blob(database, job, places[index])
+            data = contents.read_blob(database, job, places[index])
         except Damaged as error:
             damaged.append(str(error))
             continue
@@ -100,7 +100,7 @@ def _output(
     """Output from `pos` on, and where to go on, None: it is all. `first`: at least one chunk."""
     chunks: list[Chunk] = []
     try:
-        for chunk in rows.chunks_of(database, job, pos):
+        for chunk in contents.chunks_of(database, job, pos):
             if chunk.pos < pos:
                 continue
             if chunk.size > room and (chunks or not first):
@@ -141,14 +141,14 @@ def _damages(database: Database, job: JobView) -> list[str]:
     if job.state is JobState.GONE:
         return found
     try:
-        rows.read_request(database, job)
-        rows.read_blobs(database, job)
-        rows.read_answer(database, job)
+        contents.read_request(database, job)
+        contents.read_blobs(database, job)
+        contents.read_answer(database, job)
     except Damaged as error:
         found.append(str(error))
     try:
         end = 0
-        for chunk in rows.chunks_of(database, job):
+        for chunk in contents.chunks_of(database, job):
             if chunk.pos != end:
                 break
             end = chunk.end

@@ -8,7 +8,7 @@ from mlxpool.broker.store.batch_operations import ReadOutcomes
 from mlxpool.broker.store.batch_records import MAX_OUTPUT, LineOutcome, LineOutcomes
 from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import ENDED, JobView, Result, UnknownName
-from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql import contents, rows
 from mlxpool.broker.store.sql.batch_reading import find
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.common.protocol.kept.job_work import CALLS
@@ -58,8 +58,8 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
     if job is None or job.state not in ENDED:
         return outcome
     try:
-        chunks = list(rows.chunks_of(database, job))
-        answer = rows.read_answer(database, job) if job.kind in CALLS else ()
+        chunks = list(contents.chunks_of(database, job))
+        answer = contents.read_answer(database, job) if job.kind in CALLS else ()
     except Damaged:  # who fetches the job is told which ids
         return _left_out(outcome, job)
     whole = replace(

@@ -30,7 +30,7 @@ from mlxpool.broker.store.records import (
     StoredRequest,
     UnknownName,
 )
-from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql import contents, rows
 from mlxpool.broker.store.sql.database import Database
 
 NOT_GONE = tuple(state for state in JobState if state is not JobState.GONE)
@@ -53,7 +53,8 @@ def read_request(database: Database, asked: ReadRequest, now: float) -> Result:
         return UnknownName()
     if job.state is JobState.GONE:
         return KeyGone(job.id, job.forget or now, job.scope)
-    return StoredRequest(job, rows.read_request(database, job), rows.read_blobs(database, job))
+    request = contents.read_request(database, job)
+    return StoredRequest(job, request, contents.read_blobs(database, job))
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
         raise rows.damage(job, job.damaged)
     chunks: list[Chunk] = []
     room = asked.max_bytes
-    for stored in rows.chunks_of(database, job, asked.pos):
+    for stored in contents.chunks_of(database, job, asked.pos):
         chunk = cut_from(stored, asked.pos)
         if not chunk.borders:
             continue  # the position is its end
@@ -84,7 +85,7 @@ def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
         if room <= 0 or part is not chunk:
             break
     whole = job.state in ENDED and (chunks[-1].end if chunks else asked.pos) >= job.pos
-    return Page(job, tuple(chunks), rows.read_answer(database, job) if whole else ())
+    return Page(job, tuple(chunks), contents.read_answer(database, job) if whole else ())
 
 
 # ---- lists ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from mlxpool.broker.store.records import (
     JobView,
     Result,
 )
-from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql import contents, endings, rows
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.common.protocol.token_ids import count_of
 
@@ -146,8 +146,8 @@ def _feed(database: Database, seq: int, now: float) -> FedJob:
     stored, crc, has_blobs = row[-3:]
     left = None if job.deadline is None else job.deadline - now
     try:
-        request = rows.checked_request(job, stored, crc)
-        blobs = rows.read_blobs(database, job) if has_blobs else ()
+        request = contents.checked_request(job, stored, crc)
+        blobs = contents.read_blobs(database, job) if has_blobs else ()
     except Damaged as error:
         return FedJob(job, b"", (), b"", left, damaged=str(error))
     ids = _durable_ids(database, job)
@@ -164,7 +164,7 @@ def _durable_ids(database: Database, job: JobView) -> bytes | None:
     if not job.pos:
         return b""
     try:
-        ids = without_gap((chunk.pos, chunk.ids) for chunk in rows.chunks_of(database, job))
+        ids = without_gap((chunk.pos, chunk.ids) for chunk in contents.chunks_of(database, job))
     except Damaged:
         return None
     return ids if count_of(ids) == job.pos else None
@@ -172,7 +172,7 @@ def _durable_ids(database: Database, job: JobView) -> bytes | None:
 
 def _begin_anew(database: Database, job: JobView) -> JobView:
     database.change("UPDATE job SET gen = gen + 1 WHERE seq = ?", job.seq)
-    rows.drop_output(database, job)
+    contents.drop_output(database, job)
     return rows.by_seq(database, job.seq)
 
 
@@ -198,7 +198,7 @@ def progress(database: Database, asked: Progress, now: float) -> Result:
     )
     if row is None:
         return rows.fate(database, asked.id)
-    rows.add_chunk(database, row[0], asked.gen, chunk)
+    contents.add_chunk(database, row[0], asked.gen, chunk)
     rows.count_usage(database, row[1], 0, size)
     return Durable(asked.id, asked.gen, chunk.end)
 
@@ -221,8 +221,8 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
             return Fate(job)
         facts = asked.facts
     rows.add_failure(database, job, asked.cause, asked.stacks, now)
-    rows.add_answer(database, job, asked.answer)
-    ended = rows.end_job(
+    contents.add_answer(database, job, asked.answer)
+    ended = endings.end_job(
         database, job, asked.state, asked.end, asked.cause, now, last, facts, asked.attempts
     )
     return Changed(ended)
@@ -272,5 +272,5 @@ def new_generation(database: Database, asked: NewGeneration, now: float) -> Resu
     if row is None:
         return rows.fate(database, asked.id)
     job = rows.by_seq(database, row[0])
-    rows.drop_output(database, job)
+    contents.drop_output(database, job)
     return Changed(rows.by_seq(database, job.seq))

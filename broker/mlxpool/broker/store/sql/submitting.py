@@ -13,7 +13,7 @@ from mlxpool.broker.store.records import (
     Scope,
     Submitted,
 )
-from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql import contents, rows
 from mlxpool.broker.store.sql.database import Database
 
 
@@ -130,5 +130,5 @@ def _insert(database: Database, asked: Submit, size: int, now: float) -> int | N
     if row is None:
         return None
     seq: int = row[0]
-    rows.add_blobs(database, seq, enumerate(asked.blobs))
+    contents.add_blobs(database, seq, enumerate(asked.blobs))
     return seq

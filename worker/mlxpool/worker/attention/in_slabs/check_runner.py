@@ -1,4 +1,4 @@
-"""Compiled passes over one row in slabs that checks drafts; see slab_checks for several rows.
+"""Compiled passes over one row in slabs that checks drafts; see check_reader.py for several rows.
 
 A pass is compiled for a number of inputs and of blocks, both rounded up, so that few are enough for
 a stream: further inputs repeat the last one, which computes and writes the same again, and blocks
@@ -13,15 +13,12 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.dot_product import apply_softcap, softmax_average
-from mlxpool.worker.attention.in_slabs.slab_batch import SlabBatch
-from mlxpool.worker.attention.in_slabs.slab_checks import MASKED_SCORE
-from mlxpool.worker.attention.in_slabs.slab_runner import computed, output_of
+from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
+from mlxpool.worker.attention.in_slabs.row_reader import RowReader
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
-from mlxpool.worker.attention.row_batch import PassOutput
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
+from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
-from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
@@ -44,46 +41,8 @@ def check_sizes(drafts: int) -> Iterator[int]:
         lines *= 2
 
 
-class RowReader:
-    """Writes and reads the inputs of one row, at `positions` [L]; see SlabReader.
-
-    The tokens of the row begin with block `first` of a slab, of which `blocks` are read. `layers`:
-    what each layer of the slab stores.
-    """
-
-    def __init__(
-        self, shape: RowShape, positions: mx.array, first: int, blocks: int, layers: list[Arrays]
-    ) -> None:
-        self._shape, self._layers = shape, layers
-        self._begin, self._end = first * KV_BLOCK_TOKENS, (first + blocks) * KV_BLOCK_TOKENS
-        self._places = positions + self._begin
-        seen = mx.arange(self._end - self._begin) <= positions[:, None]
-        self._mask = mx.where(seen, 0.0, MASKED_SCORE)[:, None]  # [L, 1, tokens]
-
-    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
-        """Writes k [L, KV, D] and v [L, KV, V]."""
-        stored = self._shape.stored((k.swapaxes(0, 1), v.swapaxes(0, 1)))
-        for array, new in zip(self._layers[layer], stored, strict=True):
-            array[:, self._places] = new
-
-    def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """q [L, H, D] -> [L, H, V]; each query sees the tokens up to its own."""
-        if scores.sinks is not None:
-            raise NotImplementedError("no known model has sinks and no windows")
-        lines, heads, size = q.shape
-        held = tuple(array[:, self._begin : self._end] for array in self._layers[layer])
-        keys, values = self._shape.read(held)
-        pairs = keys.shape[0]
-        asked = (q * scores.scale).reshape(lines, pairs, heads // pairs, size).swapaxes(0, 1)
-        found = asked.reshape(pairs, -1, size) @ keys.swapaxes(-1, -2)
-        found = apply_softcap(found, scores.softcap).reshape(pairs, lines, heads // pairs, -1)
-        found = (found + self._mask).reshape(pairs, -1, keys.shape[1])
-        out = softmax_average(found, values).reshape(pairs, lines, heads // pairs, -1)
-        return out.swapaxes(0, 1).reshape(lines, heads, -1)
-
-
-class SlabCheckRunner:
-    """Runs compiled passes of a model over one row in slabs, all of whose inputs give logits."""
+class SlabCheckRunner(CompiledRunner):
+    """Runs compiled passes of a model over one row in slabs that checks drafts."""
 
     def __init__(
         self,
@@ -93,8 +52,8 @@ class SlabCheckRunner:
         states: bool = False,
         max_passes: int = MAX_CHECK_PASSES,
     ) -> None:
-        """`states`: passes give the states that their logits are of, too."""
-        self._model, self._shape, self._states = model, shape, states
+        """`states`: see CompiledRunner."""
+        super().__init__(model, shape, states=states)
         self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
         self._asked: Counter[Kind] = Counter()  # passes of kinds that are not compiled
 
@@ -125,10 +84,10 @@ class SlabCheckRunner:
         positions = mx.array(numbers + np.int32(row.offset))
         slab, _ = row.table[0]
         given, layers = self._pass(kind, ids, positions, first, blocks, slab.layers)
-        slab.layers = [tuple(arrays) for arrays in layers]
+        self._keep([slab], [layers])
         self._asked.pop(kind, None)
         row.advance(count)
-        return output_of([one[:count] for one in given] if lines > count else given)
+        return self._output([one[:count] for one in given] if lines > count else given)
 
     def _kind(self, row: SlabRow, lines: int) -> Kind | None:
         """Returns what a pass is compiled for; None: it cannot be."""
@@ -151,5 +110,5 @@ class SlabCheckRunner:
         blocks: int,
         layers: list[Arrays],
     ) -> tuple[Sequence[mx.array], list[Arrays]]:
-        step = SlabBatch(positions, RowReader(self._shape, positions, first, blocks, layers))
-        return computed(self._model, ids, step, states=self._states), layers
+        reader = RowReader(self._shape, positions, first, blocks, layers)
+        return self._computed(ids, positions, reader), layers

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
@@ -173,10 +173,11 @@ class SlabRow:
         """Bytes of its blocks, including unused tokens."""
         return len(self.table) * KV_BLOCK_TOKENS * self.slabs.shape.token_bytes
 
-    def next_place(self) -> tuple[Slab, int]:
-        """Returns the place of the next token: its slab and the token number there."""
-        slab, block = self.table[self.offset // KV_BLOCK_TOKENS]
-        return slab, block * KV_BLOCK_TOKENS + self.offset % KV_BLOCK_TOKENS
+    def place_of(self, token: int) -> tuple[Slab, int]:
+        """Returns the slab of a token of the row, and its token number there."""
+        at, inside = divmod(token, KV_BLOCK_TOKENS)
+        slab, block = self.table[at]
+        return slab, block * KV_BLOCK_TOKENS + inside
 
     def _place(self, layer: int, start: int, stored: Arrays) -> None:
         """Writes stored arrays [1, KV, n, size] from token `start` on into its blocks."""

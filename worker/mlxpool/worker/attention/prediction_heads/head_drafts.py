@@ -44,6 +44,13 @@ class HeadDrafts(ABC):
         """The bytes that are kept of sequences."""
 
     @abstractmethod
+    def most_states(self, rows: int, drafts: int) -> int:
+        """Returns how many states are kept of `rows` sequences at most.
+
+        In one pass they check `drafts` drafts together at most.
+        """
+
+    @abstractmethod
     def ready(self, seq: Sequence) -> bool:
         """See Predictor."""
 
@@ -111,6 +118,10 @@ class StateDrafts(HeadDrafts):
     def nbytes(self) -> int:
         """See HeadDrafts. Rows share the arrays of a pass."""
         return sum({id(one.array): one.array.nbytes for one in self._states.values()}.values())
+
+    def most_states(self, rows: int, drafts: int) -> int:
+        """See HeadDrafts. One for each token that the newest pass drew."""
+        return rows + drafts
 
     def take(self, asking: Many[Span], states: mx.array) -> None:
         """Takes the states [E, d] that the spans of a pass draw their tokens of, in their order."""

@@ -18,8 +18,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
-from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
-from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_batch import RowBatch
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
@@ -96,6 +98,10 @@ class Predictions(HeadDrafts):
     def nbytes(self) -> int:
         """See HeadDrafts."""
         return sum(one.row.nbytes for one in self._rows.values())
+
+    def most_states(self, rows: int, drafts: int) -> int:
+        """See HeadDrafts. Those that wait until the head reads them."""
+        return rows * MAX_WAITING
 
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
         """Takes the states [T, d] of all inputs of a pass over spans, in their order.

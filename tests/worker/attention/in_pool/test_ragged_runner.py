@@ -10,12 +10,12 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention import block_tables  # noqa: E402
-from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
-from mlxpool.worker.attention.ragged_batch import AttentionProbe  # noqa: E402
-from mlxpool.worker.attention.ragged_runner import PlanShape, RaggedRunner  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention.in_pool import block_tables  # noqa: E402
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
+from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe  # noqa: E402
+from mlxpool.worker.attention.in_pool.ragged_runner import PlanShape, RaggedRunner  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.work_list import TileShape  # noqa: E402
 from mlxpool.worker.prefix.shared_blocks import BlockRun  # noqa: E402

@@ -11,11 +11,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpool.worker.attention.block_tables import BlockTables
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
+from mlxpool.worker.attention.in_pool.block_tables import BlockTables
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
 from mlxpool.worker.attention.rotary import frequencies_of
-from mlxpool.worker.attention.row_batch import (
+from mlxpool.worker.attention.row_spans import (
     Ids,
     PassOutput,
     RowSpan,

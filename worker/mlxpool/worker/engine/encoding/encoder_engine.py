@@ -20,8 +20,8 @@ from mlxpool.worker.attention.packed_batch import PackedBatch
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.encoders.folder import Activation, EncoderFolder
 from mlxpool.worker.encoders.inputs import EncoderInput, Task
+from mlxpool.worker.engine.encoding.pooling import load_dense, pooled
 from mlxpool.worker.engine.engine import MemoryUse
-from mlxpool.worker.engine.pooling import load_dense, pooled
 from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
 from mlxpool.worker.weights.load import LoadedModel

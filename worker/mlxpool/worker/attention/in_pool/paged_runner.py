@@ -9,10 +9,10 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
-from mlxpool.worker.attention.paged_batch import PagedBatch
-from mlxpool.worker.attention.row_batch import PassOutput
-from mlxpool.worker.attention.row_cache import Arrays
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow
+from mlxpool.worker.attention.in_pool.paged_batch import PagedBatch
+from mlxpool.worker.attention.row_shape import Arrays
+from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels import paged_attention
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.paged_attention import parts_for

@@ -28,11 +28,11 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import kernel_trials, layouts  # noqa: E402
-from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
-from mlxpool.worker.attention.layouts import PagedLayout, make_layout  # noqa: E402
-from mlxpool.worker.attention.paged_batch import PagedBatch  # noqa: E402
-from mlxpool.worker.attention.paged_runner import (  # noqa: E402
+from mlxpool.worker.attention.in_pool import kernel_trials, paged_layout  # noqa: E402
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_batch import PagedBatch  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_runner import (  # noqa: E402
     CHUNK,
     CHUNK_WIDTHS,
     CHUNK_WITH_LOGITS,
@@ -41,11 +41,14 @@ from mlxpool.worker.attention.paged_runner import (  # noqa: E402
     padded_tokens,
     padded_width,
 )
-from mlxpool.worker.attention.row_batch import RowSpan  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.layout import Layout  # noqa: E402
+from mlxpool.worker.attention.layout_choice import make_layout  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.engine import layout_engine as engine_room  # noqa: E402
+from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.prefix.paths import Part  # noqa: E402
@@ -69,7 +72,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield ON_GPU
         return
     with simt.simulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_room, "make_layout", _as_on_a_gpu)
+        patch.setattr(layout_engine, "make_layout", _as_on_a_gpu)
         yield True
 
 
@@ -398,7 +401,7 @@ def test_chunks_of_several_rows_are_computed_in_one_pass(loaded: LoadedModel) ->
     assert layout._batch_size([RowSpan(engine._rows[s.sequence], s.count) for s in spans]) == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout.runner, "chunk", _spoilt)
-        patch.setattr(layouts.Layout, "forward", _spoilt)
+        patch.setattr(Layout, "forward", _spoilt)
         engine.submit(spans)
     late, running = rows[0], rows[1:]
     assert [one.sequence for one in drain(engine)] == running
@@ -476,9 +479,8 @@ def test_the_chunks_of_a_pass_are_bounded(loaded: LoadedModel) -> None:
     assert together(20, 300, 400, 20) == 2
     assert passes((20, True), (300, True), (400, True), (20, True)) == [[0, 1], [2, 3]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            layouts, "MAX_TABLE_BLOCKS", 64
-        )  # of blocks: two rows of 32 lines, with one block each
+        # The blocks of two rows of 32 lines, with one block each.
+        patch.setattr(paged_layout, "MAX_TABLE_BLOCKS", 64)
         assert together(20, 20, 20) == 2
         assert together(20, 300, 20) == 1
 

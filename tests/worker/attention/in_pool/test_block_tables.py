@@ -10,7 +10,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from mlxpool.worker.attention.block_tables import BlockTables  # noqa: E402
+from mlxpool.worker.attention.in_pool.block_tables import BlockTables  # noqa: E402
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore  # noqa: E402
 from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 from support import simt  # noqa: E402

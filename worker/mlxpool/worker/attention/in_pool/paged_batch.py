@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import unfused_attention
-from mlxpool.worker.attention.kv_pool import KVPool
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend, split_queries_keys
 from mlxpool.worker.kernels import float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.paged_attention import AttentionMetadata, parts_for
@@ -135,11 +135,11 @@ class PagedBatch(RotateThenAttend):
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
-        raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
+        raise NotImplementedError("a pool of blocks has no states, see RowShape.fits_blocks")
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """See ForwardBatch.recur_spans."""
-        raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
+        raise NotImplementedError("a pool of blocks has no states, see RowShape.fits_blocks")
 
     def _seen(
         self, q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils import z85
 
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.transport.zap import ZapHandler
+from mlxpool.broker.security.zap import ZapHandler
 from mlxpool.common.config.schema import KeyConfig
 from mlxpool.common.transport import keys
 

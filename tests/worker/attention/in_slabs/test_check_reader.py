@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention.dot_product import causal_attention  # noqa: E402
-from mlxpool.worker.attention.in_slabs.slab_checks import CheckReader  # noqa: E402
+from mlxpool.worker.attention.in_slabs.check_reader import CheckReader  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.stored_arrays import (
     DeviceArray,
     arrays_of,

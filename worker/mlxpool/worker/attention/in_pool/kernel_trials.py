@@ -8,8 +8,8 @@ from functools import cache, partial
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import unfused_attention
-from mlxpool.worker.attention.kv_pool import KVPool
-from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool
+from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import (
     block_write,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.kv_pool import KVPool
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import RotaryEmbedding, split_lines, split_queries_keys
 from mlxpool.worker.kernels import ragged_attention, row_ops
 from mlxpool.worker.kernels.block_write import rotate_and_write

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import zmq
 
 from mlxpool.broker.security.keyring import Keyring
+from mlxpool.broker.security.zap import ZapHandler
 from mlxpool.broker.transport.peers import Authorize
-from mlxpool.broker.transport.zap import ZapHandler
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
 

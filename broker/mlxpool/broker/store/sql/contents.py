@@ -1,0 +1,159 @@
+"""What is stored of a job beside its row: its request and its output, each with a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from mlxpool.broker.store import checksums
+from mlxpool.broker.store.chunks import pack_borders, pack_text, unpack_borders, unpack_text
+from mlxpool.broker.store.records import Chunk, JobView
+from mlxpool.broker.store.sql import rows
+from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.common.protocol.token_ids import count_of
+
+CHUNK = "pos, ids, text, borders, logprobs, crc"
+
+
+def chunk_of(job: JobView, row: Row) -> Chunk:
+    """The chunk of a row of the columns CHUNK. Raises Damaged naming the job and the ids."""
+    pos, ids, text, borders, logprobs, crc = row
+    if checksums.differs(
+        crc, checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs))
+    ):
+        raise rows.damage(
+            job, f"ids from {pos} on, about {count_of(ids)} of {job.pos}, of generation {job.gen}"
+        )
+    return Chunk(pos, ids, unpack_text(text), unpack_borders(borders), logprobs)
+
+
+def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]:
+    """The chunk that has a position and those behind it, one read each. Raises Damaged."""
+    row = database.one(
+        f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos <= ?"
+        " ORDER BY pos DESC LIMIT 1",
+        job.seq,
+        job.gen,
+        pos,
+    )
+    while row is not None:
+        yield chunk_of(job, row)
+        row = database.one(
+            f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos > ? ORDER BY pos LIMIT 1",
+            job.seq,
+            job.gen,
+            row[0],
+        )
+
+
+def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
+    """Store output; the row of its job is not touched."""
+    columns = (chunk.ids, pack_text(chunk.text), pack_borders(chunk.borders), chunk.logprobs)
+    database.change(
+        "INSERT INTO chunk (job, gen, pos, ids, text, borders, logprobs, crc)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        seq,
+        gen,
+        chunk.pos,
+        *columns,
+        checksums.of_chunk(seq, gen, chunk.pos, columns),
+    )
+
+
+def drop_output(database: Database, job: JobView) -> None:
+    """Delete all output of a job and its facts; it is counted no more."""
+    size = database.number(
+        "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
+        " FROM chunk WHERE job = ?",
+        job.seq,
+    )
+    database.change("DELETE FROM chunk WHERE job = ?", job.seq)
+    database.change(
+        "UPDATE job SET pos = 0, facts = NULL, facts_crc = NULL, retried = NULL, size = size - ?"
+        " WHERE seq = ?",
+        size,
+        job.seq,
+    )
+    rows.count_usage(database, job.scope.owner, 0, -size)
+
+
+def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
+    """Store (place, data) for a job; data that is stored already is only counted."""
+    for place, data in blobs:
+        sha = hashlib.sha256(data).digest()
+        if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):
+            database.change("INSERT INTO blob (sha, refs, data) VALUES (?, 1, ?)", sha, data)
+        database.change("INSERT INTO job_blob (job, place, sha) VALUES (?, ?, ?)", seq, place, sha)
+
+
+def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> None:
+    """Store the blobs of the answer of a job that ends, at the places -1, -2 and so on."""
+    if blobs:
+        add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
+        size = sum(map(len, blobs))
+        database.change("UPDATE job SET size = size + ? WHERE seq = ?", size, job.seq)
+        rows.count_usage(database, job.scope.owner, 0, size)
+
+
+def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) -> int:
+    """How many blobs the request of a job has, or its answer."""
+    compared = "<" if of_answer else ">="
+    return database.number(
+        f"SELECT COUNT(*) FROM job_blob WHERE job = ? AND place {compared} 0", job.seq
+    )
+
+
+def read_blob(database: Database, job: JobView, place: int) -> bytes:
+    """One blob of a job: of its answer, if the place is below 0. Raises Damaged."""
+    row = database.one(
+        "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
+        " WHERE job = ? AND place = ?",
+        job.seq,
+        place,
+    )
+    if row is None or hashlib.sha256(row[1]).digest() != row[0]:
+        of = f"blob {place} of its request" if place >= 0 else f"blob {-1 - place} of its answer"
+        raise rows.damage(job, of)
+    data: bytes = row[1]
+    return data
+
+
+def read_blobs(database: Database, job: JobView) -> tuple[bytes, ...]:
+    """The blobs of the request of a job in their order. Raises Damaged."""
+    count = count_blobs(database, job)
+    return tuple(read_blob(database, job, place) for place in range(count))
+
+
+def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
+    """The blobs of the answer of a job in their order. Raises Damaged."""
+    count = count_blobs(database, job, of_answer=True)
+    return tuple(read_blob(database, job, -1 - index) for index in range(count))
+
+
+def read_request(database: Database, job: JobView) -> bytes:
+    """The packed request of a job. Raises Damaged."""
+    row = database.one("SELECT request, request_crc FROM job WHERE seq = ?", job.seq)
+    assert row is not None
+    return checked_request(job, *row)
+
+
+def checked_request(job: JobView, request: bytes, crc: int | None) -> bytes:
+    """A request as it was submitted. Raises Damaged if the disk has changed it."""
+    if checksums.differs(crc, request_crc(job, request)):
+        raise rows.damage(job, "its request")
+    return request
+
+
+def request_crc(job: JobView, request: bytes) -> int:
+    """The checksum of what a client has submitted."""
+    return checksums.of_request(
+        job.id, job.digest, job.kind, job.model, job.seed, request, job.notify
+    )
+
+
+def drop_blobs(database: Database, seq: int) -> None:
+    """Delete the blobs that only this job has."""
+    for (sha,) in database.execute("SELECT sha FROM job_blob WHERE job = ?", seq):
+        database.change("UPDATE blob SET refs = refs - 1 WHERE sha = ?", sha)
+        database.change("DELETE FROM blob WHERE sha = ? AND refs <= 0", sha)
+    database.change("DELETE FROM job_blob WHERE job = ?", seq)

@@ -1,0 +1,79 @@
+"""Which layout of rows a model gets, and its making."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read, kernels_write
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
+from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.transfers.uploads import Uploads
+
+
+def choose_layout(
+    name: str | None, shape: RowShape, *, deterministic: bool, on_gpu: bool
+) -> tuple[str, RowShape]:
+    """Returns the name of the layout and its row shape.
+
+    `name` None: a pool on a CUDA GPU and slabs on a CPU, for models that support them, else rows.
+    A model with windows gets a pool only where our kernels read it: MLX's operations would read
+    whole rows.
+    """
+    if name is None:
+        name = "rows"
+        if shape.all_full_attention and not on_gpu:
+            name = "slabs"
+        elif not deterministic and writes_in_place(shape, on_gpu):
+            name = "pool" if not shape.has_windows or kernels_read(shape) else "rows"
+    return name, replace(shape, keeps_all=name == "pool")
+
+
+def make_layout(
+    name: str,
+    shape: RowShape,
+    model: Model,
+    blocks: int,
+    *,
+    rows: int,
+    deterministic: bool,
+    on_gpu: bool,
+    uploads: Uploads | None = None,
+    images: bool = False,
+    keeps_states: bool = False,
+    keeps_drawn: bool = False,
+) -> Layout:
+    """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
+
+    `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
+    reads images. `keeps_states`, `keeps_drawn`: see Layout; a pool keeps no drawn ones.
+    """
+    if name == "pool":
+        return PagedLayout(
+            shape,
+            model,
+            blocks,
+            rows=rows,
+            deterministic=deterministic,
+            in_place=writes_in_place(shape, on_gpu),
+            uploads=uploads,
+            images=images,
+            keeps_states=keeps_states,
+        )
+    kind = SlabLayout if name == "slabs" else Layout
+    return kind(
+        shape,
+        model,
+        deterministic=deterministic,
+        keeps_states=keeps_states,
+        keeps_drawn=keeps_drawn,
+    )
+
+
+def writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
+    """Returns whether our kernels write new tokens into the blocks of a pool."""
+    return shape.fits_blocks and on_gpu and mx.cuda.is_available() and kernels_write(shape)

@@ -1,0 +1,107 @@
+"""A pass that was submitted, and what it gives the host when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.engine.engine import HiddenStates, StepResult
+from mlxpool.worker.sampling.batch import (
+    SampledNumbers,
+    SamplerOutput,
+    accepted_tokens,
+    sampled_tokens,
+)
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.transfers.downloads import Download
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A pass that was submitted at `began`; `rows` has the first row of each sequence that draws.
+
+    `fresh`: it compiles something. `done`: arrays whose evaluation ends it. `download` has the
+    sampled arrays and hidden states on the host then; None: they are read where they are.
+    `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
+    `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
+    yet, and their logits. `states` [H, d]: as `hidden`, but they stay on the device, for the
+    log-probabilities of prompts. `load`: what it computes; None: see its spans.
+    """
+
+    spans: tuple[Span, ...]
+    rows: dict[Sequence, int]
+    sampled: SamplerOutput | None
+    done: tuple[mx.array, ...]
+    began: float
+    fresh: bool
+    download: Download | None = None
+    reads: bool = False
+    checks: tuple[Span, ...] = ()
+    embedded: tuple[tuple[Span, int], ...] = ()
+    hidden: mx.array | None = None
+    undrawn: tuple[Many[Span], mx.array] | None = None
+    states: mx.array | None = None
+    load: Load | None = None
+
+    def without(self, seq: Sequence) -> Flight:
+        """Returns the flight without the results of a sequence that lost its row."""
+        rows = {one: row for one, row in self.rows.items() if one is not seq}
+        checks = tuple(span for span in self.checks if span.sequence is not seq)
+        embedded = tuple(one for one in self.embedded if one[0].sequence is not seq)
+        return replace(self, rows=rows, checks=checks, embedded=embedded)
+
+    def wait(self) -> None:
+        """Waits for the end of the pass."""
+        mx.eval(*self.done)
+
+    def result(self) -> StepResult:
+        """Returns what the pass drew, when it has ended; called once."""
+        every = self.arrays() if self.download is None else self.download.read()
+        hidden = () if self.hidden is None else self._hidden_states(every.pop())
+        if self.sampled is None:
+            return StepResult([], [], hidden)
+        lists: list[Any] = [one.tolist() for one in every]
+        numbers = SampledNumbers(*lists)
+        if not self.checks:
+            return StepResult(*sampled_tokens(numbers, self.rows), hidden)
+        checks = {span.sequence: span.drafts for span in self.checks}
+        single = {seq: row for seq, row in self.rows.items() if seq not in checks}
+        drawn, failed = sampled_tokens(numbers, single)
+        for seq, drafts in checks.items():
+            try:
+                drawn += accepted_tokens(numbers, seq, self.rows[seq], drafts)
+            except SequenceFailed as failure:
+                failed.append(failure)
+        return StepResult(drawn, failed, hidden)
+
+    def drawn(self) -> list[SampledToken] | None:
+        """Returns the tokens that the pass drew, if it is known without waiting that it did.
+
+        Rows draw one token each, with no log-probabilities.
+        """
+        sampled = self.sampled
+        if sampled is None or self.download is None or self.checks or sampled.logprobs is not None:
+            return None
+        tokens = self.download.arrived()
+        if tokens is None:
+            return None
+        drawn, _ = sampled_tokens(SampledNumbers(tokens.tolist()), self.rows)
+        return drawn
+
+    def arrays(self) -> list[Any]:
+        """Returns what the pass gives the host: the sampled arrays, then any hidden states."""
+        sampled = [] if self.sampled is None else self.sampled.arrays()
+        return sampled if self.hidden is None else [*sampled, self.hidden]
+
+    def _hidden_states(self, numbers: Any) -> tuple[HiddenStates, ...]:
+        """Divides states [H, d] between the spans whose sequences still have a row."""
+        states = np.array(numbers)
+        return tuple(
+            HiddenStates(span, states[row : row + span.count]) for span, row in self.embedded
+        )

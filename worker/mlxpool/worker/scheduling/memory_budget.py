@@ -1,0 +1,59 @@
+"""What an engine's memory is for, and how many blocks of tokens the rest of it holds. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity, blocks_for
+
+MIN_BLOCKS = 2  # one for a prompt and one for its completion
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The bytes of each purpose; `rows` is a number of sequences."""
+
+    limit: int  # of the process
+    weights: int
+    step: int  # the peak of the activations of a step
+    buffers: int  # that MLX has freed and keeps
+    process: int  # of the process outside MLX
+    draft_model: int  # its weights, its rows, and a step of its own
+    rows: int  # sequences that have rows at most
+    row: int  # of a row besides its tokens
+    spare: int  # of blocks that may be unused, and of states for a head that drafts
+    disk: int  # that wait to be read from or written to the disk
+    images: int  # outputs of image encoders
+    reserved: int  # of other processes of the worker
+    block: int  # of a block of tokens
+    head_block: int  # of as many tokens of a head that drafts
+
+    @property
+    def free_blocks(self) -> int:
+        """The blocks for which there is memory, with what is reserved."""
+        used = self.weights + self.step + self.buffers + self.process + self.draft_model
+        used += self.spare + self.rows * self.row + self.disk + self.images
+        return block_capacity(self.limit - used, self.block + self.head_block)
+
+    def blocks_for(self, context: int) -> int:
+        """Returns the blocks for which there is memory beside what is reserved.
+
+        A sequence of the whole `context` has its blocks in any case: while it uses them, other
+        processes are refused some of what is reserved for them.
+        """
+        free = self.free_blocks
+        beside = free - -(-self.reserved // self.block)
+        return max(beside, min(free, blocks_for(context)))
+
+    def too_few(self, blocks: int) -> str:
+        """Returns the message of an error: so many blocks are left, which are too few."""
+        apart = self.spare + self.rows * self.row
+        return (
+            f"the memory limit is {self.limit} bytes; weights take {self.weights},"
+            f" a step {self.step}, freed buffers {self.buffers}, the process itself"
+            f" {self.process}, {self.rows} rows {apart} besides their tokens,"
+            f"{f' encoded images {self.images},' if self.images else ''}"
+            f"{f' the draft model {self.draft_model},' if self.draft_model else ''}"
+            f" which leaves {blocks} blocks of {KV_BLOCK_TOKENS} tokens"
+            f" ({self.block} bytes each); at least {MIN_BLOCKS} are needed"
+        )
