@@ -34,9 +34,12 @@ from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.protocol.prompts import TextPrompt
 
 FAULTY = 6.0  # seconds in which something may go wrong
+LAST_FAULT = 100.1 + FAULTY  # on the virtual clock, which begins at 100
 PATIENCE = 150.0  # seconds in which every stream has to have its end
 EVENTS = 20_000  # of one seed: far more than any takes
 LATE = ("deadline_exceeded", "broker_lost")  # how a stream ends whose deadline has passed
+SETTLED = 25.0  # seconds in which everything has to come to rest without clients
+REST = 3.0  # seconds of rest, longer than anything that is under way takes to arrive
 CHUNK = 50  # seeds handed to a process at once
 
 
@@ -227,18 +230,32 @@ class Run:
         return error.code
 
     def settle(self) -> None:
-        """Without clients, and with healthy workers, everything has to come to rest."""
+        """Without clients, and with healthy workers, everything has to come to rest and stay so."""
         world = self.world
         world.quiet = True
         for worker in world.workers.values():
             worker.frozen_until = 0.0
-        self.advance(max(world.now, world.core_frozen, world.up_at) + 25.0, lambda: True)
-        core = world.core
-        assert core is not None
+        end = max(world.now, world.core_frozen, world.up_at) + SETTLED
+        rested = 0.0  # seconds in which nothing was left
+        while rested < REST and world.now < end:
+            second = world.now + 1.0
+            self.advance(second, lambda: True)
+            world.now = second
+            busy = world.now < LAST_FAULT or any(self.left().values())
+            rested = 0.0 if busy else rested + 1.0
+        left = self.left()
+        if any(left.values()):
+            raise Violation(f"left at the end: {left}")
+
+    def left(self) -> dict[str, int]:
+        """What a pool without clients may not keep; a broker that is down has not let go of it."""
+        core = self.world.core
+        if core is None or self.world.now < max(self.world.core_frozen, self.world.up_at):
+            return {"broker": 1}
         counters = core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
         model = core.state.registry.models["m"]
-        left = {
+        return {
             "requests": len(core.state.requests),
             "not conserved": counters.accepted - ended,
             "queued": len(model.queue) + len(list(model.queue)),
@@ -246,10 +263,8 @@ class Run:
             "places": sum(len(w.leases) + len(w.batch_bounds) for w in model.workers),
             "links": len(core.state.links),
             "grouped": len(core.outbox.merged),
-            "runs": sum(len(w.runs) + len(w.over) for w in world.workers.values() if w.alive),
+            "runs": sum(len(w.runs) + len(w.over) for w in self.world.workers.values() if w.alive),
         }
-        if any(left.values()):
-            raise Violation(f"left at the end: {left}")
 
 
 FAULTS = {
