@@ -17,6 +17,11 @@ import numpy as np
 from mlxpool.worker.attention.deterministic import exact_attention
 from mlxpool.worker.attention.dot_product import causal_attention
 from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
+from mlxpool.worker.attention.in_slabs.several_checks import (
+    CheckPlan,
+    SeveralChecksRunner,
+    plan_of,
+)
 from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
 from mlxpool.worker.attention.in_slabs.slab_runner import SlabRunner
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
@@ -37,6 +42,7 @@ from mlxpool.worker.attention.row_batch import (
     RowBatch,
     RowSpan,
     all_plain,
+    checks_drafts,
     is_check,
     logit_spans,
     singles_first,
@@ -77,6 +83,7 @@ class Layout:
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
     reads_int8 = False  # whether kernels of a GPU read keys and values as integers
+    compiled = False  # whether the newest pass was compiled though `is_new` did not say so
 
     def __init__(
         self,
@@ -125,6 +132,11 @@ class Layout:
     def sizes(self) -> tuple[int, ...]:
         """The numbers of lines for which passes are compiled; none: passes of any number."""
         return ()
+
+    @property
+    def gives_drawn(self) -> bool:
+        """Whether passes give the states that their logits are of, see PassOutput."""
+        return self._keeps_drawn
 
     def expect_drafts(self, most: int) -> None:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""
@@ -247,6 +259,8 @@ class SlabLayout(Layout):
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
         self._runner = SlabRunner(model, shape, states=keeps_drawn)
         self._check_runner = SlabCheckRunner(model, shape, states=keeps_drawn)
+        self._several_runner = SeveralChecksRunner(model, shape, states=keeps_drawn)
+        self._planned: tuple[Sequence[RowSpan], CheckPlan | None] | None = None  # of `is_new`
         self._compiles = not deterministic and not keeps_states
         read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
         self.read_bytes = shape.dequantised_bytes(read)
@@ -267,9 +281,15 @@ class SlabLayout(Layout):
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
+        new = super().is_new(spans, wanted)
+        if not wanted or spans[wanted[-1]].lines == 1:  # as in most steps
+            return new
+        plan = self._plan(spans, wanted)
+        self._planned = spans, plan
+        if plan is not None:
+            return self._several_runner.compiles(plan) or new
         checked = self._checked(spans)
-        compiles = checked is not None and self._check_runner.compiles(*checked)
-        return super().is_new(spans, wanted) or compiles
+        return (checked is not None and self._check_runner.compiles(*checked)) or new
 
     def _compiled(
         self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
@@ -279,11 +299,35 @@ class SlabLayout(Layout):
             return None
         if is_plain_decode(spans, wanted):
             rows = [cast(SlabRow, span.row) for span in spans]
-            return self._runner(rows, ids)
+            found = self._runner(rows, ids)
+            self.compiled = self._runner.compiled
+            return found
+        self.compiled = False
+        planned, self._planned = self._planned, None
+        same = planned is not None and planned[0] is spans
+        plan = planned[1] if planned is not None and same else self._plan(spans, wanted)
+        if plan is not None:
+            return self._several_runner(plan, ids)
         checked = self._checked(spans)
         if checked is None or list(wanted) != [0] or not self._check_runner.serves(*checked):
             return None
         return self._check_runner(checked[0], ids)
+
+    def _plan(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> CheckPlan | None:
+        """Returns the plan of a pass over several rows that check drafts, or decode beside some.
+
+        None: the spans are others, or no such pass is compiled.
+        """
+        if not self._compiles or len(spans) < 2 or not checks_drafts(spans, wanted):
+            return None
+        if len(wanted) < len(spans) or not all_plain(spans):
+            return None
+        if any(span.hidden or span.lines < span.count for span in spans):
+            return None
+        ends = list(accumulate(span.count for span in spans))
+        rows = [cast(SlabRow, spans[number].row) for number in wanted]
+        counts = [spans[number].count for number in wanted]
+        return plan_of(rows, counts, [ends[number] - spans[number].count for number in wanted])
 
     def _checked(self, spans: Sequence[RowSpan]) -> tuple[SlabRow, int] | None:
         """Returns the row that checks drafts alone, and its inputs; None: the spans are others."""
@@ -336,12 +380,20 @@ class PagedLayout(Layout):
         uploads: Uploads | None = None,
         images: bool = False,
         keeps_states: bool = False,
+        keeps_drawn: bool = False,
     ) -> None:
         """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass.
 
-        `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`: see Layout.
+        `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`,
+        `keeps_drawn`: see Layout; ragged passes alone keep what is drawn of.
         """
-        super().__init__(shape, model, deterministic=deterministic, keeps_states=keeps_states)
+        super().__init__(
+            shape,
+            model,
+            deterministic=deterministic,
+            keeps_states=keeps_states,
+            keeps_drawn=keeps_drawn,
+        )
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
         self.store = self._make_store()
@@ -395,7 +447,13 @@ class PagedLayout(Layout):
         if not found.supported:
             return None
         store = cast(PagedStore, self.store)
-        return RaggedRunner(self._model, store, self.pool, rows, found, uploads)
+        states = self._keeps_drawn
+        return RaggedRunner(self._model, store, self.pool, rows, found, uploads, states=states)
+
+    @property
+    def gives_drawn(self) -> bool:
+        """See Layout."""
+        return self._keeps_drawn and self.ragged is not None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -585,7 +643,7 @@ def make_layout(
     """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
 
     `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
-    reads images. `keeps_states`, `keeps_drawn`: see Layout; a pool keeps no drawn ones.
+    reads images. `keeps_states`, `keeps_drawn`: see Layout.
     """
     if name == "pool":
         return PagedLayout(
@@ -598,6 +656,7 @@ def make_layout(
             uploads=uploads,
             images=images,
             keeps_states=keeps_states,
+            keeps_drawn=keeps_drawn,
         )
     kind = SlabLayout if name == "slabs" else Layout
     return kind(

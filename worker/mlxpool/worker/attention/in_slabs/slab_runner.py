@@ -53,6 +53,11 @@ class SlabRunner:
         self._model, self._shape, self._states = model, shape, states
         self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the newest pass was compiled when it was asked for."""
+        return self._pass.compiled
+
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
         """Computes a pass over one token `ids` [R] for each row; advances the rows."""
         for row in rows:
