@@ -128,7 +128,8 @@ class Speculator:
         most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
         if not first:  # with drafts it is in the time of their steps
-            self._budget.spend(self.clock() - began, overhead=now - began, found=bool(found))
+            pays = bool(found) and self._without > 0  # it is no trial
+            self._budget.spend(self.clock() - began, overhead=now - began, found=pays)
         self._paying = set(found)
         return found
 
