@@ -39,24 +39,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxpool.broker.processes.blas import preload
-from mlxpool.common.options import Options
-from mlxpool.common.protocol.resume import Facts
-from mlxpool.worker.compute.drafting_rows import make_drafter
-from mlxpool.worker.compute.generations import Generation, Generations
-from mlxpool.worker.compute.messages import Admit
-from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.compute.steps import Steps
-from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
-from mlxpool.worker.engine.model_engine import ModelEngine
-from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP
-from mlxpool.worker.speculation.speculator import Speculator, drafts_in_memory
-from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.weights.load import load
-from mlxpool.worker.weights.locate import DEMO_FOLDER
+from mlxpool.worker.system.mlx_environment import set_mlx_environment
+
+set_mlx_environment()  # before MLX is imported
+
+from mlxpool.broker.processes.blas import preload  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.common.protocol.resume import Facts  # noqa: E402
+from mlxpool.worker.compute.drafting_rows import make_drafter  # noqa: E402
+from mlxpool.worker.compute.generations import Generation, Generations  # noqa: E402
+from mlxpool.worker.compute.messages import Admit  # noqa: E402
+from mlxpool.worker.compute.progress import Progress  # noqa: E402
+from mlxpool.worker.compute.steps import Steps  # noqa: E402
+from mlxpool.worker.draft_model.opening import inspect_draft, load_draft  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP  # noqa: E402
+from mlxpool.worker.speculation.speculator import Speculator, drafts_in_memory  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODULES = ("argparse", "csv", "difflib", "fractions", "heapq", "inspect", "tarfile", "textwrap")
@@ -99,22 +103,27 @@ def paragraphs() -> Iterator[str]:
         yield from (part for part in page.read_text("utf-8").split("\n\n") if part[:1].isalpha())
 
 
-def prompts(load: str, text: ChatTokenizer, count: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Returns the prompts of a load; the same ones for a seed."""
-    draw = random.Random(seed)
+@cache  # to count the tokens of all texts takes a second
+def fitting_texts(load: str, text: ChatTokenizer) -> list[tuple[str, str]]:
+    """Returns the texts of a load that are neither short nor long, and how each begins again."""
     if load == "prose":
         texts = [(one, one) for one in paragraphs()]
     else:
         texts = [
             (one, one.replace(f"def {name}", f"def new_{name}", 1)) for name, one in functions()
         ]
-    sized = [(first, again, len(text.encode(first))) for first, again in texts]
-    fitting = [one for one in sized if SHORTEST <= one[2] <= LONGEST]
+    return [one for one in texts if SHORTEST <= len(text.encode(one[0])) <= LONGEST]
+
+
+def prompts(load: str, text: ChatTokenizer, count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Returns the prompts of a load; the same ones for a seed."""
+    draw = random.Random(seed)
+    fitting = [*fitting_texts(load, text)]
     found = []
     for number in range(count):
         if not number % len(fitting):
             draw.shuffle(fitting)
-        first, again, _ = fitting[number % len(fitting)]
+        first, again = fitting[number % len(fitting)]
         if load in ("edits", "prose"):
             repeated = text.decode(text.encode(again)[len(text.prefix) :][:REPEATED])
             found.append(tuple(text.encode(f"{first}\n\n\n{repeated}")))

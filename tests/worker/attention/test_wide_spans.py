@@ -138,6 +138,14 @@ def compare(
             assert got.shape == want.shape
             assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
         assert [row.offset for row in rows] == [row.offset for row in one_by_one.rows]
+        if layout.gives_drawn and drawing and found.hidden is None:
+            assert found.drawn is not None, "the states that the logits are of"
+            lines = found.logits.shape[0]
+            got = np.array(layout._model.logits_of(found.drawn)[:lines].astype(mx.float32))
+            want = np.array(found.logits.astype(mx.float32))
+            assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
+        else:
+            assert found.drawn is None or not drawing
     for row in rows:
         layout.store.release(row)
 
@@ -163,9 +171,14 @@ MIXED: list[list[Given]] = [
 ]
 
 
-@pytest.fixture
-def ragged(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, LoadedModel]]:
-    """A pool with ragged passes of our kernels, simulated without a GPU, and its model."""
+@pytest.fixture(params=[False, True], ids=["", "keeps_drawn"])
+def ragged(
+    request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, LoadedModel]]:
+    """A pool with ragged passes of our kernels, simulated without a GPU, and its model.
+
+    Once they also give the states that their logits are of, which a model's own head reads.
+    """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 384,
@@ -182,7 +195,12 @@ def ragged(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any
         if not ON_GPU:
             stack.enter_context(simt.simulated())
         layout = layout_of(
-            "pool", load(folder, dtype=mx.bfloat16), rows=8, on_gpu=True, uploads=Uploads()
+            "pool",
+            load(folder, dtype=mx.bfloat16),
+            rows=8,
+            on_gpu=True,
+            uploads=Uploads(),
+            keeps_drawn=request.param,
         )
         assert isinstance(layout, PagedLayout) and layout.ragged is not None
         yield layout, exact

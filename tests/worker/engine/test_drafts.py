@@ -269,3 +269,24 @@ def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
         counting.submit([Span(seq, 0, 4, 0, hidden=True)])
     with pytest.raises(NotImplementedError, match="draws tokens in the pass itself"):
         counting.forward(decode_spans([seq]))
+
+
+def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: LoadedModel) -> None:
+    """A row on a CPU that reaches another 64 tokens has another pass, with drafts and without."""
+    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    rows = [sequence(0, 62), sequence(1, 62)]
+    for seq in rows:
+        enter(engine, seq)
+
+    def fresh(spans: list[Span]) -> bool:
+        found = engine.submit(spans)
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
+        return found
+
+    fresh(decode_spans(rows))
+    assert [fresh(decode_spans(rows)) for _ in range(4)] == [False, False, True, False]
+    checks = [fresh([Span.check(seq, (0, 0)) for seq in rows]) for _ in range(2)]
+    assert checks == [True, False]
+    for seq in rows:
+        engine.release(seq)

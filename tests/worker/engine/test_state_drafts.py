@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from support.engine_steps import decode, decode_spans, enter, step
+from support.engine_steps import decode, decode_spans, drain, enter, step
 from support.predicting_models import TOKENS, sequence, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.worker.attention.layout_choice import make_layout  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
+from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
@@ -29,6 +33,14 @@ from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
+from support import simt  # noqa: E402
+
+SIZES_OF_KERNELS = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "vocab_size": 288,
+}
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +192,57 @@ def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> No
     assert engine.kv_use()[1] == 0
 
 
-def test_blocks_of_a_pool_give_no_states(loaded: LoadedModel, tmp_path: Path) -> None:
+@pytest.fixture
+def pooled(tmp_path: Path) -> Iterator[ModelEngine]:
+    """An engine with passes of our kernels over blocks of a pool, simulated without a GPU."""
+    path = write_predicting(tmp_path, "llama", right=True, **SIZES_OF_KERNELS)
+    with ExitStack() as stack:
+        if not mx.cuda.is_available():
+            stack.enter_context(simt.simulated())
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(layout_engine, "make_layout", _as_on_a_gpu)
+        loaded = load(inspect(path, predicts=True), dtype=mx.bfloat16)
+        engine = engine_of(loaded, "pool", lookahead=True, max_sequences=4, blocks=12)
+        assert engine._layout.sizes, "there are no compiled passes"
+        yield engine
+        engine.close()
+
+
+def _as_on_a_gpu(*args: Any, on_gpu: bool, **others: Any) -> Any:
+    return make_layout(*args, on_gpu=True, **others)
+
+
+def test_passes_over_blocks_of_a_pool_give_the_newest_states(pooled: ModelEngine) -> None:
+    """Also while a pass is in flight; drafts of them are right mostly, and answers the same."""
+    head, plain = head_of(pooled), [sequence(number, 30 + number) for number in range(2)]
+    for seq in plain:
+        enter(pooled, seq)
+    decode(pooled, plain, 14)
+    drain(pooled)
+    for seq in plain:
+        pooled.release(seq)
+    assert head.nbytes == 0
+    rows = [sequence(number, 30 + number) for number in range(2)]
+    for seq in rows:
+        enter(pooled, seq)
+    decode(pooled, rows, 2)
+    assert pooled.in_flight and all(seq.awaited for seq in rows) and all(map(head.ready, rows))
+    drain(pooled)
+    checked = right = 0
+    while min(len(seq.ids) for seq in rows) < 14:
+        found = head.drafts({seq: 2 for seq in rows if len(seq.ids) < 14})
+        assert {len(some) for some in found.values()} == {2}
+        before = {seq: len(seq.ids) for seq in found}
+        for one in step(pooled, [Span.check(seq, some) for seq, some in found.items()]):
+            one.sequence.ids.append(one.token)
+        checked += len(found)
+        right += sum(len(seq.ids) - count > 1 for seq, count in before.items())
+    assert right > 0.7 * checked
+    same = [one.ids[:14] == other.ids[:14] for one, other in zip(rows, plain, strict=True)]
+    assert any(same)  # a tie in 16 bits may go the other way
+
+
+def test_blocks_of_a_pool_give_no_states_without_our_kernels(loaded: LoadedModel) -> None:
     """The setting "mtp" is refused there, and "auto" drafts with n-grams alone."""
     engine = engine_of(loaded, "pool")
     assert engine.predictor is None

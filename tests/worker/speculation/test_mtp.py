@@ -71,6 +71,21 @@ def test_chances_of_each_depth_are_learned() -> None:
     assert drafter.chances(fresh, 2)[1] < FIRST_CHANCES[1]
 
 
+def test_one_step_of_many_streams_tells_of_all_of_them() -> None:
+    """Of those that choose at random nothing is said by those that take the likeliest token."""
+    drafter = MtpDrafter(Counting())
+    rows = [sequence(number) for number in range(32)]
+    assert all(map(drafter.follow, rows))
+    for seq, (draft,) in drafter.drafts(dict.fromkeys(rows, 1)).items():
+        seq.ids.append(draft + 5)
+    assert all(map(drafter.follow, rows))
+    assert all(drafter.chances(seq, 1)[0] < 0.25 * FIRST_CHANCES[0] for seq in rows)
+    other = sequence(99)
+    other.options = Options.parse({"temperature": 0.0 if rows[0].options.temperature else 1.0})
+    drafter.follow(other)
+    assert drafter.chances(other, 1)[0] == FIRST_CHANCES[0]
+
+
 def test_wrong_drafts_do_not_forbid_further_ones_for_ever() -> None:
     drafter, seq = MtpDrafter(Counting()), sequence()
     for _ in range(200):

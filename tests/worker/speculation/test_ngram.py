@@ -72,6 +72,18 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     assert drafter.chances(other, 1)[0] > drafter.chances_of_all[-1] > 0.5
 
 
+def test_tokens_in_flight_have_to_be_right_for_drafts_behind_them() -> None:
+    drafter, seq = NgramDrafter(), sequence([*range(100, 140), 110, 111, 112])
+    assert drafter.follow(seq)
+    chances = dict(CLASSES)
+    assert drafter.chances(seq, 3) == (chances[3], chances[3], chances[5])
+    seq.awaited = 1
+    assert drafter.chances(seq, 2) == (chances[3] * chances[3], chances[5])
+    seq.awaited = 2
+    assert drafter.chances(seq, 1) == (chances[3] * chances[3] * chances[5],)
+    assert drafter.chances(seq, 0) == ()
+
+
 def test_a_long_prompt_is_taken_in_parts() -> None:
     drafter = NgramDrafter()
     seq = sequence([*range(2 * MAX_INDEXED), 10, 11, 12])

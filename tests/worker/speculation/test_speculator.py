@@ -85,7 +85,10 @@ class SureDrafter:
 
 
 class Scene:
-    """Steps of `rows` sequences. `cost`: seconds of rows that check and of their drafts."""
+    """Steps of `rows` sequences. `cost`: seconds of rows that check and of their drafts.
+
+    `scan`: seconds until candidates are known.
+    """
 
     def __init__(
         self,
@@ -94,13 +97,14 @@ class Scene:
         cost: Callable[[int, int], float] = lambda checked, drafts: 0.0,
         *,
         follow: float = 0.0,
+        scan: float = 0.0,
         ahead: bool = False,
     ) -> None:
         self.clock = Clock()
         self.drafter = SureDrafter(self.clock, chance, follow)
         self.rows = [sequence() for _ in range(rows)]
         self.speculator = Speculator(self.drafter, self._predict, self.clock, ahead=ahead)
-        self.cost = cost
+        self.cost, self.scan = cost, scan
         self.depths: list[int] = []  # drafts of each step
 
     def _predict(self, load: Load) -> float:
@@ -112,15 +116,18 @@ class Scene:
         for _ in range(steps):
             chosen = {}
             if not self.speculator.rests:
+                began = self.clock()
                 candidates = [Candidate(one, 50) for one in self.rows]
-                chosen = self.speculator.depths(len(self.rows), 512, candidates, self.clock())
+                self.clock.now += self.scan
+                chosen = self.speculator.depths(len(self.rows), 512, candidates, began)
             began = self.clock.now
             drafts = self.speculator.drafts(chosen)
             count = sum(map(len, drafts.values()))
             seconds = STEP + (self.cost(len(drafts), count) if count else 0.0)
             self.clock.now += seconds
             whole = self.clock.now - began
-            self.speculator.step_ended(len(self.rows), drafts, whole, measured=True)
+            if not self.speculator.passes_by():
+                self.speculator.step_ended(len(self.rows), drafts, whole, measured=True)
             self.depths.append(count)
         return self.depths[begin:]
 
@@ -135,7 +142,7 @@ def test_right_drafts_that_cost_little_are_checked_in_nearly_every_step() -> Non
     scene = Scene(2, 0.95)
     found = scene.run(200)
     assert found.count(0) <= 2 + 200 // PLAIN_INTERVAL
-    assert max(found[:2]) <= TRIAL_DRAFTS
+    assert max(found[:2]) <= TRIAL_DRAFTS[0]
     assert max(found) == 2 * MAX_DRAFTS
 
 
@@ -162,9 +169,9 @@ def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
     """They are tried again now and then, and begin again when that has changed."""
     scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
     found = scene.run(TRIAL_INTERVAL)
-    assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * TRIAL_DRAFTS
+    assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * TRIAL_DRAFTS[0]
     later = scene.run(10 * TRIAL_INTERVAL)
-    assert 8 <= sum(map(bool, later)) <= 10 and max(later) <= TRIAL_DRAFTS
+    assert 8 <= sum(map(bool, later)) <= 10 and max(later) <= TRIAL_DRAFTS[0]
     scene.cost = lambda checked, drafts: 0.0
     assert sum(map(bool, scene.run(20 * TRIAL_INTERVAL))) > 10 * TRIAL_INTERVAL
 
@@ -246,6 +253,56 @@ def test_rows_whose_drafts_are_wrong_take_a_small_share_of_the_time(rows: int) -
     spent = scene.clock.now - 100.0 - 1000 * STEP
     assert 0 < spent < 0.012 * 1000 * STEP
     assert {id(one) for one in scene.drafter.followed} == {id(one) for one in scene.rows}
+
+
+def test_most_steps_pass_by_where_no_draft_pays() -> None:
+    """Nothing is done in them; rows are looked at again, and drafts begin when they pay."""
+    scene = Scene(32, 0.01, follow=20e-6, scan=60e-6)
+    looked, passed = 0, 0
+    for _ in range(4000):
+        before = len(scene.drafter.followed)
+        scene.run(1)
+        looked += len(scene.drafter.followed) > before
+        passed += scene.speculator.rests
+    assert passed > 3000 and 100 < looked < 1000
+    spent = scene.clock.now - 100.0 - 4000 * STEP
+    assert spent < 0.005 * 4000 * STEP
+    scene.drafter.chance = 0.95
+    assert sum(map(bool, scene.run(1000))) > 500
+
+
+def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> None:
+    """The passes in flight were collected, and what they drew was not as proposed."""
+    scene = Scene(1, 0.95, ahead=True)
+    scene.run(20)
+    assert not scene.speculator.rests
+    rests = []
+    for _ in range(3):
+        scene.speculator.pause()
+        count = 0
+        while scene.speculator.rests:
+            scene.run(1)
+            count += 1
+        rests.append(count)
+    assert rests == [rests[0], 2 * rests[0], 4 * rests[0]]
+    assert sum(map(bool, scene.run(100))) > 80
+
+
+def test_the_second_pass_that_begins_behind_drafts_is_a_cost_of_them() -> None:
+    """Where passes are submitted ahead; elsewhere nothing else begins there."""
+    for ahead in (False, True):
+        scene = Scene(2, 0.95, ahead=ahead)
+        scene.run(10)
+        rows = scene.rows
+        for _ in range(60):
+            some = {rows[0]: (7,) * 4, rows[1]: (7,) * 4}
+            scene.speculator.step_ended(2, some, STEP + 0.002, measured=True)
+            scene.speculator.step_ended(2, {}, STEP + 0.004, measured=True)
+            for _ in range(20):
+                scene.speculator.step_ended(2, {}, STEP, measured=True)
+        extra = scene.speculator.times.with_drafts(2, 2, 8, lambda lines: STEP)
+        extra -= scene.speculator.times.plain(2, lambda lines: STEP)
+        assert extra == pytest.approx(0.006 if ahead else 0.002, rel=0.3)
 
 
 def test_a_row_that_pays_is_followed_in_every_step() -> None:

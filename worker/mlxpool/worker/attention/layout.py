@@ -49,6 +49,7 @@ class Layout:
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
     reads_int8 = False  # whether kernels of a GPU read keys and values as integers
+    compiled = False  # whether the newest pass was compiled though `is_new` did not say so
 
     def __init__(
         self,
@@ -97,6 +98,11 @@ class Layout:
     def sizes(self) -> tuple[int, ...]:
         """The numbers of lines for which passes are compiled; none: passes of any number."""
         return ()
+
+    @property
+    def gives_drawn(self) -> bool:
+        """Whether passes give the states that their logits are of, see PassOutput."""
+        return self._keeps_drawn
 
     def expect_drafts(self, most: int) -> None:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""

@@ -50,7 +50,7 @@ def make_layout(
     """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
 
     `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
-    reads images. `keeps_states`, `keeps_drawn`: see Layout; a pool keeps no drawn ones.
+    reads images. `keeps_states`, `keeps_drawn`: see Layout.
     """
     if name == "pool":
         return PagedLayout(
@@ -63,6 +63,7 @@ def make_layout(
             uploads=uploads,
             images=images,
             keeps_states=keeps_states,
+            keeps_drawn=keeps_drawn,
         )
     kind = SlabLayout if name == "slabs" else Layout
     return kind(

@@ -144,7 +144,10 @@ class DraftingRows:
     def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
         """As `depths`, when the passes in flight were waited for because drafts were wanted."""
         self._waited = True
-        return self.depths(live, limits)
+        found = self.depths(live, limits)
+        if not found and self._speculator is not None:
+            self._speculator.pause()
+        return found
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of the next step, with no pass in flight. Raises DeviceLost."""
@@ -175,6 +178,9 @@ class DraftingRows:
         if self._speculator is None:
             return
         now = self._speculator.clock()
+        if self._speculator.passes_by():
+            self._ended, self._waited = now, False
+            return
         if drafts:
             self._speculator.checked(drafts, drawn)
         if self._ended:

@@ -106,7 +106,7 @@ class LayoutEngine(WarmedEngine):
         name, shape = choose_layout(
             layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
         )
-        self._predictions = self._make_predictions(name, shape)
+        self._predictions = self._make_predictions(shape)
         self._set_row_sizes(shape)
         integers = shape.quantised and device.on_gpu()  # of which kernels read those of pools
         windows = shape.keeps_all and shape.has_windows and not integers
@@ -122,6 +122,8 @@ class LayoutEngine(WarmedEngine):
         self._upload = self._uploads or upload_copy
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
+        if isinstance(self._predictions, StateDrafts) and not self._layout.gives_drawn:
+            self._predictions = None  # no pass gives the states that it reads
         if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
             raise ModelLoadFailed(no_int8_kernels(folder, cuda=device.on_cuda()))
         if self._layout.sizes:  # attention of compiled passes keeps no scores
@@ -142,19 +144,16 @@ class LayoutEngine(WarmedEngine):
         self._draws = TokenDraws(self.vocab_size, self._upload)
         self._mask_tables: list[MaskTable] = []  # that are allocated, and nobody has
 
-    def _make_predictions(self, layout: str, shape: RowShape) -> HeadDrafts | None:
-        """Makes the drafts of the model's own head; None where it is not loaded or not served.
-
-        A layout in blocks of a pool does not give the states that a head without a cache reads.
-        """
+    def _make_predictions(self, shape: RowShape) -> HeadDrafts | None:
+        """Makes the drafts of the model's own head; None where it is not loaded or not served."""
         plan = self._loaded.folder.plan
         if not plan.predicts:
             return None
         cache = plan.prediction_cache
         if cache is None:
-            served = layout != "pool" and not self._loaded.deterministic
-            head = cast(PredictingModel, self._model).prediction
-            return StateDrafts(head) if served else None
+            if self._loaded.deterministic:
+                return None
+            return StateDrafts(cast(PredictingModel, self._model).prediction)
         own = RowShape((cache,), shape.dtype, shape.capacity, shape.chunk)
         self._head_block_bytes = KV_BLOCK_TOKENS * own.token_bytes
         return Predictions(cast(PredictingModel, self._model).prediction, own)

@@ -122,12 +122,13 @@ class ModelEngine(LayoutEngine):
             reads = any(not span.sequence.reads_run for span in wants.chunks)
             fresh = self._layout.is_new(rows, wants.wanted)
             found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
+            fresh = fresh or self._layout.compiled
             head: Many[mx.array] = ()  # what its head keeps of the pass
             asking, sampled = wants.asking, None
             if isinstance(self._predictions, Predictions) and found.states is not None:
                 head = self._predictions.take(wants.every, found.states)
             elif isinstance(self._predictions, StateDrafts) and found.drawn is not None:
-                self._predictions.take(asking, found.drawn)
+                self._predictions.take(asking, found.drawn, again=wants.again)
                 head = [found.drawn]
             embedded = wants.embedded() if wants.hidden else ()
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)

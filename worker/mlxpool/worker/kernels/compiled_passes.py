@@ -25,6 +25,7 @@ class CompiledPasses(Generic[P, R]):
     def __init__(self, function: Callable[P, R], *, max_passes: int = MAX_PASSES) -> None:
         self._function, self._max_passes = function, max_passes
         self._passes: OrderedDict[Hashable, Callable[P, R]] = OrderedDict()
+        self.compiled = False  # whether the newest call was the first of its kind
 
     def __contains__(self, kind: Hashable) -> bool:
         """Whether the function is compiled for this kind."""
@@ -32,7 +33,8 @@ class CompiledPasses(Generic[P, R]):
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; `kind` are the constants and shapes for which it is compiled."""
-        if kind not in self._passes:
+        self.compiled = kind not in self._passes
+        if self.compiled:
             if len(self._passes) == self._max_passes:
                 self._passes.popitem(last=False)
             # MLX identifies a function by its object, so each kind has an object of its own.

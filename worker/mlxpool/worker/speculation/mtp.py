@@ -12,12 +12,17 @@ from mlxpool.worker.speculation.drafter import MTP, Drafts
 # How likely a draft is right if those before it are, as is assumed at first, by its depth: one head
 # is used for all of them, and was trained for the first.
 FIRST_CHANCES = (0.75, 0.6, 0.5, 0.45)
-NEW_STREAM = 0.12  # weight of the newest draft in the average of a stream
-NEW_MODEL = 0.02  # the same of the averages of all streams, with which a new one begins
-# Weight of the average of all streams, for each token of a stream that has no drafts, and of what
-# was assumed at first in the average of all: wrong drafts do not forbid further ones for ever.
-# With these a step checks such drafts for one token in some fifty to a hundred.
-RETURN_STREAM = 1 / 256
+NEW_STREAM = 0.12  # weight of the newest draft in the average of a stream, or more of the first
+NEW_MODEL = 0.02  # the same of the averages of all streams
+FEW = 8  # drafts as which what is assumed at first counts in these
+# Drafts of a stream as which the average of all streams counts beside its own: one step with wrong
+# drafts of 32 streams tells it of all of them.
+PRIOR = 2
+MOST_SEEN = 8  # drafts that count of a stream at most
+# Shares for each token of a stream that has no drafts: so much less its own drafts count, and so
+# much the averages of all go back to what was assumed at first. Wrong drafts do not forbid further
+# ones for ever; a step checks such drafts for one token in some fifty to a hundred.
+RETURN_STREAM = 1 / 64
 RETURN_MODEL = 1 / 2**15
 
 
@@ -36,12 +41,41 @@ class Predictor(Protocol):
 
 
 @dataclass(slots=True)
-class _Stream:
-    """What is known of one sequence: `drafts` were proposed behind its first `count` ids."""
+class _Average:
+    """How many drafts of one depth were right, as a share, and as how many these count."""
 
-    chances: list[float]
+    share: float
+    seen: float
+
+    def learn(self, *, right: bool, least: float, most: float) -> None:
+        """Takes one more draft into account, with a weight of at least `least`."""
+        self.seen = min(most, self.seen + 1)
+        self.share += max(least, 1 / self.seen) * (right - self.share)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is known of one sequence: `drafts` were proposed behind its first `count` ids.
+
+    `own`: of its drafts alone, by depth. `others`: of all streams that choose tokens as it does.
+    """
+
+    own: list[_Average]
+    others: list[_Average]
     count: int
     drafts: tuple[int, ...] = ()
+
+    def chances(self) -> list[float]:
+        """Returns how likely a draft of each depth is right, if those before it are."""
+        every = zip(self.own, self.others, strict=True)
+        return [
+            (own.share * own.seen + others.share * PRIOR) / (own.seen + PRIOR)
+            for own, others in every
+        ]
+
+
+def _first_averages() -> list[_Average]:
+    return [_Average(share, FEW) for share in FIRST_CHANCES]
 
 
 @dataclass(slots=True)
@@ -50,15 +84,18 @@ class MtpDrafter:
 
     head: Predictor
     name: str = MTP
-    chances_of_all: list[float] = field(default_factory=lambda: [*FIRST_CHANCES])
+    # Of all streams that take the likeliest token, and of all that choose at random.
+    greedy: list[_Average] = field(default_factory=_first_averages)
+    random: list[_Average] = field(default_factory=_first_averages)
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
 
     def follow(self, seq: Sequence) -> bool:
         """See Drafter."""
         stream = self._streams.get(seq)
         if stream is None:
-            stream = _Stream([*self.chances_of_all], len(seq.ids))
-            self._streams[seq] = stream
+            own = [_Average(0.0, 0.0) for _ in FIRST_CHANCES]
+            others = self.random if seq.options.temperature else self.greedy
+            stream = self._streams[seq] = _Stream(own, others, len(seq.ids))
         new = len(seq.ids) - stream.count
         if new > 0:
             if stream.drafts:
@@ -71,30 +108,26 @@ class MtpDrafter:
     def _learn(self, stream: _Stream, tokens: list[int]) -> None:
         """Learns whether drafts are as the tokens that came, up to the first wrong one."""
         pairs = zip(stream.drafts, tokens, strict=False)
-        for depth, (draft, token) in enumerate(pairs):
+        for own, others, (draft, token) in zip(stream.own, stream.others, pairs, strict=False):
             right = draft == token
-            for chances, new in ((stream.chances, NEW_STREAM), (self.chances_of_all, NEW_MODEL)):
-                chances[depth] += new * (right - chances[depth])
+            own.learn(right=right, least=NEW_STREAM, most=MOST_SEEN)
+            others.learn(right=right, least=NEW_MODEL, most=1 / NEW_MODEL)
             if not right:
                 return
 
     def _go_back(self, stream: _Stream, tokens: int) -> None:
-        """Moves the averages back a little, for so many tokens without drafts."""
-        steps = (
-            (self.chances_of_all, FIRST_CHANCES, RETURN_MODEL),
-            (stream.chances, self.chances_of_all, RETURN_STREAM),
-        )
-        for chances, target, weight in steps:
-            share = 1 - (1 - weight) ** tokens
-            for depth, wanted in enumerate(target):
-                chances[depth] += share * (wanted - chances[depth])
+        """Has what is known count a little less, for so many tokens without drafts."""
+        kept, back = (1 - RETURN_STREAM) ** tokens, 1 - (1 - RETURN_MODEL) ** tokens
+        for own, others, first in zip(stream.own, stream.others, FIRST_CHANCES, strict=True):
+            own.seen *= kept
+            others.share += back * (first - others.share)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         """See Drafter."""
         stream = self._streams.get(seq)
         if stream is None or not self.head.ready(seq):
             return ()
-        return tuple(stream.chances[:most])
+        return tuple(stream.chances()[:most])
 
     def seconds(self, rows: int, depth: int) -> float:
         """See Drafter. The passes of the head count as part of the step."""

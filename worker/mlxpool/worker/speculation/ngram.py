@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from math import prod
 
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import Drafts
@@ -97,15 +98,18 @@ class NgramDrafter:
         stream.place, stream.length = place, length
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter."""
+        """See Drafter. Tokens in flight have to be as proposed, too, for a draft behind them."""
         stream = self._streams.get(seq)
         if stream is None or stream.place == NOWHERE:
             return ()
-        first = stream.length
-        return tuple(
+        first, awaited = stream.length, seq.awaited
+        found = [
             stream.chances[_CLASS_OF[min(length, _LONGEST)]]
-            for length in range(first, first + most)
-        )
+            for length in range(first, first + awaited + most)
+        ]
+        if awaited and most > 0:
+            found[awaited] *= prod(found[:awaited])
+        return tuple(found[awaited:])
 
     def seconds(self, rows: int, depth: int) -> float:
         """See Drafter."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.scheduler import StepLimits
@@ -16,25 +17,30 @@ from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.speculation.depths import choose_depths
 from mlxpool.worker.speculation.drafter import Drafter, Drafts
+from mlxpool.worker.speculation.search_budget import SearchBudget
 from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 15  # of a row in one step: with its newest token 16 inputs
+FEW_ROWS = 3  # up to which a row has so many; elsewhere rows are padded to the one with the most
+MAX_DRAFTS_OF_MANY = 3  # of each of more rows
 MAX_STEP_DRAFTS = 256  # of all rows
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
-HOST_SHARE = 0.01  # of the time of steps: so much may be spent on rows whose drafts do not pay
-HOST_SHARE_BESIDE = 0.03  # the same where other rows have drafts: one more costs such a step little
-MAX_SAVED = 0.005  # seconds of that share that are kept for later steps
+SHARE_BESIDE = 0.03  # of a step in which other rows have drafts: one more costs it little
 PLAIN_INTERVAL = 64  # steps with drafts, after which some without show what they cost now
 PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
-TRIAL_INTERVAL = 256  # steps, after which measured costs that forbid drafts are doubted once
+FIRST_TRIAL = 32  # steps, after which drafts are tried once though they are not expected to pay
+TRIAL_INTERVAL = 256  # the same later: measured costs that forbid drafts are doubted once
 MAX_TRIAL_INTERVAL = 2**15  # the same, where trials were refused
 TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be predicted to cost
-TRIAL_DRAFTS = 4  # of a trial
+TRIAL_DRAFTS = (4, 2)  # of a trial: so many if they cost no more, else fewer
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
 READING_SHARE = 0.25  # of a step, that each later token of a row that is read for drafts may cost
-MAX_PAUSE = 512  # steps for which no drafts are made, because none that was made did pay
+MAX_PAUSE = 512  # steps without drafts, because none that was made did pay, or a wait was in vain
 LEAST_REMAINING = 16  # tokens that an answer is expected to go on for, or as many as it has
+
+# Seconds of a step, for the rows that have drafts, all drafts together, and the most of a row.
+Seconds: TypeAlias = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +78,15 @@ class Speculator:
         self._paying: set[Sequence] = set()  # rows with drafts in the newest step
         self._followed: set[Sequence] = set()
         self._next = 0  # the row that is looked at next, among those that do not pay
-        self._saved = 0.0  # seconds that may be spent on these
+        self._budget = SearchBudget()  # of the search among these
+        self._rests = 0  # further steps without drafts, of which nothing is measured
         self._seconds = 0.0  # of the newest step
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
         self._trial_after = TRIAL_INTERVAL  # steps without drafts until costs are doubted
         self._was_plain = False  # whether the newest step had no drafts
-        self._pause = 0  # steps for which no drafts are made
-        self._next_pause = 1  # so many, when of those that are made none pays
+        self._next_pause = 1  # steps without drafts, when of those that are made none pays
+        self._unfinished: tuple[int, int, int, float] | None = None  # see `_observe`
         self._drafting = 0.0  # seconds of `drafts` since the newest step that the drafter predicts
         self._rows = self._keys = 0  # of the step for which `depths` were chosen
         self._chances: dict[Sequence, tuple[float, ...]] = {}  # of its rows
@@ -87,7 +94,17 @@ class Speculator:
     @property
     def rests(self) -> bool:
         """Whether the next step has no drafts in any case."""
-        return self._saved <= 0 and not self._paying
+        return self._rests > 0 or (self._budget.spent and not self._paying)
+
+    def passes_by(self) -> bool:
+        """Counts a step that has ended, if nothing is wanted of it but that; else returns False.
+
+        Most steps are such where drafts do not pay, so they cost no more than this.
+        """
+        if not self._rests:
+            return False
+        self._rests -= 1
+        return True
 
     def depths(
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
@@ -99,21 +116,20 @@ class Speculator:
         when the candidates were asked for.
         """
         self._forget_ended(rows)
-        if self._pause:
-            self._pause -= 1
-            self._paying = set()
-            return {}
         first = [one for one in candidates if one.sequence in self._paying]
         if first and self._with_drafts >= PLAIN_INTERVAL:
             return {}
         ready = [one for one in first if self._follow(one.sequence)]
         others = [one for one in candidates if one.sequence not in self._paying]
-        share = max(self._saved, HOST_SHARE_BESIDE * self._seconds) if first else self._saved
-        ready += self._look(others, self.clock() + share)
+        now, share = self.clock(), self._budget.saved
+        if first:
+            share = max(share, SHARE_BESIDE * self._seconds)
+        ready += self._look(others, now + share)
         most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
         if not first:  # with drafts it is in the time of their steps
-            self._saved -= self.clock() - began
+            pays = bool(found) and self._without > 0  # it is no trial
+            self._budget.spend(self.clock() - began, overhead=now - began, found=pays)
         self._paying = set(found)
         return found
 
@@ -133,10 +149,10 @@ class Speculator:
         """Follows sequences whose prompts are being read, as far as the time suffices."""
         began = self.clock()
         for seq in readers:
-            if self.clock() - began >= self._saved:
+            if self.clock() - began >= self._budget.saved:
                 break
             self._follow(seq)
-        self._saved -= self.clock() - began
+        self._budget.saved -= self.clock() - began
 
     def _follow(self, seq: Sequence) -> bool:
         self._followed.add(seq)
@@ -150,7 +166,8 @@ class Speculator:
             self.drafter.forget(seq)
 
     def _chosen(self, rows: int, most: int, ready: Many[Candidate]) -> dict[Sequence, int]:
-        each = max(1, min(MAX_DRAFTS, MAX_STEP_DRAFTS // len(ready)))
+        each = MAX_DRAFTS if rows <= FEW_ROWS else MAX_DRAFTS_OF_MANY
+        each = max(1, min(each, MAX_STEP_DRAFTS // len(ready)))
         chances = [
             self.drafter.chances(one.sequence, min(each, one.room)) if one.room > 0 else ()
             for one in ready
@@ -177,24 +194,40 @@ class Speculator:
         plain = times.plain(rows, predict)
         if plain <= 0:
             return {}
-        most = min(most, max(TRIAL_DRAFTS, FIRST_DRAFTS * rows, 2 * times.known_drafts))
+        most = min(most, max(*TRIAL_DRAFTS, FIRST_DRAFTS * rows, 2 * times.known_drafts))
         found = choose_depths(chances, rows, most, plain, seconds)
         if any(found):
             if times.measured:
                 self._trial_after = TRIAL_INTERVAL
             found = self._worth_reading(ready, found, plain)
-        elif self._without >= self._trial_after:
-            self._without = 0
-            found = choose_depths(chances, rows, min(most, TRIAL_DRAFTS), plain, guessed)
-            more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
-            more += self._reading(ready, found)
-            if more > TRIAL_SHARE * TRIAL_INTERVAL * plain:
-                # A step that something disturbed must not forbid drafts for ever; a cost that is
-                # real is measured again, ever more rarely.
-                times.forget_oldest()
-                self._trial_after = min(2 * self._trial_after, MAX_TRIAL_INTERVAL)
-                return {}
+        elif self._without >= (self._trial_after if times.measured else FIRST_TRIAL):
+            found = self._tried(ready, chances, min(most, TRIAL_DRAFTS[0]), plain, guessed, seconds)
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
+
+    def _tried(
+        self,
+        ready: Many[Candidate],
+        chances: Many[tuple[float, ...]],
+        most: int,
+        plain: float,
+        guessed: Seconds,
+        seconds: Seconds,
+    ) -> list[int]:
+        """Returns the drafts of each row in a trial, which shows what they cost; all 0 for none.
+
+        It is chosen by what is guessed, and bounded by what was measured.
+        """
+        self._without = 0
+        for size in TRIAL_DRAFTS:
+            found = choose_depths(chances, self._rows, min(most, size), plain, guessed)
+            more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
+            if more + self._reading(ready, found) <= TRIAL_SHARE * TRIAL_INTERVAL * plain:
+                return found
+        # A step that something disturbed must not forbid drafts for ever; a cost that is real is
+        # measured again, ever more rarely.
+        self.times.forget_oldest()
+        self._trial_after = min(2 * self._trial_after, MAX_TRIAL_INTERVAL)
+        return [0] * len(ready)
 
     def _reading(self, ready: Many[Candidate], depths: Many[int]) -> float:
         """Returns the seconds that are spent once before rows can have so many drafts."""
@@ -228,9 +261,16 @@ class Speculator:
         if found:
             self._next_pause = max(1, self._next_pause // 2)
         elif depths:
-            self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
+            self.pause()
         return found
+
+    def pause(self) -> None:
+        """Has the next steps have no drafts: those for which one was held up turned out not to pay.
+
+        Each time they are twice as many; half as many when some were checked.
+        """
+        self._rests, self._paying = self._next_pause, set()
+        self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
         """Returns as many of each row's drafts as pay, now that their making is paid for."""
@@ -268,17 +308,41 @@ class Speculator:
         Other steps read prompts or compiled something, or others ended before they began.
         """
         seconds, self._drafting = max(0.0, seconds - self._drafting), 0.0
-        self._saved = min(MAX_SAVED, self._saved + HOST_SHARE * seconds)
+        self._budget.earn(seconds)
         self._seconds = seconds
         plain = not drafts
-        if measured and (not plain or self._was_plain or not self._ahead):
-            count = sum(map(len, drafts.values()))
-            self.times.observe(rows, len(drafts), count, seconds)
+        self._observe(rows, drafts, seconds, measured=measured)
         self._without = self._without + 1 if plain else 0
         self._with_drafts += 1
         if self._without >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
             self._with_drafts = 0
         self._was_plain = plain
+        if plain and not self._paying and self._without > PLAIN_STEPS_AHEAD and not self._rests:
+            self._rests = self._budget.rest(seconds)
+            self._without += self._rests
+
+    def _observe(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
+        """Has the times learn from a step.
+
+        Where passes are submitted ahead, the first step behind one with drafts begins two passes.
+        What it takes more than others is a cost of the drafts.
+        """
+        before, self._unfinished = self._unfinished, None
+        if before is not None:
+            more = 0.0
+            if not drafts and measured:
+                more = max(0.0, seconds - self.times.plain(rows, lambda lines: seconds))
+            self.times.observe(*before[:3], before[3] + more)
+        if not measured:
+            return
+        if drafts:
+            step = rows, len(drafts), sum(map(len, drafts.values())), seconds
+            if self._ahead and self.times.measured:
+                self._unfinished = step
+            else:
+                self.times.observe(*step)
+        elif self._was_plain or not self._ahead:
+            self.times.observe(rows, 0, 0, seconds)
 
 
 def drafts_in_memory(vocabulary: int) -> int:

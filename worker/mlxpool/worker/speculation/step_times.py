@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 
@@ -19,7 +20,8 @@ NEWEST = 0.15  # weight of the newest step in an average
 MAX_CHANGE = 0.25  # of an average by one step: others use the machine as well
 FIRST_STEPS = 4  # whose times an average takes as they are
 DOUBT = 0.5  # of a plain step, that one with drafts is assumed to take more, until one was measured
-KINDS = 64  # of steps with drafts whose deviation from the fit is kept
+KINDS = 64  # of steps with drafts whose times are kept
+KNOWN_STEPS = 3  # of a kind; then its own average says what such a step takes, and no fit
 
 Predict = Callable[[int], float]  # lines of a decode step -> seconds
 
@@ -28,7 +30,9 @@ class StepTimes:
     """Seconds of steps of `rows` decode rows, `checked` of which check `drafts` tokens together."""
 
     def __init__(self, bubble: float = 0.0) -> None:
-        """`bubble`: seconds that a step with drafts loses, until it was measured."""
+        """`bubble`: seconds that a step with drafts loses, until it was measured; at most those of
+        a plain step, for it is that host and device wait for each other once.
+        """
         self._bubble = bubble
         self._plain: dict[int, tuple[float, int]] = {}  # average and number of steps, by rows
         self._sizes: list[int] = []  # the keys of _plain, in order
@@ -36,7 +40,9 @@ class StepTimes:
         self._weights: list[float] | None = None
         self._new = 0
         self._most = 0  # drafts of a measured step
-        self._deviations: dict[tuple[int, int], float] = {}
+        # Of each kind the average of the seconds divided by those of a plain step, and the number
+        # of steps; a machine that becomes slower does it to both.
+        self._kinds: dict[tuple[int, int, int], tuple[float, int]] = {}
 
     def observe(self, rows: int, checked: int, drafts: int, seconds: float) -> None:
         """Takes a measured step into account."""
@@ -54,21 +60,18 @@ class StepTimes:
         if self._new >= FIT_INTERVAL or len(self._extra) < FIT_INTERVAL:
             self._fit()
         self._most = max(self._most, drafts)
-        if len(self._extra) < FIT_INTERVAL:
-            return
-        kind = _kind(rows, drafts)
-        ratio = seconds / max(1e-9, plain + self._extra_seconds(checked, drafts))
-        bounded = min(2.0, max(0.5, ratio))
-        before = self._deviations.pop(kind, 1.0)
-        self._deviations[kind] = before + NEWEST * (bounded - before)  # the newest kind is last
-        if len(self._deviations) > KINDS:
-            del self._deviations[next(iter(self._deviations))]
+        kind = _kind(rows, checked, drafts)
+        known, count = self._kinds.pop(kind, (0.0, 0))
+        ratio = seconds / max(1e-9, plain)
+        self._kinds[kind] = _average(known, count, ratio), count + 1  # the newest kind is last
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
 
     def forget_oldest(self) -> None:
         """Forgets the older half of the measured steps with drafts, and of one step that one."""
         for _ in range((len(self._extra) + 1) // 2):
             self._extra.popleft()
-        self._deviations.clear()
+        self._kinds.clear()
         if self._extra:
             self._fit()
         else:
@@ -97,27 +100,37 @@ class StepTimes:
         """
         if self._weights is None:
             return self.guessed(rows, drafts, predict) + DOUBT * self.plain(rows, predict)
-        seconds = self.plain(rows, predict) + self._extra_seconds(checked, drafts)
-        return seconds * self._deviations.get(_kind(rows, drafts), 1.0)
+        plain = self.plain(rows, predict)
+        ratio, count = self._kinds.get(_kind(rows, checked, drafts), (0.0, 0))
+        if count >= KNOWN_STEPS:
+            return plain * max(1.0, ratio)
+        return plain + self._extra_seconds(checked, drafts)
 
     def guessed(self, rows: int, drafts: int, predict: Predict) -> float:
         """Returns what `predict` says of the further lines of such a step, with the bubble."""
         further = max(0.0, predict(rows + drafts) - predict(rows))
-        return self.plain(rows, predict) + self._bubble + further
+        plain = self.plain(rows, predict)
+        return plain + min(self._bubble, plain) + further
 
     def _plain_seconds(self, rows: int) -> float | None:
-        """Returns the measured seconds, or those between the nearest numbers of rows."""
+        """Returns the measured seconds, or those between the nearest numbers of rows.
+
+        They are at most those of more rows: where most steps have drafts few plain ones are
+        measured, and one that something disturbed would have drafts seem to cost nothing.
+        """
         sizes = self._sizes
         if not sizes:
             return None
         at = bisect_left(sizes, rows)
-        if at < len(sizes) and sizes[at] == rows:
-            return self._plain[rows][0]
-        if at in (0, len(sizes)):
-            return self._plain[sizes[min(at, len(sizes) - 1)]][0]
+        more = min((self._plain[size][0] for size in sizes[at:]), default=inf)
+        if at == len(sizes):
+            return self._plain[sizes[-1]][0]
+        if at == 0 or sizes[at] == rows:
+            return more
         low, high = sizes[at - 1], sizes[at]
         share = (rows - low) / (high - low)
-        return self._plain[low][0] * (1 - share) + self._plain[high][0] * share
+        between = self._plain[low][0] * (1 - share) + self._plain[high][0] * share
+        return min(more, between)
 
     def _extra_seconds(self, checked: int, drafts: int) -> float:
         assert self._weights is not None
@@ -142,8 +155,10 @@ class StepTimes:
         self._weights = weights.tolist()
 
 
-def _kind(rows: int, drafts: int) -> tuple[int, int]:
-    return rows.bit_length(), drafts.bit_length()
+def _kind(rows: int, checked: int, drafts: int) -> tuple[int, int, int]:
+    """Returns the class of a step: rows by powers of two, drafts by halves of them."""
+    bits = drafts.bit_length()
+    return rows.bit_length(), checked.bit_length(), 2 * bits + (drafts >> max(0, bits - 2) & 1)
 
 
 def _average(known: float, count: int, seconds: float) -> float:

@@ -63,12 +63,20 @@ class PagedLayout(Layout):
         uploads: Uploads | None = None,
         images: bool = False,
         keeps_states: bool = False,
+        keeps_drawn: bool = False,
     ) -> None:
         """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass.
 
-        `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`: see Layout.
+        `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`,
+        `keeps_drawn`: see Layout; ragged passes alone keep what is drawn of.
         """
-        super().__init__(shape, model, deterministic=deterministic, keeps_states=keeps_states)
+        super().__init__(
+            shape,
+            model,
+            deterministic=deterministic,
+            keeps_states=keeps_states,
+            keeps_drawn=keeps_drawn,
+        )
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
         self.store = self._make_store()
@@ -122,7 +130,13 @@ class PagedLayout(Layout):
         if not found.supported:
             return None
         store = cast(PagedStore, self.store)
-        return RaggedRunner(self._model, store, self.pool, rows, found, uploads)
+        states = self._keeps_drawn
+        return RaggedRunner(self._model, store, self.pool, rows, found, uploads, states=states)
+
+    @property
+    def gives_drawn(self) -> bool:
+        """See Layout."""
+        return self._keeps_drawn and self.ragged is not None
 
     @property
     def sizes(self) -> tuple[int, ...]:

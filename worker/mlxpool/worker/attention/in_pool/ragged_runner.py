@@ -166,8 +166,12 @@ class RaggedRunner:
         rows: int,
         attention: AttentionProbe,
         uploads: Uploads,
+        *,
+        states: bool = False,
     ) -> None:
+        """`states`: passes give the states that their logits are of, too."""
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
+        self._states = states
         self._store = store
         self._tiles = tuple(sorted(attention.shapes, key=repr))
         self._chunk_tiles = tuple(sorted(attention.chunk_shapes, key=repr))
@@ -229,7 +233,7 @@ class RaggedRunner:
             span.row.advance(span.count)
         if shape.drawn is None:
             count = wanted_lines(spans, wanted) if shape.wanted else len(wanted)
-            return PassOutput(found[0][:count] if wanted else found[0])
+            return PassOutput(found[0][:count] if wanted else found[0], drawn=_drawn(found))
         count = wanted_lines(spans, logit_spans(spans, wanted))
         states = found[0][count : wanted_lines(spans, wanted)]
         return PassOutput(found[1][:count] if count else states, states)
@@ -248,7 +252,7 @@ class RaggedRunner:
         found = self._outputs(shape, plan, written, drawn)
         for row in rows:
             row.offset += 1
-        return PassOutput(found[0][: len(rows)])
+        return PassOutput(found[0][: len(rows)], drawn=_drawn(found))
 
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
         """Makes the numbers of a pass of those of the pass before, which had a token less.
@@ -304,14 +308,15 @@ class RaggedRunner:
     def _outputs(
         self, shape: PlanShape, plan: mx.array, written: mx.array | None, drawn: mx.array | None
     ) -> list[mx.array]:
-        """Returns logits, or hidden states and any logits, see `_one_pass`.
+        """Returns what `_one_pass` does.
 
         `plan` is the host's memory; the pass depends on `written`, a 0.
         """
         if self._one_kernel is not None and shape.single and choice.serves(shape.lines):
             plan = plan if written is None else plan + written
             drawn = self._none if drawn is None else drawn
-            return [self._model.logits_of(self._one_kernel(plan, drawn, shape.lines))]
+            states = self._one_kernel(plan, drawn, shape.lines)
+            return [self._model.logits_of(states), *([states] if self._states else ())]
         plan = plan + (0 if written is None else written)
         return self._compiled(shape)(plan, self._padded(drawn))
 
@@ -424,11 +429,20 @@ class RaggedRunner:
             at += items.size
 
     def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> list[mx.array]:
-        """Returns logits [wanted, vocabulary], or hidden states [wanted, d] and any logits."""
+        """Returns logits [wanted, vocabulary], and the states [wanted, d] that they are of where
+        these are kept; or hidden states [wanted, d] and any logits.
+        """
         ids, arrays = shape.arrays(plan, self._memory)
         ids, batch = known_tokens(ids, drawn), RaggedBatch(self._pool, arrays)
-        if shape.drawn is None:
+        if shape.drawn is None and not self._states:
             return [self._model(ids, batch)]
         states = self._model.hidden_states(ids, batch)
+        if shape.drawn is None:
+            return [self._model.logits_of(states), states]
         logits = [self._model.logits_of(states[: shape.drawn])] if shape.drawn else []
         return [states.astype(mx.float32), *logits]
+
+
+def _drawn(found: Sequence[mx.array]) -> mx.array | None:
+    """Returns the states that the logits of a pass are of, with those of padding behind them."""
+    return found[1] if len(found) > 1 else None

@@ -34,6 +34,11 @@ class SlabDecodeRunner(CompiledRunner):
         super().__init__(model, shape, states=states)
         self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the newest pass was compiled when it was asked for."""
+        return self._pass.compiled
+
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
         """Computes a pass over one token `ids` [R] for each row; advances the rows."""
         for row in rows:

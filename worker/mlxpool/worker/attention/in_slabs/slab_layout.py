@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mlxpool.worker.attention.in_slabs.check_runner import SlabCheckRunner, check_sizes
 from mlxpool.worker.attention.in_slabs.decode_runner import SlabDecodeRunner
+from mlxpool.worker.attention.in_slabs.several_checks import (
+    CheckPlan,
+    SeveralChecksRunner,
+    plan_of,
+)
 from mlxpool.worker.attention.in_slabs.slab_batch import SlabRowBatch
 from mlxpool.worker.attention.in_slabs.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.layout import Layout
@@ -19,6 +25,8 @@ from mlxpool.worker.attention.row_spans import (
     CacheRow,
     PassOutput,
     RowSpan,
+    all_plain,
+    checks_drafts,
     is_check,
     is_plain_decode,
 )
@@ -55,6 +63,8 @@ class SlabLayout(Layout):
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
         self._decode_runner = SlabDecodeRunner(model, shape, states=keeps_drawn)
         self._check_runner = SlabCheckRunner(model, shape, states=keeps_drawn)
+        self._several_runner = SeveralChecksRunner(model, shape, states=keeps_drawn)
+        self._planned: tuple[Sequence[RowSpan], CheckPlan | None] | None = None  # of `is_new`
         self._compiles = not deterministic and not keeps_states
         read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
         self.read_bytes = shape.dequantised_bytes(read)
@@ -75,9 +85,15 @@ class SlabLayout(Layout):
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
+        new = super().is_new(spans, wanted)
+        if not wanted or spans[wanted[-1]].lines == 1:  # as in most steps
+            return new
+        plan = self._plan(spans, wanted)
+        self._planned = spans, plan
+        if plan is not None:
+            return self._several_runner.compiles(plan) or new
         checked = self._checked(spans)
-        compiles = checked is not None and self._check_runner.compiles(*checked)
-        return super().is_new(spans, wanted) or compiles
+        return (checked is not None and self._check_runner.compiles(*checked)) or new
 
     def _compiled(
         self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
@@ -87,11 +103,35 @@ class SlabLayout(Layout):
             return None
         if is_plain_decode(spans, wanted):
             rows = [cast(SlabRow, span.row) for span in spans]
-            return self._decode_runner(rows, ids)
+            found = self._decode_runner(rows, ids)
+            self.compiled = self._decode_runner.compiled
+            return found
+        self.compiled = False
+        planned, self._planned = self._planned, None
+        same = planned is not None and planned[0] is spans
+        plan = planned[1] if planned is not None and same else self._plan(spans, wanted)
+        if plan is not None:
+            return self._several_runner(plan, ids)
         checked = self._checked(spans)
         if checked is None or list(wanted) != [0] or not self._check_runner.serves(*checked):
             return None
         return self._check_runner(checked[0], ids)
+
+    def _plan(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> CheckPlan | None:
+        """Returns the plan of a pass over several rows that check drafts, or decode beside some.
+
+        None: the spans are others, or no such pass is compiled.
+        """
+        if not self._compiles or len(spans) < 2 or not checks_drafts(spans, wanted):
+            return None
+        if len(wanted) < len(spans) or not all_plain(spans):
+            return None
+        if any(span.hidden or span.lines < span.count for span in spans):
+            return None
+        ends = list(accumulate(span.count for span in spans))
+        rows = [cast(SlabRow, spans[number].row) for number in wanted]
+        counts = [spans[number].count for number in wanted]
+        return plan_of(rows, counts, [ends[number] - spans[number].count for number in wanted])
 
     def _checked(self, spans: Sequence[RowSpan]) -> tuple[SlabRow, int] | None:
         """Returns the row that checks drafts alone, and its inputs; None: the spans are others."""

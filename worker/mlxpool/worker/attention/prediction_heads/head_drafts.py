@@ -112,21 +112,36 @@ class StateDrafts(HeadDrafts):
         super().__init__()
         self._head = head
         self._states: dict[Sequence, _States] = {}
+        self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
         self._chain = CompiledPasses(self._drafted, max_passes=MAX_COMPILED)
 
     @property
     def nbytes(self) -> int:
         """See HeadDrafts. Rows share the arrays of a pass."""
+        self._settle()
         return sum({id(one.array): one.array.nbytes for one in self._states.values()}.values())
 
     def most_states(self, rows: int, drafts: int) -> int:
         """See HeadDrafts. One for each token that the newest pass drew."""
         return rows + drafts
 
-    def take(self, asking: Many[Span], states: mx.array) -> None:
-        """Takes the states [E, d] that the spans of a pass draw their tokens of, in their order."""
+    def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
+        """Takes the states [E, d] that the spans of a pass draw their tokens of, in their order.
+
+        There may be more lines behind them. `again`: they are of the sequences of the pass before,
+        whose states nobody needs any more; so a step without drafts does nothing for each row.
+        """
         if self.failed:
             return
+        if not again:
+            self._settle()
+        self._newest = asking, states
+
+    def _settle(self) -> None:
+        """Notes where the states of the newest pass are, by sequence."""
+        if self._newest is None:
+            return
+        (asking, states), self._newest = self._newest, None
         line, kept = 0, self._states
         for span in asking:
             draws = int(span.draws)
@@ -136,8 +151,10 @@ class StateDrafts(HeadDrafts):
 
     def ready(self, seq: Sequence) -> bool:
         """See Predictor."""
+        self._settle()
         known = self._states.get(seq)
-        return known is not None and known.start <= seq.length - 2 < known.end
+        newest = seq.length + seq.awaited - 2  # the pass in flight has given the state, if any is
+        return known is not None and known.start <= newest < known.end
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         rows, deepest = [*depths], max(depths.values())
@@ -186,8 +203,10 @@ class StateDrafts(HeadDrafts):
 
     def release(self, seq: Sequence) -> None:
         """See HeadDrafts."""
+        self._settle()
         self._states.pop(seq, None)
 
     def clear(self) -> None:
         """See HeadDrafts."""
+        self._newest = None
         self._states.clear()

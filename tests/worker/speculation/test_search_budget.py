@@ -1,0 +1,61 @@
+"""The search for drafts takes a share of the time of steps: less where nothing is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.worker.speculation.search_budget import (
+    FRUITLESS,
+    LEAST_SHARE,
+    MAX_REST,
+    MAX_SAVED,
+    SHARE,
+    WORTH,
+    SearchBudget,
+)
+
+STEP = 0.001  # seconds
+
+
+def test_a_share_of_steps_is_saved_up_to_a_bound() -> None:
+    budget = SearchBudget()
+    assert budget.spent
+    budget.earn(STEP)
+    assert budget.saved == pytest.approx(SHARE * STEP) and not budget.spent
+    budget.earn(1000.0)
+    assert budget.saved == MAX_SAVED
+
+
+def test_the_share_shrinks_where_nothing_is_found_and_is_whole_again_when_something_is() -> None:
+    budget, shares = SearchBudget(), []
+    for _ in range(10):
+        budget.spend(FRUITLESS / 2, overhead=0.0, found=False)
+        shares.append(budget.share / SHARE)
+    assert shares[:4] == [1, 0.5, 0.5, 0.25] and budget.share == LEAST_SHARE
+    budget.spend(1e-6, overhead=0.0, found=True)
+    assert budget.share == SHARE
+    budget.spend(FRUITLESS / 2, overhead=0.0, found=False)
+    assert budget.share == SHARE
+
+
+@pytest.mark.parametrize("overhead", [5e-6, 50e-6, 150e-6])
+def test_a_search_begins_when_what_precedes_it_is_a_small_part_of_what_is_saved(
+    overhead: float,
+) -> None:
+    """Over all steps no more is spent than the share."""
+    budget, steps, spent = SearchBudget(), 0, 0.0
+    for _ in range(50):
+        budget.earn(STEP)
+        steps += 1 + budget.rest(STEP)
+        assert budget.saved >= WORTH * overhead - SHARE * STEP or not spent
+        search = max(overhead, budget.saved)
+        budget.spend(search, overhead=overhead, found=True)
+        spent += search
+    assert spent <= SHARE * STEP * steps + overhead
+
+
+def test_rests_have_a_bound() -> None:
+    budget = SearchBudget()
+    budget.spend(100.0, overhead=1.0, found=False)
+    assert budget.rest(STEP) == MAX_REST
+    assert budget.rest(0.0) == 0

@@ -1,0 +1,284 @@
+"""Compiled passes over several rows in slabs that check drafts; see check_runner for one row.
+
+Rows, drafts and blocks change from step to step, and a pass is compiled for numbers of them. So
+that few are enough these are rounded up: the inputs of the pass, of which further ones repeat the
+last; the rows, of which further ones see nothing; the inputs of the row with the most, to which the
+others are padded where they attend; and the range of blocks that is read of each slab, of which
+some may be of no row. To compile a pass takes as long as two such passes gain by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.attention.dot_product import apply_softcap
+from mlxpool.worker.attention.in_slabs.block_attention import (
+    MASKED_SCORE,
+    SlabPart,
+    attended,
+    combined,
+    require_no_sinks,
+    stored_of,
+)
+from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
+from mlxpool.worker.attention.in_slabs.slab_access import NOBODY, WIDTH_STEP
+from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
+from mlxpool.worker.attention.row_shape import Arrays, RowShape
+from mlxpool.worker.attention.row_spans import PassOutput
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+
+# Inputs of the passes that are compiled; between them padding costs less than another pass. Of
+# larger passes the operations take most of the time, and more rows are in more slabs, so that few
+# passes would come again.
+PASS_LINES = (8, 12, 16, 24, 32, 48)
+PASS_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # the same of rows
+BLOCK_STEP = 4  # blocks of a slab, to multiples of which the range that is read is extended
+MAX_PASSES = 24  # that are kept
+
+# Of a slab: the first block that is read and the one behind the last, the tokens that are read of
+# each, and whether tokens are written.
+PartConstants: TypeAlias = tuple[int, int, int, bool]
+# Inputs of a pass, its rows, and inputs of a row; then the parts.
+Kind: TypeAlias = tuple[int, int, int, tuple[PartConstants, ...]]
+Int32s: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """What a pass reads and writes in one slab; B blocks, T inputs.
+
+    `owners` [B]: the row of each block, or NOBODY. `fills` [B]: the tokens that its first input
+    sees. `lines`, `places` [T]: inputs that are written here, some of them twice, and where.
+    """
+
+    slab: Slab
+    constants: PartConstants
+    owners: Int32s
+    fills: Int32s
+    lines: Int32s
+    places: Int32s
+
+    @property
+    def numbers(self) -> list[Int32s]:
+        """The arrays of the part."""
+        return [self.owners, self.fills, self.lines, self.places]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """A pass over rows with `counts` inputs each.
+
+    `order` [T]: the numbers of its inputs among those that are given; T is rounded up.
+    """
+
+    rows: Sequence[SlabRow]
+    counts: Sequence[int]
+    kind: Kind
+    order: Int32s
+    parts: Sequence[PassPart]
+
+
+def plan_of(
+    rows: Sequence[SlabRow], counts: Sequence[int], begins: Sequence[int]
+) -> CheckPlan | None:
+    """Returns the plan of a pass; None where it is too large or rows are too far apart.
+
+    Gives the rows blocks for their inputs. `begins`: the number of the first input of each row
+    among those that are given.
+    """
+    total = sum(counts)
+    lines = next((size for size in PASS_LINES if size >= total), 0)
+    if not lines:
+        return None
+    for row, count in zip(rows, counts, strict=True):
+        row.reserve(row.offset + count)
+    most = 1 << (max(counts) - 1).bit_length()
+    parts = _parts_of(rows, counts, most, lines)
+    if parts is None:
+        return None
+    order = np.concatenate(
+        [np.arange(at, at + count) for at, count in zip(begins, counts, strict=True)]
+    )
+    padded = np.pad(order, (0, lines - total), mode="edge").astype(np.int32)
+    every = next(size for size in PASS_ROWS if size >= len(rows))
+    kind = lines, every, most, tuple(part.constants for part in parts)
+    return CheckPlan(rows, counts, kind, padded, parts)
+
+
+def _parts_of(
+    rows: Sequence[SlabRow], counts: Sequence[int], most: int, lines: int
+) -> list[PassPart] | None:
+    """Returns what is read and written in each slab, in an order that depends on sizes alone."""
+    seen: dict[Slab, dict[int, tuple[int, int, int]]] = {}
+    writes: dict[Slab, list[tuple[int, int]]] = {}
+    line = 0
+    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        start, end = row.offset, row.offset + count
+        for at in range(blocks_for(end)):
+            slab, block = row.table[at]
+            begin = at * KV_BLOCK_TOKENS
+            used = min(end - begin, KV_BLOCK_TOKENS)
+            seen.setdefault(slab, {})[block] = number, start + 1 - begin, used
+        for place in range(start, end):
+            slab, inside = row.place_of(place)
+            writes.setdefault(slab, []).append((line, inside))
+            line += 1
+    parts = []
+    for slab, found in seen.items():
+        part = _part(slab, found, writes.get(slab, []), most, lines)
+        if len(part.owners) > 2 * (len(found) + BLOCK_STEP):
+            return None  # most of what would be read is of no row
+        parts.append(part)
+    return sorted(parts, key=lambda part: part.constants, reverse=True)
+
+
+def _part(
+    slab: Slab,
+    found: dict[int, tuple[int, int, int]],
+    writes: list[tuple[int, int]],
+    most: int,
+    lines: int,
+) -> PassPart:
+    whole = slab.layers[0][0].shape[1] // KV_BLOCK_TOKENS
+    first = min(found) // BLOCK_STEP * BLOCK_STEP
+    last = min(whole, -(-(max(found) + 1) // BLOCK_STEP) * BLOCK_STEP)
+    nobody = NOBODY, -most, 0
+    blocks = np.array([found.get(block, nobody) for block in range(first, last)], dtype=np.int32)
+    width = -(-int(blocks[:, 2].max()) // WIDTH_STEP) * WIDTH_STEP
+    padded = [*writes, *repeat(writes[-1], lines - len(writes))] if writes else []
+    of_lines, places = np.array(padded, dtype=np.int32).reshape(-1, 2).T
+    constants = first, last, width, bool(writes)
+    return PassPart(slab, constants, blocks[:, 0], blocks[:, 1], of_lines, places)
+
+
+class RowsReader:
+    """Writes and reads the inputs of R rows, up to L of each; see Reader.
+
+    `padded` [R * L]: the input of the pass for each of a row, `kept` [T]: the place of each among
+    these. `parts`: of each slab its constants and the arrays of PassPart; `slabs`: what each layer
+    stores there.
+    """
+
+    def __init__(
+        self,
+        shape: RowShape,
+        rows: int,
+        lines: int,
+        padded: mx.array,
+        kept: mx.array,
+        parts: Sequence[tuple[PartConstants, Sequence[mx.array]]],
+        slabs: Sequence[list[Arrays]],
+    ) -> None:
+        self._shape, self._rows, self._lines = shape, rows, lines
+        self._padded, self._kept, self._slabs = padded, kept, slabs
+        further = mx.arange(lines)[:, None, None]
+        self._parts: list[SlabPart] = []
+        self._chosen: list[mx.array] = []  # the row whose queries each block has
+        for (first, last, width, writes), (owner, fill, written, places) in parts:
+            seen = mx.arange(width) < fill[:, None, None, None] + further
+            mask = mx.where(seen, 0.0, MASKED_SCORE)  # [B, L, 1, width]
+            put = places if writes else None
+            self._parts.append(SlabPart(first, last, width, None, owner, mask, written, put))
+            self._chosen.append(mx.maximum(owner, 0))
+        owners = [part.owner for part in self._parts]
+        every = owners[0] if len(owners) == 1 else mx.concatenate(owners)
+        self._member = mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE)  # [R, B]
+
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        """Writes k [T, KV, D] and v [T, KV, V]."""
+        new = stored_of(self._shape, k, v)
+        for part, layers in zip(self._parts, self._slabs, strict=True):
+            part.write(layers[layer], new)
+
+    def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
+        """q [T, H, D] -> [T, H, V]; each query sees its row's tokens up to its own."""
+        require_no_sinks(scores)
+        _, heads, size = q.shape
+        rows, lines = self._rows, self._lines
+        pairs = self._slabs[0][layer][0].shape[0]
+        each = heads // pairs
+        asked = (q * scores.scale)[self._padded].reshape(rows, lines, pairs, each, size)
+        asked = asked.transpose(2, 0, 1, 3, 4).reshape(pairs, rows, lines * each, size)
+        outs: list[tuple[mx.array, mx.array]] = []
+        for part, layers, chosen in zip(self._parts, self._slabs, self._chosen, strict=True):
+            held = self._shape.held_after(layers[layer], outs[-1][0] if outs else asked)
+            keys, values = self._shape.read(part.blocks(held))
+            found = apply_softcap(asked[:, chosen] @ keys.swapaxes(-1, -2), scores.softcap)
+            found = found.reshape(pairs, -1, lines, each, part.width) + part.mask
+            outs.append(attended(found.reshape(pairs, -1, lines * each, part.width), values))
+        out = combined(outs, self._member).reshape(pairs, lines, each, rows, -1)
+        return out.transpose(3, 1, 0, 2, 4).reshape(rows * lines, heads, -1)[self._kept]
+
+
+class SeveralChecksRunner(CompiledRunner):
+    """Runs compiled passes of a model over rows in slabs, all of whose inputs give logits."""
+
+    def __init__(
+        self, model: Model, shape: RowShape, *, states: bool = False, max_passes: int = MAX_PASSES
+    ) -> None:
+        """`states`: see CompiledRunner."""
+        super().__init__(model, shape, states=states)
+        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
+
+    def compiles(self, plan: CheckPlan) -> bool:
+        """Returns whether the pass would be compiled now."""
+        return plan.kind not in self._pass
+
+    def __call__(self, plan: CheckPlan, ids: mx.array) -> PassOutput:
+        """Computes a pass over inputs `ids`; advances the rows.
+
+        It gives the logits of all inputs, in the order of the rows of the plan.
+        """
+        lines, rows, most, _ = plan.kind
+        counts = np.array(plan.counts, dtype=np.int32)
+        firsts = np.cumsum(counts, dtype=np.int32) - counts
+        total = int(counts.sum())
+        at = np.minimum(np.arange(most, dtype=np.int32), counts[:, None] - 1)
+        padded = np.zeros((rows, most), dtype=np.int32)  # [R, L]
+        padded[: len(counts)] = firsts[:, None] + at
+        numbers = np.arange(total, dtype=np.int32) - np.repeat(firsts, counts)
+        kept = np.repeat(np.arange(len(counts), dtype=np.int32) * most, counts) + numbers
+        offsets = np.array([row.offset for row in plan.rows], dtype=np.int32)
+        positions = np.repeat(offsets, counts) + numbers
+        padding = 0, lines - total
+        arrays = [
+            mx.array(one)
+            for one in (
+                np.pad(positions, padding, mode="edge"),
+                padded.reshape(-1),
+                np.pad(kept, padding, mode="edge"),
+            )
+        ]
+        numbers_of = [[mx.array(one) for one in part.numbers] for part in plan.parts]
+        slabs = [part.slab.layers for part in plan.parts]
+        given, layers = self._pass(
+            plan.kind, ids[mx.array(plan.order)], arrays, plan.kind, numbers_of, slabs
+        )
+        self._keep([part.slab for part in plan.parts], layers)
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            row.advance(count)
+        return self._output([one[:total] for one in given] if lines > total else given)
+
+    def _one_pass(
+        self,
+        ids: mx.array,
+        arrays: Sequence[mx.array],
+        kind: Kind,
+        numbers: Sequence[Sequence[mx.array]],
+        slabs: list[list[Arrays]],
+    ) -> tuple[Sequence[mx.array], list[list[Arrays]]]:
+        positions, padded, kept = arrays
+        _, rows, lines, constants = kind
+        parts = list(zip(constants, numbers, strict=True))
+        reader = RowsReader(self._shape, rows, lines, padded, kept, parts, slabs)
+        return self._computed(ids, positions, reader), slabs

@@ -1,0 +1,62 @@
+"""How much of the host's time is spent on the search for drafts of rows that have none. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+SHARE = 0.01  # of the time of steps, at first and while drafts are found
+LEAST_SHARE = SHARE / 4  # the same where none was found for long
+FRUITLESS = 0.005  # seconds of search without drafts, after which the share is half of it
+MAX_SAVED = 0.005  # seconds that are kept for later steps
+# Times the part of a search that looks at no row, that are saved before one begins: so most of
+# what is spent is spent on rows.
+WORTH = 4
+MAX_REST = 1024  # steps without a search, one after the other
+
+
+@dataclass(slots=True)
+class SearchBudget:
+    """Seconds `saved` that may be spent on searches: a share of the time of steps.
+
+    The share becomes smaller where nothing is found, down to LEAST_SHARE, and is whole again when
+    something is.
+    """
+
+    saved: float = 0.0
+    share: float = SHARE
+    _fruitless: float = 0.0  # seconds since the share was changed
+    _overhead: float = 0.0  # of the newest search, before it looks at rows
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.saved <= 0
+
+    def earn(self, seconds: float) -> None:
+        """Adds the share of a step that took so long."""
+        self.saved = min(MAX_SAVED, self.saved + self.share * seconds)
+
+    def spend(self, seconds: float, *, overhead: float, found: bool) -> None:
+        """Takes a search from the budget; `overhead` of its seconds were before it saw a row."""
+        self.saved -= seconds
+        self._overhead = overhead
+        if found:
+            self.share, self._fruitless = SHARE, 0.0
+            return
+        self._fruitless += seconds
+        if self._fruitless >= FRUITLESS:
+            self.share, self._fruitless = max(LEAST_SHARE, self.share / 2), 0.0
+
+    def rest(self, seconds: float) -> int:
+        """Returns how many steps, of `seconds` each, pass until the next search is worth it.
+
+        Their share is saved already then.
+        """
+        earned = self.share * seconds
+        lacking = min(WORTH * self._overhead, MAX_SAVED) - self.saved
+        if earned <= 0 or lacking <= earned:
+            return 0
+        steps = min(MAX_REST, ceil(lacking / earned))
+        self.saved += steps * earned
+        return steps
