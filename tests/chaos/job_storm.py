@@ -213,7 +213,8 @@ def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for line in lines:
         if line["who"] == "chaos" and line["what"] == "broker killed":
-            waiting = dict.fromkeys(running, line["t"]) | waiting
+            at: float = line["t"]
+            waiting = dict.fromkeys(running, at) | waiting
             running.clear()
         if line["who"] != "broker":
             continue

@@ -279,10 +279,8 @@ def resumptions(lines: Sequence[TraceLine]) -> list[float]:
     running: dict[Any, str] = {}
     waiting: dict[Any, float] = {}
     found: list[float] = []
-    broker = 0  # process id
-    for line in (line for line in lines if line["who"] == "broker"):
-        if line["pid"] != broker:
-            broker = line["pid"]
+    for line in (line for line in lines if line["who"] in ("broker", "chaos")):
+        if line["what"] == "broker killed":
             running.clear()
             waiting.clear()
         what, ident = line["what"], line.get("id")

@@ -9,27 +9,25 @@ import pytest
 from chaos.job_storm import rerun_waits, started_alone
 from chaos.storm import resumptions
 
-FIRST, SECOND = 11, 12  # process ids of brokers
+
+def broker(t: float, what: str, **facts: Any) -> dict[str, Any]:
+    return {"t": t, "who": "broker", "what": what, **facts}
 
 
-def broker(t: float, what: str, pid: int = FIRST, **facts: Any) -> dict[str, Any]:
-    return {"t": t, "who": "broker", "pid": pid, "what": what, **facts}
+def work(t: float, id: str = "a", slot: str = "m/0") -> dict[str, Any]:
+    return broker(t, "work", id=id, slot=slot)
 
 
-def work(t: float, id: str = "a", slot: str = "m/0", pid: int = FIRST) -> dict[str, Any]:
-    return broker(t, "work", pid, id=id, slot=slot)
+def taken(t: float, id: str = "a", n: int = 1) -> dict[str, Any]:
+    return broker(t, "taken", id=id, n=n, end=None)
 
 
-def taken(t: float, id: str = "a", n: int = 1, pid: int = FIRST) -> dict[str, Any]:
-    return broker(t, "taken", pid, id=id, n=n, end=None)
-
-
-def killed(t: float, slot: str = "m/0", pid: int = FIRST) -> dict[str, Any]:
-    return broker(t, "exited", pid, slot=slot, cause="killed by SIGKILL")
+def killed(t: float, slot: str = "m/0") -> dict[str, Any]:
+    return broker(t, "exited", slot=slot, cause="killed by SIGKILL")
 
 
 def broker_killed(t: float) -> dict[str, Any]:
-    return {"t": t, "who": "chaos", "pid": 1, "what": "broker killed"}
+    return {"t": t, "who": "chaos", "what": "broker killed"}
 
 
 def test_a_run_waits_from_its_workers_end_to_its_next_token() -> None:
@@ -46,15 +44,15 @@ def test_a_run_that_ended_waits_no_longer(what: str) -> None:
 
 def test_a_run_ends_with_its_broker() -> None:
     """What the next broker runs, and loses, is another run."""
-    again = [work(9, "b", pid=SECOND), killed(10, pid=SECOND), taken(40, pid=SECOND)]
-    assert resumptions([work(0), killed(1), *again, taken(41, "b", pid=SECOND)]) == [31]
+    again = [broker_killed(5), work(9, "b"), killed(10), taken(40), taken(41, "b")]
+    assert resumptions([work(0), killed(1), *again]) == [31]
 
 
 def test_jobs_wait_from_the_first_broker_that_died_to_their_next_token() -> None:
     lines = [
         work(0), work(0, "b"), work(0, "c"), taken(1, "c"), broker(2, "done", id="c"),
-        broker_killed(3), work(4, pid=SECOND), broker_killed(5), work(6, pid=13),
-        taken(7, "b", pid=13), taken(8, pid=13), taken(9, pid=13),
+        broker_killed(3), work(4), broker_killed(5), work(6),
+        taken(7, "b"), taken(8), taken(9),
     ]  # fmt: skip
     assert rerun_waits(lines) == [("b", 4), ("a", 5)]
 
