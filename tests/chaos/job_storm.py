@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from chaos.storm import Plan, Storm
+from chaos.checker import TraceLine
+from chaos.storm import Plan, Storm, percentiles
 from mlxpool.client import Client, LineResult
 from mlxpool.common.errors import PoolError
 from support.counting_checker import expected_ids
@@ -170,6 +171,17 @@ class JobStorm(Storm):
         for key, client in self.clients.items():
             self._read(client, key)
 
+    def _further_figures(self, lines: Sequence[TraceLine]) -> Mapping[str, Any]:
+        waits, alone = rerun_waits(lines), started_alone(lines)
+        return {
+            "next token of a job from another broker, ms": percentiles(
+                [seconds for id, seconds in waits if id not in alone]
+            ),
+            "the same of jobs that had to run alone, ms": percentiles(
+                [seconds for id, seconds in waits if id in alone]
+            ),
+        }
+
     @property
     def done_once(self) -> bool:
         """Whether every job was done, once, with its ids, and every reader got them."""
@@ -184,6 +196,39 @@ class JobStorm(Storm):
             "states": dict(self.states),
             "wrong": self.wrong,
         }
+
+
+def started_alone(lines: Sequence[TraceLine]) -> set[str]:
+    """The jobs that a broker ran alone, because brokers had ended after it was started."""
+    return {line["id"] for line in lines if line["what"] == "start_job" and line["alone"]}
+
+
+def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
+    """Seconds from a broker's death to the next token of each job that its workers ran, by its id.
+
+    A job whose next broker dies, too, before it has a token has waited since the first death.
+    """
+    running: set[str] = set()
+    waiting: dict[str, float] = {}
+    found: list[tuple[str, float]] = []
+    for line in lines:
+        if line["who"] == "chaos" and line["what"] == "broker killed":
+            at: float = line["t"]
+            waiting = dict.fromkeys(running, at) | waiting
+            running.clear()
+        if line["who"] != "broker":
+            continue
+        if line["what"] == "work":
+            running.add(line["id"])
+        elif line["what"] == "taken":
+            if line["n"] and line["id"] in waiting:
+                found.append((line["id"], line["t"] - waiting.pop(line["id"])))
+            if line["end"] is not None:
+                running.discard(line["id"])
+                waiting.pop(line["id"], None)
+        elif line["what"] in ("done", "error"):
+            running.discard(line["id"])
+    return found
 
 
 class CallStorm(JobStorm):

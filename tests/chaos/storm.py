@@ -252,8 +252,13 @@ class Storm:
             "worker's death acted on, ms": percentiles(findings.detection_s),
             "next token from another worker, ms": percentiles(resumptions(lines)),
             "next delta after the broker's death, ms": percentiles(after_broker_deaths(lines)),
+            **self._further_figures(lines),
         }
         return outcome
+
+    def _further_figures(self, lines: Sequence[TraceLine]) -> Mapping[str, Any]:
+        """What a kind of storm measures beside."""
+        return {}
 
 
 def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> list[str]:
@@ -266,24 +271,29 @@ def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> 
 
 
 def resumptions(lines: Sequence[TraceLine]) -> list[float]:
-    """Seconds from the end of a worker to the next token of each stream it ran."""
-    running: dict[str, str] = {}
-    waiting: dict[str, float] = {}
+    """Seconds from the end of a worker to the next token of each run that it had.
+
+    Runs that end meanwhile have none: with their broker, or with an error. A job that is run again
+    after that, or a stream that its client sends again, is a new run, which may wait for others.
+    """
+    running: dict[Any, str] = {}
+    waiting: dict[Any, float] = {}
     found: list[float] = []
-    for line in lines:
-        if line["who"] != "broker":
-            continue
-        if line["what"] == "work":
-            running[line["id"]] = line["slot"]
-        elif line["what"] == "taken":
-            if line["n"] and line["id"] in waiting:
-                found.append(line["t"] - waiting.pop(line["id"]))
-            if line["end"] is not None:
-                running.pop(line["id"], None)
-                waiting.pop(line["id"], None)
-        elif line["what"] == "exited" and line["cause"].startswith("killed"):
-            for ident in [i for i, slot in running.items() if slot == line["slot"]]:
-                waiting[ident] = line["t"]
+    for line in (line for line in lines if line["who"] in ("broker", "chaos")):
+        if line["what"] == "broker killed":
+            running.clear()
+            waiting.clear()
+        what, ident = line["what"], line.get("id")
+        if what == "work":
+            running[ident] = line["slot"]
+        elif what == "taken" and line["n"] and ident in waiting:
+            found.append(line["t"] - waiting.pop(ident))
+        elif what == "exited" and line["cause"].startswith("killed"):
+            moved = [i for i, slot in running.items() if slot == line["slot"]]
+            waiting |= dict.fromkeys(moved, line["t"])
+        if what in ("done", "error") or (what == "taken" and line["end"] is not None):
+            running.pop(ident, None)
+            waiting.pop(ident, None)
     return found
 
 

@@ -140,7 +140,7 @@ class StoreModel:
         later = [
             row.job.due for row in waiting if row.job.due > now and row.job.starts >= o.min_starts
         ]
-        return rec.Fed(tuple(fed), last, min(later, default=None), now)
+        return rec.Fed(tuple(fed), last, min(later, default=None), now, more=bool(due))
 
     def _unfit(self, id: bytes, gen: int, chunk: Chunk | None) -> Result | None:
         row = self.rows.get(id)

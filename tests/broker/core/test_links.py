@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from mlxpool.broker.core.core import MAX_DUE
-from mlxpool.broker.core.endings import MAX_ENDED
 from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
@@ -16,6 +16,7 @@ from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     Story,
     X,
@@ -81,12 +82,8 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
     for link in range(2, 2 + MAX_DUE):  # others that fall silent at the same time
         story.generate(link=link)
     story.now += 10
-    left = [len(story.core.state.requests)]
-    while story.core.next_wake() <= story.now:
-        story.do(ev.Wake())
-        left.append(len(story.core.state.requests))
-    ended = [before - after for before, after in itertools.pairwise(left)]
-    assert left[-1] == 0 and max(ended) < MAX_ENDED + MAX_DUE
+    ended = wake_until_idle(story)
+    assert not story.core.state.requests and max(ended) == MAX_ENDED
     assert all(story.core.state.tombstones[id].state is RequestState.CANCELLED for id in ids)
     assert not story.core.state.links
     story.assert_conserved()
@@ -130,11 +127,122 @@ def test_the_end_of_a_connection_ends_its_streams_that_are_not_durable(story: St
     durable, waiting = story.generate(), story.generate(durable=False)
     other = story.generate(link=2, durable=False)
     story.do(ev.LinkLost(1))
+    story.later(0)
     assert worker.cancelled == [(plain, 1)] and story.to_client() == []
     assert {durable, other} == story.core.state.requests.keys()
     for request in (plain, waiting):
         assert story.core.state.tombstones[request].state is RequestState.CANCELLED
     story.assert_conserved()
+
+
+def plain_streams(story: Story, count: int, link: int = 1) -> list[bytes]:
+    """So many streams that their client never sends again."""
+    return [story.generate(link=link, durable=False) for _ in range(count)]
+
+
+def wake_until_idle(story: Story) -> list[int]:
+    """Wake the core for what is due now; returns how many streams each event ended."""
+    left = [len(story.core.state.requests)]
+    while story.core.next_wake() <= story.now:
+        story.do(ev.Wake())
+        left.append(len(story.core.state.requests))
+    return [before - after for before, after in itertools.pairwise(left)]
+
+
+def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
+    """The others of the broker are served in between, and keep what they have."""
+    worker, durable = story.running(sequences=2)
+    other = story.generate(link=2)
+    plain = plain_streams(story, 3 * MAX_ENDED + 1)
+    story.do(ev.LinkLost(1))
+    assert len(story.core.state.requests) == 2 + len(plain), "the event itself ends none"
+    story.do(ev.Wake())
+    worker.tokens(other)
+    story.assert_sent(2, kinds.DELTA, id=other)
+    ended = wake_until_idle(story)
+    assert max(ended) == MAX_ENDED and sum(ended) == len(plain) - MAX_ENDED
+    assert story.core.state.requests.keys() == {durable, other}
+    assert all(story.core.state.tombstones[id].state is RequestState.CANCELLED for id in plain)
+    assert story.core.state.counters.cancelled == len(plain)
+    story.assert_conserved()
+
+
+def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story) -> None:
+    """A small one among them does not wait for the large ones."""
+    large = [id for link in (1, 2) for id in plain_streams(story, 2 * MAX_ENDED, link)]
+    small = [id for link in range(3, 13) for id in plain_streams(story, 1, link)]
+    for link in range(1, 13):
+        story.do(ev.LinkLost(link))
+    story.do(ev.Wake())
+    assert not story.core.state.requests.keys() & set(small)
+    ended = wake_until_idle(story)
+    assert max(ended) == MAX_ENDED
+    assert all(story.core.state.tombstones[id].state is RequestState.CANCELLED for id in large)
+    story.assert_conserved()
+    story.assert_idle()
+
+
+def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
+    """Others wait for these places."""
+    waiting = plain_streams(story, 2 * MAX_ENDED)
+    resume = {"count": 1}  # another broker had them, so they do not wait behind the others
+    running = [
+        story.generate(durable=False, resume=resume, blobs=[pack_ids([0])]) for _ in range(2)
+    ]
+    worker = story.ready_worker(sequences=2)
+    assert worker.runs.keys() == set(running)
+    story.do(ev.LinkLost(1))
+    story.do(ev.Wake())
+    assert [id for id, _ in worker.cancelled] == running
+    assert len(story.core.state.requests.keys() & set(waiting)) == MAX_ENDED + 2
+
+
+def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: Story) -> None:
+    """One that it sends again on its new link goes on there; one that had ended begins anew."""
+    worker, first = story.running(sequences=1, durable=False)
+    worker.tokens(first, 2)
+    *_, last = plain_streams(story, 2 * MAX_ENDED)
+    story.do(ev.LinkLost(1))
+    story.do(ev.Wake())
+    assert story.core.state.tombstones[first].state is RequestState.CANCELLED
+    for id in (first, last):
+        story.generate(id, link=2, attempt=2, durable=False)
+    wake_until_idle(story)
+    assert story.core.state.requests.keys() == {first, last}
+    worker.confirm(first)
+    worker.credit()
+    for id in (last, first) if last in worker.runs else (first, last):
+        worker.end(id, count=3)
+        story.assert_ended(id, "stop", attempt=2)
+        assert story.heard[id, 2].ids == [0, 1, 2]
+        worker.credit()
+    story.assert_conserved()
+    story.assert_idle()
+
+
+def test_what_a_lost_link_still_has_may_end_otherwise_and_ends_once(story: Story) -> None:
+    """Its worker ends one stream and dies with another, a deadline passes, then the broker ends."""
+    worker, done = story.running(sequences=2, durable=False)
+    late = story.generate(durable=False, deadline_ms=1)
+    plain = plain_streams(story, 4 * MAX_ENDED)
+    counters = story.core.state.counters
+    for link in range(2, 2 + MAX_ENDED):  # each has its turn before link 1 has its first
+        plain_streams(story, 2, link)
+        story.do(ev.LinkLost(link))
+    story.do(ev.LinkLost(1))
+    worker.end(done)
+    assert counters.done == 1 and story.to_client() == []
+    worker.die(own=True)
+    assert late not in story.core.state.requests, "no worker is asked to run it again"
+    story.do(ev.Wake())
+    left = len(story.core.state.requests)
+    assert left > MAX_ENDED
+    story.do(ev.Shutdown())
+    assert counters.failed >= left and not story.core.state.requests
+    wake_until_idle(story)
+    assert {done, late, *plain} <= story.core.state.tombstones.keys()
+    assert counters.done + counters.failed + counters.cancelled == counters.accepted
+    story.assert_idle()
 
 
 def test_a_link_that_is_heard_from_keeps_its_streams(story: Story) -> None:

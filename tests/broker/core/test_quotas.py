@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from support import core_events as make
 from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 
@@ -103,6 +104,20 @@ def test_a_revoked_key_ends_the_streams_of_its_owner_alone() -> None:
         story.assert_ended(request, "unauthorized")
     assert list(story.core.state.requests) == [other]
     assert (running, 1) in worker.cancelled
+    story.assert_conserved()
+
+
+def test_the_many_streams_of_a_revoked_key_end_in_portions() -> None:
+    story = Story()
+    other = story.generate(owner=BOB, link=2)
+    many = [story.generate() for _ in range(2 * MAX_ENDED + 1)]
+    for number in range(3):
+        story.do(ev.Wake() if number else ev.Revoked(OWNER))
+        left = max(0, len(many) - (number + 1) * MAX_ENDED)
+        assert len(story.core.state.requests) == 1 + left
+    for request in many:
+        story.assert_ended(request, "unauthorized")
+    assert list(story.core.state.requests) == [other]
     story.assert_conserved()
 
 

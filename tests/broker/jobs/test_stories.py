@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mlxpool.broker.core.events import StartDrain
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.active import UNREAD_DELAY
-from mlxpool.broker.jobs.feeding import SUSPECT_WAIT
+from mlxpool.broker.jobs.feeding import MIN_OTHERS_TURN, SUSPECT_WAIT
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.deltas import Delta
@@ -514,10 +515,11 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
     story.assert_state("later", JobState.DONE)
 
 
-def blamed_story() -> JobStory:
-    """A story whose job "bad" has to run alone: the broker ended three times after its start."""
+def blamed_story(*keys: str) -> JobStory:
+    """A story of jobs that have to run alone: the broker ended three times after their start."""
     story = JobStory()
-    story.submit("bad")
+    for key in keys or ("bad",):
+        story.submit(key)
     story.settle()
     for _ in range(3):
         story.ready_worker()
@@ -549,6 +551,101 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
     assert worker.runs, "the others go on"
 
 
+def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others() -> None:
+    """Not one in SUSPECT_WAIT: after a restart of the broker there may be many."""
+    keys = [f"bad {number}" for number in range(3)]
+    story = blamed_story(*keys)
+    for number in range(200):
+        story.submit(f"good {number}", prompt=f"other {number}")
+    story.settle()
+    worker, bad = story.ready_worker(sequences=2), [story.job(key).id for key in keys]
+    goods, begun = 0, dict[bytes, float]()
+    while len(begun) < len(bad):
+        assert not begun or story.now < begun[next(iter(begun))] + 20, "they were held up"
+        story.pass_time(0.5)
+        for id in list(worker.runs):
+            if id in bad:
+                assert set(worker.runs) == {id} and goods
+                begun[id], goods = story.now, 0
+            else:
+                goods += 1
+            worker.end(id, count=1)
+        worker.credit()
+    assert [*begun] == bad
+    for first, second in itertools.pairwise(begun.values()):
+        assert second - first >= MIN_OTHERS_TURN
+
+
+def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
+    """Only other jobs do, because the end of the broker would count against them, too."""
+    story = blamed_story()
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    story.pass_time(0.3)
+    assert bad in worker.runs
+    stream = story.generate(owner="uid:2", link=2)
+    assert stream in worker.runs
+    worker.end(stream)
+    worker.credit()
+    story.submit("good", prompt="other")
+    story.pass_time(3.0)
+    assert set(worker.runs) == {bad}
+
+
+def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
+    """It has waited for so long that it is in the queue of streams, whose places are all taken."""
+    story = blamed_story()
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    streams = [story.generate(owner="uid:2", link=2) for _ in range(2)]
+    while bad not in story.manager.runs.active:
+        story.pass_time(1.0)
+    following = story.generate(owner="uid:2", link=2)
+    for stream in streams:
+        worker.end(stream)
+        worker.credit()
+    assert set(worker.runs) == {bad, following}
+
+
+def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_disk() -> None:
+    """It has not ended the broker, and may run for hours."""
+    story = blamed_story()
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    story.pass_time(0.3)
+    story.submit("good", prompt="other")
+    story.pass_time(1.0)
+    assert set(worker.runs) == {bad}
+    worker.tokens(bad, 1)
+    story.pass_time(1.0)
+    assert story.job("bad").starts == 0
+    assert set(worker.runs) == {bad, story.job("good").id}
+
+
+def test_a_job_that_has_to_run_alone_waits_for_others_only_until_they_have_ids() -> None:
+    """What has an id on the disk since its start is not blamed for the next end of the broker."""
+    story = blamed_story()
+    story.submit("good", prompt="other")
+    story.settle()
+    worker = story.ready_worker(sequences=2)
+    story.pass_time(5.0)
+    bad, good = story.job("bad").id, story.job("good").id
+    assert set(worker.runs) == {good}
+    worker.tokens(good, 1)
+    story.pass_time(UNREAD_DELAY + 0.3)
+    assert set(worker.runs) == {bad, good}
+    story = story.restart()
+    assert (story.job("good").starts, story.job("bad").starts) == (0, 4)
+
+
+def test_a_job_that_had_to_run_alone_and_was_cancelled_holds_up_nothing() -> None:
+    story = blamed_story()
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    story.pass_time(0.3)
+    assert bad in worker.runs
+    story.submit("good", prompt="other")
+    story.about("cancel", "bad")
+    story.pass_time(0.5)
+    assert story.job("good").id in worker.runs
+
+
 def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None:
     story = blamed_story()
     worker, bad = story.ready_worker(), story.job("bad").id
@@ -566,15 +663,16 @@ def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None
 def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
     """Streams may have all workers for as long as the pool runs; the core finds it a place."""
     story = blamed_story()
-    stream = story.generate()
+    streams = [story.generate() for _ in range(2)]
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     begin = story.now
     while bad not in story.manager.runs.active:
         assert story.now < begin + SUSPECT_WAIT + 10, "it was held up"
-        worker.tokens(stream, 1)
-        story.ack(stream, 1)  # its client is there
+        for stream in streams:
+            worker.tokens(stream, 1)
+            story.ack(stream, 1)  # its client is there
         story.pass_time(1.0)
-    assert story.now >= begin + SUSPECT_WAIT and stream in worker.runs
+    assert story.now >= begin + SUSPECT_WAIT and set(worker.runs) == set(streams)
 
 
 def test_a_deadline_counts_while_the_job_waits_and_while_the_broker_is_down() -> None:

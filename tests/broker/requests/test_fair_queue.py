@@ -165,3 +165,28 @@ def test_every_request_is_taken_once(entries: list[tuple[str, int, int, bool, bo
         (e.message.priority for e in order), reverse=True
     )
     assert (queue.count, queue.bytes, queue.head()) == (0, 0, None)
+
+
+class Incomparable(Request):
+    """A request that is found without a comparison with others."""
+
+    __slots__ = ()
+    __hash__ = Request.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("it was compared with another one")
+
+
+def test_none_of_many_is_looked_for_among_the_others() -> None:
+    """A client may take back thousands of requests that wait between thousands of others."""
+    fresh, resumed = ([request(at + n) for n in range(9)] for at in (0, 100))
+    for each in (*fresh, *resumed):
+        each.__class__ = Incomparable
+    queue = filled(*fresh)
+    for each in resumed:
+        queue.add_resumed(each)
+    for remove in (queue.drop, queue.take):
+        for waiting in (fresh, resumed):
+            remove(waiting.pop(4))
+    assert [queue.position(each) for each in resumed] == list(range(7))
+    assert [each.arrival for each in queue.in_turn()] == [each.arrival for each in fresh]

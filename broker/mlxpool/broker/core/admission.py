@@ -133,7 +133,7 @@ class Admission:
             self._outbox.send(JOBS_LINK, Failed.of(error), event.id, event.attempt)
 
     def _start_stream(self, event: ev.StartJob, message: Generate, now: float) -> None:
-        run = Run(event.seed, charge=event.charge, batch_bound=int(event.alone))
+        run = Run(event.seed, charge=event.charge)
         about = (event.owner, event.id, event.attempt, event.digest, message, event.seed)
         self._accept(ev.ClientGenerate(JOBS_LINK, *about), message, run, now)
 

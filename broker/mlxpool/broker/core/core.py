@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mlxpool.broker.core import bulk_endings
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import Action
 from mlxpool.broker.core.admin_events import AdminEvents
 from mlxpool.broker.core.admission import Admission
+from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
@@ -68,7 +70,13 @@ class Core:
         self._scaling = ReplicaScaling(state, outbox, pool, drainer)
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
-        self._endings = endings = Endings(state, outbox, ended, delivery, calls)
+        bulk = BulkEndings(state, delivery, calls)
+        self._endings = endings = Endings(state, outbox, ended, delivery, calls, bulk)
+        self._sweeps = {  # by the keys of their timers
+            "tombstones": ended.expire_tombstones,
+            "quarantine": ended.expire_quarantine,
+            bulk_endings.TIMER: bulk.end_some,
+        }
         admin_events = AdminEvents(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
             ev.ClientGenerate: admission.on_generate,
@@ -136,10 +144,8 @@ class Core:
                     self._drainer.on_timer(name, now)
                 case ("idle" | "restart" | "replicas" as what, str(name)):
                     self._on_model_timer(what, name, now)
-                case "tombstones":
-                    self.ended.expire_tombstones(now)
-                case "quarantine":
-                    self.ended.expire_quarantine(now)
+                case str(sweep):
+                    self._sweeps[sweep](now)
 
     def _on_model_timer(self, what: str, name: str, now: float) -> None:
         if what == "replicas":

@@ -149,7 +149,7 @@ def _behind_choices(model: Model, workers: Sequence[Worker]) -> tuple[Request, W
         if pair is not None:
             return pair
         if group is None:
-            break  # an image that no worker has room for, or a request that runs alone
+            break  # an image that no worker has room for
         waiting.add(group)
     return None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import ForgetLink
+from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
@@ -15,9 +18,6 @@ from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 
 STALL_INTERVAL = 1.0  # seconds between two looks at whether somebody waits for a silent client
-MAX_ENDED = (
-    64  # streams and calls of one silent link that one event ends: others are served between
-)
 
 
 class Endings:
@@ -28,12 +28,14 @@ class Endings:
         ended: EndedRequests,
         delivery: Delivery,
         calls: Calls,
+        bulk: BulkEndings,
     ) -> None:
         self._state = state
         self._outbox = outbox
         self._ended = ended
         self._delivery = delivery
         self._calls = calls
+        self._bulk = bulk
 
     # ---- asked for ---------------------------------------------------------------------------
 
@@ -60,13 +62,14 @@ class Endings:
         return Fate("assigned" if call.epoch else "queued", 0)
 
     def on_revoked(self, event: ev.Revoked, now: float) -> None:
-        error = Unauthorized(f"{event.owner} was revoked: nothing of it is served any more")
-        for request in list(self._state.requests.values()):
-            if request.owner == event.owner:
-                self._delivery.fail(request, error, now)
-        for call in list(self._state.calls.values()):
-            if call.message.owner == event.owner:
-                self._calls.cancel(call, now, error)
+        """End what the owner has: the first ones now, before the edge ends its connections."""
+        state, owner = self._state, event.owner
+        error = Unauthorized(f"{owner} was revoked: nothing of it is served any more")
+        calls = [call.id for call in state.calls.values() if call.message.owner == owner]
+        self._bulk.begin(
+            state.requests, calls, lambda request: request.owner == owner, now, error=error
+        )
+        self._bulk.end_some(now)
 
     # ---- links -------------------------------------------------------------------------------
 
@@ -74,16 +77,16 @@ class Endings:
         self._state.heard(event.link, now)
 
     def on_link_lost(self, event: ev.LinkLost, now: float) -> None:
+        """Cancel the streams of a lost link that its client never sends again."""
         link = self._state.links.get(event.link)
         if link is not None and not link.lost:
             link.lost = True
             self._state.counters.links_lost += 1
-            for request in self._streams_of(link):
-                if not request.message.durable:  # its client never sends it again
-                    self._delivery.cancel(request, now)
 
-    def _streams_of(self, link: Link) -> list[Request]:
-        return [self._state.requests[request_id] for request_id in sorted(link.ids)]
+            def plain(request: Request) -> bool:
+                return _is_on(event.link, request) and not request.message.durable
+
+            self._bulk.begin(link.ids, (), plain, now, link=event.link)
 
     def on_link_timer(self, number: int, now: float) -> None:
         """Cancel what a link has that was silent for `client_grace`, and forget the link.
@@ -103,12 +106,10 @@ class Endings:
             return
         if link.ids or link.calls:
             self._detach(number, link)
-        for request in self._streams_of(link)[:MAX_ENDED]:
-            self._delivery.cancel(request, now)
-        for call_id in sorted(link.calls)[:MAX_ENDED]:
-            self._calls.cancel(self._state.calls[call_id], now)
-        if link.ids or link.calls:
-            self._state.timers.set(("link", number), now)
+            self._bulk.begin(link.ids, link.calls, partial(_is_on, number), now, link=number)
+            # The bulk has the timer come sooner, when nothing is left.
+            following = now + max(STALL_INTERVAL, self._state.config.client_grace)
+            self._state.timers.set(("link", number), following)
         else:
             del self._state.links[number]
 
@@ -122,17 +123,20 @@ class Endings:
 
         A durable one goes on when its client sends it again, as after `client_grace`.
         """
-        running = [request for request in self._streams_of(link) if request.run.epoch]
+        running = [request for request in self._bulk.running() if _is_on(number, request)]
         wanted = {
             name
             for name in {request.model for request in running}
             if any(one.reader.link != number for one in self._state.registry.models[name].queue)
         }
-        for request in running:
-            if request.model in wanted:
-                if not link.lost:
-                    self._detach(number, link)
-                self._delivery.cancel(request, now)
+        if wanted:
+            if not link.lost:
+                self._detach(number, link)
+
+            def stalled(request: Request) -> bool:
+                return _is_on(number, request) and request.model in wanted
+
+            self._bulk.begin((), (), stalled, now, link=number)
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -176,3 +180,8 @@ class Endings:
             f"{why}: {name!r} is still loading, {loaded:.0%} of its weights are loaded",
             details={"model": name, "load_progress": round(loaded, 3)},
         )
+
+
+def _is_on(link: int, request: Request) -> bool:
+    """Whether the reader of a request has this link."""
+    return request.reader.link == link

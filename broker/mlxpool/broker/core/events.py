@@ -50,8 +50,8 @@ class StartJob(Event):
     """The job manager has a job run; what comes of it goes to JOBS_LINK.
 
     `message` has the ids that the store holds, the deadline and the window, or is a call. `charge`
-    is the job's share in the ends of workers, see blame; `alone`: nothing else may share its
-    worker.
+    is the job's share in the ends of workers, see blame. `alone`: it may have ended the broker, so
+    the manager starts no other job of the model meanwhile; a call is computed without others.
     """
 
     id: bytes

@@ -98,8 +98,9 @@ class Link:
     """A client's connection that has live streams or open calls, or was heard from lately."""
 
     heard_at: float
-    ids: set[bytes] = field(default_factory=set)  # of its live streams
-    calls: set[bytes] = field(default_factory=set)  # ids of its open calls
+    # Ids of its live streams and of its open calls, in the order in which they came.
+    ids: dict[bytes, None] = field(default_factory=dict)
+    calls: dict[bytes, None] = field(default_factory=dict)
     lost: bool = False  # nothing can be sent on it any more
 
 
@@ -177,17 +178,17 @@ class State:
 
     def attach(self, request: Request) -> None:
         """The link of its reader has this stream."""
-        self.links[request.reader.link].ids.add(request.id)
+        self.links[request.reader.link].ids[request.id] = None
 
     def detach(self, request: Request) -> None:
-        self.links[request.reader.link].ids.discard(request.id)
+        self.links[request.reader.link].ids.pop(request.id, None)
 
     def add_call(self, call: Call) -> None:
         """A call is open; its link was heard from."""
         self.calls[call.id] = call
-        self.links[call.link].calls.add(call.id)
+        self.links[call.link].calls[call.id] = None
 
     def remove_call(self, call: Call) -> None:
         """A call has ended."""
         del self.calls[call.id]
-        self.links[call.link].calls.discard(call.id)
+        self.links[call.link].calls.pop(call.id, None)

@@ -69,11 +69,6 @@ class CoreView:
             return sum(CALL_PLACES - len(worker.calls) for worker in serving) - len(known.calls)
         return sum(worker.credit() for worker in known.workers) - len(known.queue)
 
-    def idle(self, model: str) -> bool:
-        known = self._state.registry.models[model]
-        waiting = known.queue or known.calls
-        return not waiting and any(w.idle and w.credit() for w in known.workers)
-
     def loads_freely(self, model: str) -> bool:
         registry = self._state.registry
         known = registry.models[model]

@@ -66,6 +66,7 @@ def _rows(history: History, event: ev.WorkerDeltas) -> None:
 
 _EVENTS: dict[type, Callable[..., None]] = {
     ev.ClientGenerate: lambda h, e: h.write("generate", id=e.id, attempt=e.attempt, link=e.link),
+    ev.StartJob: lambda h, e: h.write("start_job", id=e.id, attempt=e.attempt, alone=e.alone),
     ev.CancelRequest: lambda h, e: h.write("cancel", id=e.id),
     ev.WorkerDeltas: _rows,
     ev.WorkerHello: lambda h, e: h.write("hello", slot=e.slot, epoch=0),

@@ -7,7 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mlxpool.broker.jobs.feeding import Group
 from mlxpool.broker.jobs.job_states import TRANSITIONS, JobPhase
+from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import MAX_CHUNK, Chunk, FedJob, JobView
 from mlxpool.common.protocol.deltas import Delta, size_of
@@ -65,6 +67,20 @@ class ActiveJob:
     def id(self) -> bytes:
         return self.job.id
 
+    @property
+    def group(self) -> Group:
+        return self.job.model, self.job.priority
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it was read as one that may have ended the broker; this start is counted."""
+        return self.job.starts > ALONE_STARTS
+
+    @property
+    def proven(self) -> bool:
+        """Whether ids are on the disk since it was started: its starts count from 0 again."""
+        return self.durable > self.job.pos
+
     def move(self, event: str) -> None:
         """Change phase. Raises ValueError, and changes nothing, for an illegal event."""
         following = TRANSITIONS[self.phase].get(event)
@@ -96,7 +112,7 @@ class ActiveJob:
         once, with their end. A job that was started before without a durable id gets its first
         ones soon, so that starts are counted against it only if it computes nothing.
         """
-        unproven = self.job.starts > 1 and self.durable == self.job.pos
+        unproven = self.job.starts > 1 and not self.proven
         soon = read or unproven or self.size >= UNREAD_BYTES
         self.write_at = min(self.write_at, now + (WRITE_DELAY if soon else UNREAD_DELAY))
 

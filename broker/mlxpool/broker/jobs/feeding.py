@@ -4,6 +4,11 @@ For each model and priority the core has at most WINDOW times as many jobs as th
 ready workers: enough for every place that becomes free, and few enough that streams of the same
 priority share the places with them. Of models that answer calls, such as `embed`, it has no more
 than there is room for answers. The store finds the jobs, one of each owner in turn.
+
+A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. While the core has
+one of which no id is on the disk, it gets no other job of the model, and it gets a suspect only
+while every other job of the model that it has has one: so the next end of the broker counts against
+the suspect alone.
 """
 
 from __future__ import annotations
@@ -26,10 +31,9 @@ MAX_FED = 256  # jobs that one operation takes
 LEAST_SHARE = 8  # places for 1 / LEAST_SHARE of the jobs that fit are free before more are read,
 FEED_INTERVAL = 0.1  # or so many seconds are over: the store reads many at once for less
 MAX_LEAVING = 256  # jobs of a group whose run is over and whose end is not on the disk
-SUSPECTS = 1  # jobs that may have ended the broker run one at a time
-SUSPECT_WAIT = (
-    30.0  # seconds for which they wait behind all others of their model, then one goes first
-)
+SUSPECTS = 1  # that one operation takes
+SUSPECT_WAIT = 30.0  # seconds for which suspects wait behind all others of their model
+MIN_OTHERS_TURN = 1.0  # seconds for others after a suspect that went first
 
 Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
@@ -46,6 +50,10 @@ class Backlog:
     pause_until: float = 0.0  # the store refused to read
     active: int = 0  # jobs of it that the core has
     leaving: int = 0  # those whose run is over and whose outcome is not on the disk
+    unproven: int = 0  # of both, those of which no id is on the disk since they were started
+    suspects: int = 0  # of the unproven ones
+    reads_suspect: bool = False  # the FeedNext under way is for one
+    others_until: float = 0.0  # no suspect goes before other jobs that are due until then
     planned_at: float = -math.inf  # the last FeedNext
     calls: tuple[str, int] = ("", 0)  # a model and how many of its calls are read at most
 
@@ -90,6 +98,7 @@ class Feeder:
             if plan is not None:
                 backlog.feeding, backlog.due_since = True, math.inf
                 backlog.planned_at = now
+                backlog.reads_suspect = bool(plan.min_starts)
                 model = view.model_of(plan.model)
                 if model is not None and view.may_answer(model):
                     backlog.calls = model, plan.count
@@ -122,6 +131,8 @@ class Feeder:
             count = 0 if count * LEAST_SHARE < room else count
         if count > 0 and view.may_answer(model):
             count = min(count, self._call_room(model))
+        if any(one.suspects or one.reads_suspect for one in self._of_model(name)):
+            return None
         waited = self._suspects_waited(name, now)
         due = backlog.due <= now and not waited
         if due and count > 0:
@@ -140,33 +151,35 @@ class Feeder:
             )
         return None
 
+    def _of_model(self, name: str) -> list[Backlog]:
+        return [one for (other, _), one in self.groups.items() if other == name]
+
     def _suspects_waited(self, name: str, now: float) -> bool:
-        """Whether jobs of this model that have to run alone have waited for long enough.
+        """Whether suspects of this model have waited for long enough.
 
         Nothing else of it is read then until one of them was, so that a model which always has
         other jobs does not hold them up for ever.
         """
         return any(
-            one.suspects_due + SUSPECT_WAIT <= now
+            one.suspects_due + SUSPECT_WAIT <= now and one.others_until <= now
             for (other, priority), one in self.groups.items()
             if other == name and priority != IDLE
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Whether a job of this model would run alone: no other of it runs, is read or is due.
+        """Whether the next end of the broker would count against a suspect of this model alone.
 
-        One that has `waited` for long enough goes before those that are due, and is given to the
-        core also where streams have all workers.
+        One that has not `waited` for long enough also lets all others go first that are due, jobs
+        and streams. One that has is given to the core also where streams have all workers.
         """
-        of_model = [one for (other, _), one in self.groups.items() if other == name]
-        model = view.model_of(name)
         busy = any(
-            one.active or one.leaving or one.feeding or (one.due <= now and not waited)
-            for one in of_model
+            one.unproven or one.feeding or (one.due <= now and not waited)
+            for one in self._of_model(name)
         )
+        model = view.model_of(name)
         if model is None or busy:
             return False
-        return view.idle(model) or (waited and view.available(model, now))
+        return view.free(model) > 0 or (waited and view.available(model, now))
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
         """How many jobs of this priority the core may have."""
@@ -188,9 +201,11 @@ class Feeder:
         backlog = self.groups.get(group)
         if backlog is None:
             return  # the store was lost meanwhile
-        backlog.feeding, backlog.calls = False, ("", 0)
+        backlog.feeding = backlog.reads_suspect = False
+        backlog.calls = "", 0
         if plan.min_starts:
-            backlog.suspects_due = backlog.planned_at if found.jobs else due
+            if not found.more:  # those that wait for a time were not looked for if one was found
+                backlog.suspects_due = backlog.planned_at if found.jobs else due
         else:
             backlog.last_owner = found.last_owner
             size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in found.jobs)
@@ -203,11 +218,24 @@ class Feeder:
         """The store could not read now."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
-            backlog.feeding, backlog.calls = False, ("", 0)
+            backlog.feeding = backlog.reads_suspect = False
+            backlog.calls = "", 0
             backlog.pause_until = again_at
 
-    def started(self, group: Group) -> None:
-        self.groups.setdefault(group, Backlog()).active += 1
+    def started(self, group: Group, *, suspect: bool = False) -> None:
+        """The core has a job of the group. `suspect`: it was read as one."""
+        backlog = self.groups.setdefault(group, Backlog())
+        backlog.active += 1
+        backlog.unproven += 1
+        backlog.suspects += suspect
+
+    def proven(self, group: Group, now: float, *, suspect: bool) -> None:
+        """A job has ids on the disk since it was started, or is not in the core any more."""
+        backlog = self.groups[group]
+        backlog.unproven -= 1
+        if suspect:
+            backlog.suspects -= 1
+            backlog.others_until = now + max(MIN_OTHERS_TURN, now - backlog.planned_at)
 
     def has_due(self, group: Group, now: float) -> bool:
         """Whether jobs of the group wait in the store and may be run."""

@@ -248,7 +248,7 @@ class JobManager:
 
     def _on_store_lost(self, event: ev.StoreLost, now: float) -> None:
         self._open = False
-        self.runs.drop_all()
+        self.runs.drop_all(now)
         self.notices.lost()
         self.batches.lost()
         self._feeder.groups.clear()
@@ -263,7 +263,7 @@ class JobManager:
             self.batches.end_all(error)
 
     def _on_batch_cancelled(self, job: JobView, now: float) -> None:
-        self.runs.drop(job.id)
+        self.runs.drop(job.id, now)
         self.readers.job_changed(job, now)
 
     def _sweep(self, now: float) -> None:

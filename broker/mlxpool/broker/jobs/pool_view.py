@@ -49,10 +49,6 @@ class PoolView(Protocol):
         """How many more they could be given now, without what waits in its queue already."""
         ...
 
-    def idle(self, model: str) -> bool:
-        """Whether nothing waits for the model, and one of its ready workers has nothing to do."""
-        ...
-
     def loads_freely(self, model: str) -> bool:
         """Whether a worker of it can be started without the end of another model's."""
         ...

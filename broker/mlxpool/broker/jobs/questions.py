@@ -308,7 +308,7 @@ class Questions:
                 job = result.job
                 state = str(job.state)
                 if isinstance(result, Changed):
-                    state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id)).value
+                    state = phase_of(JobState.WAITING, runs=self._runs.drop(job.id, now)).value
                     self._readers.job_changed(job, now)
                     self._notices.came(job.notify, now)
                 self._send(event, to_client.Fate(state, job.pos))

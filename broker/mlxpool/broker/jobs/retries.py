@@ -11,7 +11,7 @@ from mlxpool.common.errors import PoolError
 
 MAX_ATTEMPTS = 8  # failures of a job's runs, after which it is dead
 MAX_STARTS = 5  # starts in a row without a durable id: the broker, or the machine, ended each time
-ALONE_STARTS = 3  # from so many such starts on a job runs alone, after all others
+ALONE_STARTS = 3  # from so many such starts on a job is started alone, after all others
 FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the next attempt; it doubles
 JITTER = 0.25  # of a delay
 FREE_DELAY = 1.0  # seconds until the next try of a run that nothing was wrong with

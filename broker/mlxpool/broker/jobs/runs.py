@@ -17,7 +17,7 @@ from mlxpool.broker.jobs import retries
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.answer_room import AnswerRoom
-from mlxpool.broker.jobs.feeding import Feeder, Group
+from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
@@ -122,7 +122,7 @@ class Runs:
         self._last_attempt += 1
         active = ActiveJob.of(fed, self._last_attempt, view.model_of(job.model) or "", now)
         self.active[job.id] = active
-        self._feeder.started(_group(job))
+        self._feeder.started(active.group, suspect=active.suspect)
         self._readers.job_changed(job, now)  # the store may have begun a new generation
         if fed.damaged:
             self._leave(active, self._dead(active, Damaged(fed.damaged)), now)
@@ -148,7 +148,7 @@ class Runs:
                 work,
                 job.seed,
                 job.charge,
-                alone=job.starts > retries.ALONE_STARTS,
+                alone=active.suspect,
             )
         )
 
@@ -267,32 +267,34 @@ class Runs:
         """Its run is over: write what there is, then the outcome."""
         active.move(_event_of(outcome))
         active.ran, active.leaving, active.outcome = False, True, outcome
-        self._feeder.leaving(_group(active.job))
+        self._feeder.leaving(active.group)
         self._write(active, now)
 
     def _cancel_run(self, active: ActiveJob) -> None:
         active.ran = False
         self._outbox.perform(core.CancelRequest(None, None, active.id))
 
-    def drop(self, id: bytes) -> bool:
+    def drop(self, id: bytes, now: float) -> bool:
         """Forget a job that was ended in the store; whether it ran."""
         active = self.active.get(id)
         if active is None:
             return False
         if active.ran:
             self._cancel_run(active)
-        self._remove(active)
+        self._remove(active, now)
         return True
 
-    def drop_all(self) -> None:
+    def drop_all(self, now: float) -> None:
         """The store is lost: nothing that runs can be kept."""
         for active in list(self.active.values()):
-            self.drop(active.id)
+            self.drop(active.id, now)
 
-    def _remove(self, active: ActiveJob) -> None:
+    def _remove(self, active: ActiveJob, now: float) -> None:
         del self.active[active.id]
+        if not active.proven:
+            self._feeder.proven(active.group, now, suspect=active.suspect)
         self._answer_room.give_back(active.model, active.answer_bound)
-        self._feeder.left(_group(active.job), leaving=active.leaving)
+        self._feeder.left(active.group, leaving=active.leaving)
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -320,7 +322,7 @@ class Runs:
         return (
             job.batch is not None
             and not self._readers.reads(job.id)
-            and self._feeder.has_due(_group(job), now)
+            and self._feeder.has_due(active.group, now)
         )
 
     def _written(
@@ -343,10 +345,7 @@ class Runs:
             self._lost(active, result, now)
             return
         if chunk is not None and isinstance(operation, Progress | Finish):
-            active.written(chunk)
-            self._readers.chunk_durable(active.id, active.job.gen, chunk, now)
-            if active.ran:
-                self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
+            self._note_durable(active, chunk, now)
         if isinstance(result, Changed):
             self._left(active, result.job, now)
         elif active.outcome is not None:
@@ -354,15 +353,28 @@ class Runs:
         elif active.steps:
             active.plan_write(now, read=self._readers.reads(active.id))
 
+    def _note_durable(self, active: ActiveJob, chunk: Chunk, now: float) -> None:
+        was_proven = active.proven
+        active.written(chunk)
+        if not was_proven:
+            self._feeder.proven(active.group, now, suspect=active.suspect)
+        self._readers.chunk_durable(active.id, active.job.gen, chunk, now)
+        if active.ran:
+            self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
+
     def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
         """On the disk the job is not as it was: it was ended, or a commit that failed was made."""
-        self.drop(active.id)
+        self.drop(active.id, now)
         if isinstance(result, Fate):
             self._readers.job_changed(result.job, now)
             if result.job.state is JobState.WAITING:
-                self._feeder.came(_group(result.job), now, suspect=_suspect(result.job))
+                self._came_back(result.job, now)
             else:
                 self._notices.came(result.job.notify, now)
+
+    def _came_back(self, job: JobView, due: float) -> None:
+        suspect = job.starts >= retries.ALONE_STARTS
+        self._feeder.came((job.model, job.priority), due, suspect=suspect)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
         """The store cannot hold this, now or later: end the job with what is on the disk."""
@@ -378,13 +390,12 @@ class Runs:
 
     def _left(self, active: ActiveJob, job: JobView, now: float) -> None:
         """Its outcome is on the disk."""
-        self._remove(active)
+        self._remove(active, now)
         self._readers.job_changed(job, now)
         outcome = active.outcome
-        if isinstance(outcome, Defer):
-            self._feeder.came(_group(job), now + outcome.delay, suspect=_suspect(job))
-        elif isinstance(outcome, NewGeneration):
-            self._feeder.came(_group(job), now)
+        if isinstance(outcome, Defer | NewGeneration):
+            delay = outcome.delay if isinstance(outcome, Defer) else 0.0
+            self._came_back(job, now + delay)
         else:
             self._notices.came(job.notify, now)
 
@@ -412,15 +423,6 @@ EVENTS = {
 def _event_of(outcome: Operation) -> str:
     """The event of the state table that an outcome is."""
     return EVENTS[outcome.state] if isinstance(outcome, Finish) else "retryable"
-
-
-def _group(job: JobView) -> Group:
-    return (job.model, job.priority)
-
-
-def _suspect(job: JobView) -> bool:
-    """Whether a job has to run alone: it may have ended the broker."""
-    return job.starts >= retries.ALONE_STARTS
 
 
 def _work(fed: FedJob, left: float) -> Work:

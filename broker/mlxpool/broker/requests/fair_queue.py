@@ -7,8 +7,8 @@ arrival, whatever its owner's share. Pure.
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections import OrderedDict, deque
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -37,15 +37,18 @@ def prompt_tokens(message: Generate) -> int:
 
 
 class Lane:
-    """The requests of one priority. The owner whose turn it is stands first."""
+    """The requests of one priority. The owner whose turn it is stands first.
+
+    Any of them is removed in constant time: thousands of a client may end between those of others.
+    """
 
     def __init__(self) -> None:
-        self.owners: OrderedDict[str, deque[Request]] = OrderedDict()
+        self.owners: OrderedDict[str, OrderedDict[bytes, Request]] = OrderedDict()
         self.deficits: dict[str, int] = {}
         self.texts = 0  # requests without images
 
     def add(self, request: Request) -> None:
-        self.owners.setdefault(request.owner, deque()).append(request)
+        self.owners.setdefault(request.owner, OrderedDict())[request.id] = request
         self.deficits.setdefault(request.owner, 0)
         self.texts += not request.message.prompt.images
 
@@ -58,7 +61,7 @@ class Lane:
             return None
         while True:
             owner, waiting = next(iter(self.owners.items()))
-            first = _first_text(waiting) if without_images else waiting[0]
+            first = _first_text(waiting.values()) if without_images else _first(waiting)
             if first is not None:
                 if self.deficits[owner] >= cost(first):
                     return first
@@ -69,7 +72,7 @@ class Lane:
         """The first requests of the owner whose turn it is, at most MAX_REQUESTS."""
         if self.head() is None:
             return []
-        return list(islice(next(iter(self.owners.values())), MAX_REQUESTS))
+        return list(islice(next(iter(self.owners.values())).values(), MAX_REQUESTS))
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker: its owner pays for it."""
@@ -78,14 +81,23 @@ class Lane:
 
     def drop(self, request: Request) -> None:
         waiting = self.owners[request.owner]
-        waiting.remove(request)
+        del waiting[request.id]
         self.texts -= not request.message.prompt.images
         if not waiting:  # an owner without waiting requests keeps no deficit
             del self.owners[request.owner], self.deficits[request.owner]
 
 
+def _first(waiting: OrderedDict[bytes, Request]) -> Request:
+    return next(iter(waiting.values()))
+
+
 def _first_text(waiting: Iterable[Request]) -> Request | None:
     return next((request for request in waiting if not request.message.prompt.images), None)
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """The order of resumed requests; no two have the same."""
+    return -request.message.priority, request.arrival
 
 
 class Queue:
@@ -115,7 +127,7 @@ class Queue:
 
     def add_resumed(self, request: Request) -> None:
         """Queue a request that was at work before: none that came later goes first."""
-        insort(self.resumed, request, key=lambda r: (-r.message.priority, r.arrival))
+        insort(self.resumed, request, key=_turn)
         self._count(request, 1)
 
     def resize(self, more_bytes: int) -> None:
@@ -139,28 +151,34 @@ class Queue:
         """The fresh ones: the highest priority first, then the owner whose turn it is."""
         for lane in reversed(self.lanes):
             for waiting in lane.owners.values():
-                yield from waiting
+                yield from waiting.values()
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker."""
-        if request in self.resumed:
-            self.drop(request)
+        if (place := self._place_among_resumed(request)) is not None:
+            del self.resumed[place]
         else:
             self.lanes[request.message.priority].take(request)
-            self._count(request, -1)
+        self._count(request, -1)
 
     def drop(self, request: Request) -> None:
         """Remove a request that ends."""
-        if request in self.resumed:
-            self.resumed.remove(request)
+        if (place := self._place_among_resumed(request)) is not None:
+            del self.resumed[place]
         else:
             self.lanes[request.message.priority].drop(request)
         self._count(request, -1)
 
+    def _place_among_resumed(self, request: Request) -> int | None:
+        """The index of a request in `resumed`; None if it is a fresh one."""
+        place = bisect_left(self.resumed, _turn(request), key=_turn)
+        found = place < len(self.resumed) and self.resumed[place] is request
+        return place if found else None
+
     def position(self, request: Request) -> int:
         """How many wait that may go first: an upper bound, for shares decide."""
-        if request in self.resumed:
-            return self.resumed.index(request)
+        if (place := self._place_among_resumed(request)) is not None:
+            return place
         lengths = [
             len(waiting)
             for lane in self.lanes[request.message.priority :]
@@ -170,7 +188,7 @@ class Queue:
 
     def waiting_since(self) -> float:
         """When the wait of the request began that waits longest; infinity: none waits."""
-        eldest = (waiting[0] for lane in self.lanes for waiting in lane.owners.values())
+        eldest = (_first(waiting) for lane in self.lanes for waiting in lane.owners.values())
         return min((each.waiting_since for each in (*eldest, *self.resumed)), default=math.inf)
 
     def _count(self, request: Request, sign: int) -> None:

@@ -231,13 +231,15 @@ class Fed(Result):
     """Jobs to be run, in the order of the round over owners. Their `starts` is one higher.
 
     `last_owner` goes into the next `FeedNext`. `next_due` is when the earliest job that waits for
-    a time is due; None if there is none, and if as many were fed as were asked for.
+    a time is due; None if there is none, and if as many were fed as were asked for. `more`: others
+    are due, and were not fed for the bounds.
     """
 
     jobs: tuple[FedJob, ...]
     last_owner: str
     next_due: float | None
     now: float
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,15 @@ def feed_next(database: Database, asked: FeedNext, now: float) -> Fed:
     jobs: list[FedJob] = []
     last_owner, size = asked.after_owner, 0
     seen: list[str] = []
-    for owner, seq in _turns(database, asked, now, seen):
+    turns = _turns(database, asked, now, seen)
+    for owner, seq in turns:
         job = _feed(database, seq, now)
         jobs.append(job)
         last_owner = owner
         size += len(job.request) + sum(map(len, job.blobs)) + len(job.ids)
         if len(jobs) >= asked.count or size >= asked.max_bytes:
-            return Fed(tuple(jobs), last_owner, None, now)
+            more = next(turns, None) is not None
+            return Fed(tuple(jobs), last_owner, None, now, more=more)
     return Fed(tuple(jobs), last_owner, _next_due(database, asked, seen, now), now)
 
 
