@@ -32,8 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
-from mlxpool.bench.pools import serving
-from mlxpool.broker.processes.blas import preload
+from mlxpool.bench.pools import restart_with_openblas, serving
 from mlxpool.client import Client
 from mlxpool.worker.encoders.folder import inspect_encoder
 from mlxpool.worker.encoders.inputs import EncoderInput
@@ -43,7 +42,6 @@ from mlxpool.worker.models.encoders import encoder_plan
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 from mlxpool.worker.weights.files import folder_files
 
-RESTARTED = "MLXPOOL_BENCH_RESTARTED"
 OTHER = "sentence-transformers"
 MIN_COSINE = 0.9999
 CONFIG: dict[str, Any] = {
@@ -215,14 +213,6 @@ def running(python: str, folder: Path, texts: Path, batch: int, vectors: Path) -
         process.stdin.close()
 
 
-def with_openblas() -> None:
-    """Restarts this process with OpenBLAS preloaded, as the broker starts its workers."""
-    environment = preload()
-    if environment and RESTARTED not in os.environ:
-        environment = {**os.environ, **environment, RESTARTED: "1"}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
-
-
 def measured(options: argparse.Namespace, folder: Path) -> Figures:
     """Writes the checkpoint and measures both sides in turns."""
     model, texts_file, vectors = folder / "model", folder / "texts.json", folder / "vectors.npy"
@@ -291,7 +281,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="texts that the other embeds at once")
     parser.add_argument("--out", type=Path, help="a folder for texts.json")
     options = parser.parse_args()
-    with_openblas()
+    restart_with_openblas(sys.argv)
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         figures = measured(options, Path(folder))
     print(report.markdown(figures))

@@ -72,7 +72,9 @@ def tier_at(
     """Runs a tier in a folder."""
     folder = ModelFolder(path, model, budget)
     folder.prepare(digest)
-    tier = DiskTier(folder, digest, ABOUT, budget=budget, room=ROOM, wake=lambda: None)
+    tier = DiskTier(
+        folder, digest, ABOUT, budget=budget, room=ROOM, on_cores=True, wake=lambda: None
+    )
     tier.start()
     try:
         yield tier

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +21,6 @@ COUNTS = (
 )
 NUMBERS = ("rate", "context", "warm_up", "slo_ttft", "slo_tpot", "slo_itl", "slo_e2el")
 LEFT_OUT = ("--out", "--picture", "--api-key")  # flags that a saved command line does not have
-RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restart with OpenBLAS
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -176,7 +174,9 @@ def _counts(
 def run(options: argparse.Namespace) -> int:
     """Measure, print the tables, and save them if --out is given."""
     _check(options)
-    _with_openblas()
+    from mlxpool.bench.pools import restart_with_openblas
+
+    restart_with_openblas(["-m", "mlxpool.cli.main", *sys.argv[1:]])
     from mlxpool.bench import report as pages
     from mlxpool.bench.measurement import Figures
     from mlxpool.bench.pools import interrupt_at_signals
@@ -258,16 +258,6 @@ def _check(options: argparse.Namespace) -> None:
                 if one is not None and not least <= one < math.inf:
                     flag = name.replace("_", "-")
                     raise ValueError(f"--{flag} {one:g} must be at least {least}")
-
-
-def _with_openblas() -> None:
-    """Restart this process with OpenBLAS preloaded, as the broker starts its workers."""
-    from mlxpool.broker.processes.blas import preload
-
-    environment = preload()
-    if environment and RESTARTED not in os.environ:
-        command = [sys.executable, "-m", "mlxpool.cli.main", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **environment, RESTARTED: "1"})
 
 
 def _command() -> str:

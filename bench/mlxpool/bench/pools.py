@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from mlxpool.broker.processes.blas import preload
+
 START_TIMEOUT = 600.0  # seconds
+RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restart with OpenBLAS
 
 
 def interrupt_at_signals() -> None:
@@ -23,6 +26,17 @@ def interrupt_at_signals() -> None:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+
+
+def restart_with_openblas(command: Sequence[str]) -> None:
+    """Restart this process as `python COMMAND`, with OpenBLAS as the broker starts its workers.
+
+    Does nothing after that, nor where there is no OpenBLAS.
+    """
+    environment = preload()
+    if environment and RESTARTED not in os.environ:
+        environment = {**os.environ, **environment, RESTARTED: "1"}
+        os.execve(sys.executable, [sys.executable, *command], environment)
 
 
 @contextmanager

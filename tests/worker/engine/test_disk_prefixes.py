@@ -31,6 +31,7 @@ from mlxpool.worker.engine.disk_prefixes import DiskPrefixes  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix_disk import pacing, tier  # noqa: E402
 from mlxpool.worker.prefix_disk.folder import DiskSettings  # noqa: E402
+from mlxpool.worker.prefix_disk.keys import block_key  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -556,4 +557,50 @@ def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) ->
     closed(engine)
     other = opened(loaded("full"), tmp_path)
     until(lambda: len(disk_of(other)._tier.index) == 2, "two blocks are found")
+    other.close()
+
+
+def test_a_step_of_saving_is_bounded(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes more steps where the tree is larger and its paths are longer, not longer ones."""
+    monkeypatch.setattr(disk_saves, "STEP_BLOCKS", 2)
+    monkeypatch.setattr(disk_saves, "STEP_NODES", 3)
+    model, begin = loaded("full"), prompt_of(600)
+    prompts = [(*begin, *prompt_of(SIZE - 600, salt)) for salt in range(3)]
+    prompts += [prompt_of(SIZE, salt) for salt in range(3, 6)]
+    engine = opened(model, tmp_path)
+    for prompt in prompts:
+        ask(engine, sequence(prompt))
+    disk, tree = disk_of(engine), disk_of(engine)._cache.tree
+    walk = tree.walk
+    nodes = hashed = 0
+
+    def counted_walk(*of: Any) -> Iterator[Any]:
+        nonlocal nodes
+        for node in walk(*of):
+            nodes += 1
+            yield node
+
+    def counted_key(*of: Any) -> bytes:
+        nonlocal hashed
+        hashed += 1
+        return block_key(*of)
+
+    monkeypatch.setattr(tree, "walk", counted_walk)
+    monkeypatch.setattr(disk_saves, "block_key", counted_key)
+    most = [0, 0]
+    while disk.may_save:
+        before = nodes, hashed
+        disk.save_some()
+        most = [max(most[0], nodes - before[0]), max(most[1], hashed - before[1])]
+        until(lambda: disk._tier.pending == 0, "it is written")
+    assert most == [3, 2] and nodes > 6 and hashed >= 5 * len(prompts)
+    engine.close()
+    other = opened(model, tmp_path)
+    looked_at(other)
+    for prompt in prompts:
+        seq = sequence(prompt)
+        ask(other, seq)
+        assert seq.cached == SIZE - 1
     other.close()

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxpool.worker.prefix_disk import pacing, records, segments
-from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_of
+from mlxpool.worker.prefix_disk import pacing
+from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, areas, payload_of
 from mlxpool.worker.prefix_disk.keys import block_key, packed, root_key
-from mlxpool.worker.prefix_disk.pacing import MIN_REST, POLL, REST, Pace
+from mlxpool.worker.prefix_disk.pacing import (
+    MIN_REST,
+    PIECE,
+    POLL,
+    REST,
+    SMALL_MIN_REST,
+    SMALL_PIECE,
+    Pace,
+)
 from mlxpool.worker.prefix_disk.records import (
+    ALIGNMENT,
     Kind,
     checksum_of,
     encode_header,
     pieces_of,
     places_of,
 )
-from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Segment, SegmentWriter
+from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Bytes, Segment, SegmentWriter
 from support.disk_records import ABOUT, DIGEST
 
 
@@ -68,13 +80,26 @@ def test_a_thread_rests_in_proportion_to_its_work(clock: Clock) -> None:
     assert len(clock.sleeps) == asleep
 
 
-def test_short_rests_are_taken_together(clock: Clock) -> None:
-    pace = Pace(lambda: False)
-    each = 0.4 * MIN_REST / REST
+@pytest.mark.parametrize(("on_cores", "least"), [(True, SMALL_MIN_REST), (False, MIN_REST)])
+def test_short_rests_are_taken_together(clock: Clock, on_cores: bool, least: float) -> None:
+    pace = Pace(lambda: False, on_cores=on_cores)
+    each = 0.4 * least / REST
     for _ in range(30):
         clock.work(each)
         pace.rest()
-    assert clock.sleeps == pytest.approx([1.2 * MIN_REST] * 10)
+    assert clock.sleeps == pytest.approx([1.2 * least] * 10)
+
+
+def test_pieces_are_small_while_steps_compute_on_the_same_cores() -> None:
+    idle = [True]
+    on_cores, beside = (Pace(lambda: idle[0], on_cores=on_cores) for on_cores in (True, False))
+    sizes = []
+    whole = memoryview(bytes(3 * PIECE))
+    for piece in pieces_of(whole, lambda: on_cores.piece):
+        sizes.append(len(piece))
+        idle[0] = sum(sizes) < 2 * PIECE  # sequences begin to run
+    assert sizes == [PIECE, PIECE] + [SMALL_PIECE] * (PIECE // SMALL_PIECE)
+    assert beside.piece == PIECE > on_cores.piece
 
 
 def test_a_rest_has_a_bound_and_the_next_one_does_the_rest_of_it(clock: Clock) -> None:
@@ -110,6 +135,32 @@ def record() -> NewRecord:
     return NewRecord(Kind.TOKENS, 0, root, block_key(root, packed(ids)), ids, arrays)
 
 
+class Copied(Pace):
+    """Counts the bytes of a buffer that changed between two rests; all were 255 before."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        super().__init__(lambda: False)
+        self._buffer, self._seen = buffer, 0
+        self.bytes: list[int] = []
+
+    def rest(self, most: float = math.inf) -> float:
+        seen = int((self._buffer != 255).sum())
+        self.bytes.append(seen - self._seen)
+        self._seen = seen
+        return 0.0
+
+
+@given(st.lists(st.integers(1, 9), max_size=4), st.sampled_from([1, 2, 8]), st.integers(1, 2000))
+def test_areas_have_each_item_once_and_a_bounded_size(
+    shape: list[int], item: int, most: int
+) -> None:
+    touched = np.zeros(shape, np.int8)
+    for area in areas(shape, item, most):
+        assert touched[area].size * item <= max(most, item)
+        touched[area] += 1
+    assert (touched == 1).all()
+
+
 @pytest.mark.parametrize("piece", [4096, 256])
 def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, piece: int
@@ -118,14 +169,18 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
 
     Of the smaller pieces each allows a rest below MIN_REST, as of records over 16 MiB.
     """
-    for module in (records, segments):
-        monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(pacing, "SMALL_PIECE", piece)
     new, pace = record(), Pace(lambda: False)
     places = places_of([(one.name, one.dtype, one.shape) for one in new.arrays])
     whole = payload_of(new, places)
     dirty = np.full(whole.size, 255, np.uint8)
-    assert payload_of(new, places, dirty, pace) is dirty and np.array_equal(dirty, whole)
-    checksum = checksum_of(DIGEST, pace.between(pieces_of(whole.data)))
+    copied = Copied(dirty)
+    assert payload_of(new, places, dirty, copied) is dirty and np.array_equal(dirty, whole)
+    # Of the arrays, and of what aligns them.
+    assert 0.9 * piece < max(copied.bytes) <= piece + 2 * ALIGNMENT and len(copied.bytes) > 20
+    checked = list(pieces_of(whole.data, lambda: pace.piece))
+    assert max(map(len, checked)) == piece
+    checksum = checksum_of(DIGEST, pace.between(checked))
     assert checksum == checksum_of(DIGEST, [whole.data])
     fields = new.kind, new.start, new.parent, packed(new.ids), places, checksum
     header = encode_header(DIGEST, *fields)

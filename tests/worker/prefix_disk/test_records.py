@@ -246,11 +246,11 @@ def test_a_write_that_fails_leaves_the_segment_as_it_was(
 def test_records_that_are_appended_are_found_by_the_next_scan(tmp_path: Path) -> None:
     writer = SegmentWriter(tmp_path, DIGEST, ABOUT)
     segment = Segment(writer.path, DIGEST)
-    assert segment.scan() == []
+    assert list(segment.scan()) == []
     first, second = records_of(tuple(range(300)))
     writer.append(*encoded(first))
     assert [header.tokens for header, _ in segment.scan()] == [256]
-    assert segment.scan() == []
+    assert list(segment.scan()) == []
     writer.append(*encoded(second))
     assert [header.tokens for header, _ in segment.scan()] == [44]
     writer.close()

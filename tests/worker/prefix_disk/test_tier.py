@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpool.worker.prefix_disk import folder, tier
+from mlxpool.worker.prefix_disk import folder, pacing, tier
 from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord
 from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, SegmentFile, UnsafeFolder
 from mlxpool.worker.prefix_disk.keys import root_key
@@ -456,9 +457,9 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
     for path in segments(tmp_path):
         os.utime(path, (1, 1))
     failed: list[str] = []
-    real = ModelFolder.files
+    real = ModelFolder.each
 
-    def files(one: ModelFolder) -> list[SegmentFile]:
+    def each(one: ModelFolder) -> Iterator[SegmentFile]:
         if 1 <= len(failed) <= 3:
             failed.append("files")
             raise OSError(errno.EIO, "Input/output error")
@@ -470,7 +471,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
             raise OSError(errno.EMFILE, "Too many open files")
         return Segment(path, digest)
 
-    monkeypatch.setattr(ModelFolder, "files", files)
+    monkeypatch.setattr(ModelFolder, "each", each)
     monkeypatch.setattr(tier, "Segment", segment)
     with tier_at(tmp_path) as one:
         until(lambda: len(one.index) == 2, "the records are found")
@@ -478,6 +479,57 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
         assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == 512
         assert one.counters.bad == 0
     assert len([entry for entry in caplog.records if "folder" in entry.message]) == 1
+
+
+def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between records, while sequences run; then what it has not looked at yet is read as well."""
+    rested = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        rested.set()
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic, thread_time=time.thread_time)
+    monkeypatch.setattr(pacing, "time", clock)
+    with tier_at(tmp_path) as one:
+        until(lambda: one.looked, "the folder is looked at")
+        monkeypatch.setattr(pacing, "REST", 1e12)
+        one.busy = True
+        stored(tmp_path, records_of(IDS))
+        assert rested.wait(60)
+        rested.clear()
+        assert rested.wait(60), "it rests on"
+        assert len(one.index) < 4
+        assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == len(IDS)
+
+
+def test_a_record_that_is_written_during_a_look_stays_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "REFRESH_INTERVAL", 0.02)
+    (record,) = records_of(IDS[:256])
+    real, listed, may_go_on, looks = ModelFolder.each, threading.Event(), threading.Event(), []
+
+    def each(one: ModelFolder) -> Iterator[SegmentFile]:
+        if threading.current_thread().name != "prefix-reader":
+            return real(one)
+        found = list(real(one))
+        looks.append(len(found))
+        if len(looks) == 2:
+            listed.set()
+            may_go_on.wait()
+        return iter(found)
+
+    monkeypatch.setattr(ModelFolder, "each", each)
+    with tier_at(tmp_path) as one:
+        assert listed.wait(60)
+        write_all(one, [record])  # to a segment that the look has not seen
+        monkeypatch.setattr(one, "_open", lambda path: None)  # and that no look will open
+        may_go_on.set()
+        until(lambda: len(looks) > 2, "the look is over")
+        assert looks[:2] == [0, 0] and one.has(record.kind, record.key)
 
 
 def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:

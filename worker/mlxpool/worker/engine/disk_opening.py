@@ -65,7 +65,15 @@ def open_disk(
         raise ModelLoadFailed(f"prefix_disk: {error}") from None
     except OSError as error:  # a full or read-only disk: what is there can still be read
         log.warning("the prefix cache cannot be written to disk", extra={"why": str(error)})
-    tier = DiskTier(folder, digest, about, budget=settings.budget, room=room, wake=wake)
+    tier = DiskTier(
+        folder,
+        digest,
+        about,
+        budget=settings.budget,
+        room=room,
+        on_cores=not device.on_gpu(),
+        wake=wake,
+    )
     tier.start()
     return DiskPrefixes(tier, cache, store, bound, claim)
 

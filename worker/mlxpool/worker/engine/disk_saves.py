@@ -1,15 +1,16 @@
 """Which records of the prefix tree go to the disk next, in the compute thread.
 
 Records are given away one by one: all of them while the worker has nothing to do and before it
-ends, and while sequences run those that will leave the memory soon.
+ends, and while sequences run those that will leave the memory soon. Between two passes one step of
+it is done, of bounded work, however large the tree is and however long its paths are.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from mlxpool.worker.attention.stored_arrays import (
@@ -18,7 +19,7 @@ from mlxpool.worker.attention.stored_arrays import (
     host_arrays,
     stored_bytes,
 )
-from mlxpool.worker.prefix.paths import parts_between, path_of, tokens_of
+from mlxpool.worker.prefix.paths import parts_between, path_of, tokens_between
 from mlxpool.worker.prefix.tree import Node
 from mlxpool.worker.prefix.tree_cache import TreeCache
 from mlxpool.worker.prefix_disk.contents import NewRecord
@@ -28,26 +29,31 @@ from mlxpool.worker.prefix_disk.tier import DiskTier
 
 MIN_PART = 32  # tokens of a record of less than a block; fewer are computed again
 MAX_REMEMBERED = 2**20  # keys of records that were given away
+STEP_BLOCKS = 8  # of a path, whose keys are computed in one step
+STEP_NODES = 64  # of the tree, that one step looks at
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A record of a node's path: inputs [start, end), which have a key."""
+    """A record of a node's path: `ids` are its inputs [start, end), which have a key."""
 
     start: int
     end: int
     parent: bytes
     key: bytes
+    ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Target:
-    """A node whose path is saved; `blocks` hold while it ends where it did."""
+    """A node whose path is saved; `blocks`, from its beginning, hold while it ends where it did."""
 
     node: Node[Any, Any]
     end: int
-    tokens: tuple[int, ...]
-    blocks: list[Block]
+    root: bytes  # the key of no inputs
+    blocks: list[Block] = field(default_factory=list)
+    chained: bool = False  # whether `blocks` are all
+    passed: int = 0  # of `blocks`, whose inputs the disk has or was given
 
     @property
     def current(self) -> bool:
@@ -61,14 +67,13 @@ class _Next:
 
     block: Block
     kind: Kind
-    ids: tuple[int, ...]
     arrays: list[DeviceArray]
     size: int
 
     def record(self) -> NewRecord:
         block = self.block
         arrays = host_arrays(self.arrays)
-        return NewRecord(self.kind, block.start, block.parent, block.key, self.ids, arrays)
+        return NewRecord(self.kind, block.start, block.parent, block.key, block.ids, arrays)
 
 
 class DiskSaves:
@@ -81,6 +86,8 @@ class DiskSaves:
         self._stateful = cache.whole
         self._given: set[tuple[Kind, bytes]] = set()
         self._saved: dict[int, tuple[Node[Any, Any], int]] = {}  # nodes by id, and their ends then
+        self._walk: Iterator[Node[Any, Any]] | None = None  # over the tree, for the next plan
+        self._found: list[Node[Any, Any]] = []  # of it so far
         self._plan: deque[Node[Any, Any]] = deque()
         self._target: _Target | None = None
         self._planned_at = -1  # `uses` of the cache; the plan is for this state of it
@@ -89,11 +96,11 @@ class DiskSaves:
     @property
     def may_have(self) -> bool:
         """Whether there may be something to save."""
-        begun = self._next is not None or self._target is not None or bool(self._plan)
-        return begun or self._planned_at != self._cache.uses
+        begun = self._next or self._target or self._plan or self._walk
+        return bool(begun) or self._planned_at != self._cache.uses
 
     def step(self, *, leaving: bool) -> bool:
-        """Looks at one node, copies the next record on the device, or gives away what was copied.
+        """Looks on, copies the next record on the device, or gives away what was copied.
 
         `leaving`: first what was used least recently. Returns False where there is nothing to do:
         all is saved, or the tier takes no more now.
@@ -111,7 +118,8 @@ class DiskSaves:
         self._given.clear()
         self._saved.clear()
         self._plan.clear()
-        self._target, self._planned_at = None, -1
+        self._target = self._walk = None
+        self._planned_at = -1
 
     def give_up(self) -> None:
         """Drops the record and the path that were begun."""
@@ -120,65 +128,82 @@ class DiskSaves:
     def _find(self, *, leaving: bool) -> bool:
         """Looks for the next record that the disk lacks; returns whether there is more to look at.
 
-        One call looks at one node, for a path may be long.
+        One call looks at a few nodes or blocks.
         """
         target = self._target
         if target is None or not target.current:
             self._target = None
-            if not self._plan and not self._make_plan(leaving=leaving):
-                return False
+            if not self._plan:
+                return self._make_plan(leaving=leaving)
             node = self._plan.popleft()
             if node.parent is not None:
-                self._target = self._target_of(node)
+                self._target = _Target(node, node.end, root_key(path_of(node)[0].scope))
             return True
-        found = next(self._missing(target), None)
-        if found is None:
+        found = self._missing(target)
+        if found is not None:
+            block, kind = found
+            self._remember(kind, block.key)
+            arrays = self._arrays(target, block, kind)
+            self._next = _Next(block, kind, arrays, stored_bytes(arrays))
+        elif not target.chained:
+            self._chain(target)
+        else:
             self._saved[id(target.node)] = target.node, target.end
             self._target = None
-            return True
-        block, kind = found
-        self._remember(kind, block.key)
-        arrays = self._arrays(target, block, kind)
-        ids = target.tokens[block.start : block.end]
-        self._next = _Next(block, kind, ids, arrays, stored_bytes(arrays))
         return True
 
     def _make_plan(self, *, leaving: bool) -> bool:
-        """Lists the nodes whose paths are to be saved; False if none is."""
-        if self._planned_at == self._cache.uses:
-            return False
-        self._planned_at = self._cache.uses
-        nodes = [
+        """Looks at some nodes, for a list of those whose paths are to be saved.
+
+        Returns False if the tree is as it was when the last list was made.
+        """
+        if self._walk is None:
+            if self._planned_at == self._cache.uses:
+                return False
+            self._planned_at = self._cache.uses  # what is added meanwhile is in the next list
+            self._walk, self._found = self._cache.tree.walk(), []
+        some = list(islice(self._walk, STEP_NODES))
+        self._found += (
             node
-            for node in self._cache.tree.walk()
+            for node in some
             if (node.state is not None if self._stateful else not node.children)
-        ]
+        )
+        if len(some) == STEP_NODES:
+            return True
+        nodes, self._walk, self._found = self._found, None, []
         found = {id(node): self._saved.get(id(node)) for node in nodes}
         self._saved = {key: one for key, one in found.items() if one is not None}
         nodes = [node for node in nodes if self._saved.get(id(node)) != (node, node.end)]
         nodes.sort(key=lambda node: node.last_used, reverse=not leaving)
         self._plan.extend(nodes)
-        return bool(nodes)
+        return True
 
-    def _target_of(self, node: Node[Any, Any]) -> _Target:
-        path = path_of(node)
-        tokens = tokens_of(path)
-        key, blocks = root_key(path[0].scope), []
-        for start in range(0, len(tokens), BLOCK_TOKENS):
-            end = min(start + BLOCK_TOKENS, len(tokens))
-            if end - start < MIN_PART and start and not self._stateful:
-                break
-            parent, key = key, block_key(key, packed(tokens[start:end]))
-            blocks.append(Block(start, end, parent, key))
-        return _Target(node, node.end, tokens, blocks)
+    def _chain(self, target: _Target) -> None:
+        """Adds the next blocks of a path, with their keys."""
+        path, blocks = path_of(target.node), target.blocks
+        for _ in range(STEP_BLOCKS):
+            start = blocks[-1].end if blocks else 0
+            end = min(start + BLOCK_TOKENS, target.end)
+            short = end - start < MIN_PART and start and not self._stateful
+            if start == end or short:
+                target.chained = True
+                return
+            ids = tokens_between(path, start, end)
+            parent = blocks[-1].key if blocks else target.root
+            blocks.append(Block(start, end, parent, block_key(parent, packed(ids)), ids))
 
-    def _missing(self, target: _Target) -> Iterator[tuple[Block, Kind]]:
-        known = partial(self._known, Kind.TOKENS)
-        yield from ((block, Kind.TOKENS) for block in target.blocks if not known(block.key))
-        if target.node.state is not None and target.blocks:
+    def _missing(self, target: _Target) -> tuple[Block, Kind] | None:
+        """Returns the next record of the blocks so far that the disk lacks."""
+        while target.passed < len(target.blocks):
+            block = target.blocks[target.passed]
+            target.passed += 1
+            if not self._known(Kind.TOKENS, block.key):
+                return block, Kind.TOKENS
+        if target.chained and target.node.state is not None and target.blocks:
             last = target.blocks[-1]
             if not self._known(Kind.STATE, last.key):
-                yield last, Kind.STATE
+                return last, Kind.STATE
+        return None
 
     def _known(self, kind: Kind, key: bytes) -> bool:
         return (kind, key) in self._given or self._tier.has(kind, key)

@@ -30,9 +30,13 @@ def path_of(node: Node[E, S]) -> list[Node[E, S]]:
     return path[::-1]
 
 
-def tokens_of(path: Sequence[Node[E, S]]) -> tuple[int, ...]:
-    """Returns the tokens of a path."""
-    return tuple(token for node in path for token in node.tokens)
+def tokens_between(path: Sequence[Node[E, S]], start: int, end: int) -> tuple[int, ...]:
+    """Returns the tokens [start, end) of a path."""
+    found: tuple[int, ...] = ()
+    for node in path:
+        if node.start < end and node.end > start:
+            found += node.tokens[max(start - node.start, 0) : end - node.start]
+    return found
 
 
 def parts_between(path: Sequence[Node[E, S]], start: int, end: int) -> Iterator[Part[E]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mlxpool.worker.prefix_disk.pacing import Pace
+from mlxpool.worker.prefix_disk.pacing import PIECE, Pace
 from mlxpool.worker.prefix_disk.records import ArrayPlace, Kind, payload_bytes
 from mlxpool.worker.prefix_disk.segments import Bytes
 
@@ -58,7 +59,7 @@ def payload_of(
     pace: Pace | None = None,
 ) -> Bytes:
     """Returns the arrays of a record as they are stored, in `into`, which has as many bytes, or in
-    new memory.
+    new memory. With `pace` the thread rests between pieces of the copy.
     """
     whole = np.empty(payload_bytes(places), dtype=np.uint8) if into is None else into
     end = 0
@@ -67,11 +68,37 @@ def payload_of(
         end = place.offset + place.nbytes
         target = whole[place.offset : end]
         typed = target.view(array.parts[0].dtype).reshape(place.shape)
-        if len(array.parts) == 1:
-            np.copyto(typed, array.parts[0])
-        else:
-            np.concatenate(array.parts, axis=array.axis, out=typed)
-        if pace is not None:
-            pace.rest()
+        for part, to in zip(array.parts, _split(typed, array), strict=True):
+            most = PIECE if pace is None else pace.piece
+            for area in areas(part.shape, part.itemsize, most):
+                to[area] = part[area]
+                if pace is not None:
+                    pace.rest()
     whole[end:] = 0
     return whole
+
+
+def _split(whole: np.ndarray[Any, Any], array: NamedArray) -> list[np.ndarray[Any, Any]]:
+    """Returns views of a whole array, one for each of the parts that it is joined of."""
+    if len(array.parts) == 1:
+        return [whole]
+    sizes = [part.shape[array.axis] for part in array.parts]
+    return np.split(whole, np.cumsum(sizes[:-1]), axis=array.axis)
+
+
+def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, ...]]:
+    """Yields areas that together are an array of a shape, each of at most `most` bytes or one item.
+
+    `item`: bytes of one item.
+    """
+    if not shape or math.prod(shape) * item <= most:
+        yield ()
+        return
+    each = math.prod(shape[1:]) * item  # bytes of what one index of the first axis has
+    count = max(1, most // each)
+    for start in range(0, shape[0], count):
+        here = slice(start, start + count)
+        if each <= most:
+            yield (here,)
+        else:
+            yield from ((here, *rest) for rest in areas(shape[1:], item, most))

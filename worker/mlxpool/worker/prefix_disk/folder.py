@@ -115,7 +115,11 @@ class ModelFolder:
 
     def files(self) -> list[SegmentFile]:
         """Returns all segments of the model, of whatever digest."""
-        return list(segment_files(self.path))
+        return list(self.each())
+
+    def each(self) -> Iterator[SegmentFile]:
+        """Yields all segments of the model, of whatever digest."""
+        return segment_files(self.path)
 
 
 def segment_files(folder: Path) -> Iterator[SegmentFile]:

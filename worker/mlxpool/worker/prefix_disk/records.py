@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, ID_BYTES, KEY_BYTES, block_key
+from mlxpool.worker.prefix_disk.pacing import PIECE
 
 FORMAT = 1  # raised with every change of what follows
 SEGMENT_MAGIC = b"MLXPOOLP"
@@ -30,7 +31,6 @@ MAX_SEGMENT_HEADER = 64 * 1024  # bytes
 MAX_HEADER = 1024 * 1024  # bytes of a record's header; thousands of arrays fit
 MAX_PAYLOAD = 2**34  # bytes of a record's arrays
 MAX_DIMENSIONS = 8
-PIECE = 256 * 1024  # bytes that are checked at a time
 
 # Sizes of the items of dtypes, by MLX's names; others are not stored.
 ITEM_BYTES: Mapping[str, int] = {
@@ -170,10 +170,16 @@ def checksum_of(digest: bytes, pieces: Iterable[bytes | memoryview]) -> bytes:
     return state.digest()
 
 
-def pieces_of(whole: memoryview) -> Iterator[memoryview]:
-    """Yields the bytes of a buffer in pieces; other threads have Python's lock between them."""
-    for at in range(0, len(whole), PIECE):
-        yield whole[at : at + PIECE]
+def pieces_of(whole: memoryview, size: Callable[[], int] = lambda: PIECE) -> Iterator[memoryview]:
+    """Yields the bytes of a buffer in pieces; other threads have Python's lock between them.
+
+    `size` says how many bytes the next piece has at most.
+    """
+    at = 0
+    while at < len(whole):
+        end = at + size()
+        yield whole[at:end]
+        at = end
 
 
 def header_size(head: bytes) -> int:

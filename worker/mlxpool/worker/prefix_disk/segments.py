@@ -22,7 +22,7 @@ import numpy.typing as npt
 from mlxpool.worker.prefix_disk import records
 from mlxpool.worker.prefix_disk.keys import unpacked
 from mlxpool.worker.prefix_disk.pacing import Pace
-from mlxpool.worker.prefix_disk.records import PIECE, BadRecord, RecordHeader, aligned
+from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned
 
 SUFFIX = ".seg"
 FILE_MODE = 0o600
@@ -74,24 +74,21 @@ class Segment:
         self.reported = False  # whether that was counted
         self._used = 0.0  # when its use was noted last
 
-    def scan(self) -> list[tuple[RecordHeader, Place]]:
-        """Returns the records that were appended since the last call.
+    def scan(self) -> Iterator[tuple[RecordHeader, Place]]:
+        """Yields the records that were appended since the last call. Raises OSError.
 
         A record that is not complete is looked at again by the next call. One whose header does not
         check ends the segment: nobody knows where the next one begins.
         """
-        found: list[tuple[RecordHeader, Place]] = []
         if self.broken:
-            return found
+            return
         size = os.fstat(self._descriptor).st_size
         for header, offset in headers_from(self._descriptor, self._digest, self.scanned, size):
             if header is None:
                 self.broken = True
                 break
-            place = Place(self, offset, header.size, header.payload, header.tokens)
-            found.append((header, place))
             self.scanned = offset + aligned(header.record_bytes)
-        return found
+            yield header, Place(self, offset, header.size, header.payload, header.tokens)
 
     def read(self, place: Place) -> tuple[RecordHeader, Bytes]:
         """Returns a record: its header, and its arrays as bytes.
@@ -178,12 +175,12 @@ class SegmentWriter:
         most = 0.0  # seconds of rests that the bytes so far allow
         try:
             while views:
-                some = views[:MAX_PARTS] if pace is None else _first(views, PIECE)
+                some = views[:MAX_PARTS] if pace is None else _first(views, pace.piece)
                 count = os.pwritev(self._descriptor, some, at)
                 at += count
                 views = _without(views, count)
                 if pace is not None:
-                    most += MAX_APPEND_REST * count / max(aligned(whole), PIECE)
+                    most += MAX_APPEND_REST * count / max(aligned(whole), pace.piece)
                     most -= pace.rest(most)
         except OSError:
             os.ftruncate(self._descriptor, self.size)

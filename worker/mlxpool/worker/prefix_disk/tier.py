@@ -44,7 +44,7 @@ from mlxpool.worker.prefix_disk.records import (
     pieces_of,
     places_of,
 )
-from mlxpool.worker.prefix_disk.segments import Bytes, Segment, SegmentWriter
+from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Bytes, Segment, SegmentWriter
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -78,8 +78,9 @@ class DiskTier(Closing):
     """The records of one model in a folder that workers share.
 
     `digest` covers all that decides what a record's arrays are. `about` says it in words. `room`:
-    bytes of records that wait to be taken or written, each. `wake` is called by the reading thread
-    when the compute thread has something to do.
+    bytes of records that wait to be taken or written, each. `on_cores`: whether steps compute on
+    the cores that the threads use. `wake` is called by the reading thread when the compute thread
+    has something to do.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class DiskTier(Closing):
         *,
         budget: int,
         room: int,
+        on_cores: bool,
         wake: Callable[[], None],
     ) -> None:
         self._folder, self._digest, self._about = folder, digest, about
@@ -104,6 +106,7 @@ class DiskTier(Closing):
         self._refreshed = 0.0
         self.looked = False  # whether the index has what was there at the start
         self._progress = 0.0  # when the reading thread did something last, monotonic seconds
+        self._reads = False  # whether it reads for a sequence
         self._awaits_room = False  # whether it waits for the compute thread
         self._readings: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -113,7 +116,8 @@ class DiskTier(Closing):
         self._pending_bytes = 0
         self._written: deque[list[NewRecord]] = deque()
         self._writer: SegmentWriter | None = None
-        self._pace = Pace(lambda: not self.busy or self._closing.is_set())
+        self._pace = Pace(self._writes_at_once, on_cores=on_cores)
+        self._look_pace = Pace(self._looks_at_once, on_cores=on_cores)
         self._buffer: Bytes | None = None  # for the arrays of records, while they come
         self._paused_until = 0.0
         self._read_fault: Fault | None = None  # of the newest look at the folder
@@ -196,6 +200,10 @@ class DiskTier(Closing):
 
     # ---- the thread that reads -------------------------------------------------------------------
 
+    def _looks_at_once(self) -> bool:
+        """Whether a look at the folder has no rests: nothing runs, or a sequence waits for it."""
+        return self._writes_at_once() or self._reads or not self._readings.empty()
+
     def _read_all(self) -> None:
         try:
             self._refresh(monotonic())
@@ -222,12 +230,14 @@ class DiskTier(Closing):
 
     def _read(self, reading: Reading) -> None:
         wanted: Wanted | None = reading.wanted
+        self._reads = True
         try:
             if not reading.ended:
                 self._refresh(monotonic())
                 while wanted is not None:
                     wanted = self._read_chosen(reading, wanted)
         finally:
+            self._reads = False
             reading.finish()
             self._wake()
 
@@ -269,13 +279,16 @@ class DiskTier(Closing):
     def _refresh(self, now: float) -> None:
         """Finds the segments and records that were added, and forgets those that were deleted.
 
-        Where the folder cannot be read, what is known stays, until the next time.
+        Where the folder cannot be read, what is known stays, until the next time. While sequences
+        run and none waits for it, the thread rests between files and between records.
         """
         if now - self._refreshed < REFRESH_INTERVAL / 10 and self._segments:
             return
-        self._refreshed = now
+        self._refreshed, pace = now, self._look_pace
+        pace.begin()
+        unseen = list(self._unseen.items())  # before the look, which takes a while
         try:
-            files = self._folder.files()
+            files = list(pace.between(self._folder.each()))
         except OSError as error:
             text = "the folder of the prefix cache cannot be read"
             self._read_fault = _logged(error, self._read_fault, text)
@@ -293,7 +306,8 @@ class DiskTier(Closing):
             segment = self._segments.get(name)
             if segment is not None:
                 self._scan(segment)
-        for (kind, key), path in list(self._unseen.items()):
+            pace.rest()
+        for (kind, key), path in unseen:
             if self.index.has(kind, key) or path.name not in there:
                 self._unseen.pop((kind, key), None)
         self.counters.bytes = sum(one.size for one in files)
@@ -313,7 +327,7 @@ class DiskTier(Closing):
 
     def _scan(self, segment: Segment) -> None:
         try:
-            for header, place in segment.scan():
+            for header, place in self._look_pace.between(segment.scan()):
                 self.index.add(header, place)
             self._progress = monotonic()
         except OSError as error:  # the next look tries it again
@@ -323,6 +337,10 @@ class DiskTier(Closing):
             self.counters.bad += 1
 
     # ---- the thread that writes ------------------------------------------------------------------
+
+    def _writes_at_once(self) -> bool:
+        """Whether the writing thread does not rest: nothing runs, or the tier ends."""
+        return not self.busy or self._closing.is_set()
 
     def _write_all(self) -> None:
         while (holder := self._writes.get()) is not None:
@@ -353,7 +371,7 @@ class DiskTier(Closing):
         if self._buffer is None or self._buffer.size < size:
             self._buffer = np.empty(size, dtype=np.uint8)
         payload = payload_of(record, places, self._buffer[:size], self._pace).data
-        pieces = self._pace.between(pieces_of(payload))
+        pieces = self._pace.between(pieces_of(payload, lambda: self._pace.piece))
         header = records.encode_header(
             self._digest,
             record.kind,
@@ -364,8 +382,10 @@ class DiskTier(Closing):
             checksum_of(self._digest, pieces),
         )
         size = len(header) + len(payload) + records.ALIGNMENT
+        self._pace.rest()
         try:
             self._folder.prepare(self._digest)  # `mlxpool prefix rm` may have deleted it
+            self._pace.rest()
             with self._folder.locked():
                 path = self._append(header, payload, size)
         except Locked:
@@ -396,6 +416,7 @@ class DiskTier(Closing):
             raise OSError(
                 f"a record of {size} bytes does not fit into prefix_disk, {self._budget} bytes"
             )
+        self._pace.rest(MAX_APPEND_REST / 10)
         if writer is None:
             self._folder.prepare(self._digest)  # of which `make_room` deletes the last segment
             writer = self._writer = SegmentWriter(self._path, self._digest, self._about)
