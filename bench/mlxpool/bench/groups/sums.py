@@ -22,12 +22,18 @@ from mlxpool.bench.groups.rank_processes import add_options, meeting_of, run_ran
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.collectives import NCCL, Collectives
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import LAUNCHES, BufferShape, Launch, Limits
+from mlxpool.worker.groups.peer_sums import (
+    LAUNCHES,
+    LINE_LAUNCHES,
+    BufferShape,
+    Launch,
+    Limits,
+)
 from mlxpool.worker.kernels import device
 
 Sum = Callable[[mx.array], "mx.array | None"]
 
-WORDS, CHUNKS = "words", "chunks"  # peer_sum.cu and peer_sum_large.cu
+WORDS, CHUNKS, LINES = "words", "chunks", "lines"  # peer_sum.cu, _large.cu and _lines.cu
 MAX_WORDS, MAX_CHUNKS = 2**24, 2**25  # bytes that each of them is measured up to
 BOUND = 30.0  # seconds
 
@@ -43,7 +49,13 @@ def main() -> int:
         "--launch",
         nargs="*",
         default=sorted({f"{one.unroll}x{one.blocks}" for one in LAUNCHES}),
-        help="of the kernel for many bytes: pieces of a thread in a chunk, x thread blocks",
+        help="of chunks: pieces of a thread in a chunk, x thread blocks",
+    )
+    parser.add_argument(
+        "--line-launch",
+        nargs="*",
+        default=sorted({f"{one.unroll}x{one.blocks}" for one in LINE_LAUNCHES}),
+        help="of lines: lines of each eight lanes, x thread blocks; over NVLink alone",
     )
     add_options(parser)
     options = parser.parse_args()
@@ -68,12 +80,15 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
     if not device.on_gpu():
         return found
     shapes = {WORDS: BufferShape(options.ranks, Limits(MAX_WORDS, 0))}
-    for name in options.launch:
-        launch = Launch(MAX_CHUNKS, *map(int, name.split("x")))
-        shapes[f"{CHUNKS} {name}"] = BufferShape(options.ranks, Limits(0, MAX_CHUNKS), (launch,))
+    for kind, names in ((CHUNKS, options.launch), (LINES, options.line_launch)):
+        for name in names:
+            launch = Launch(MAX_CHUNKS, *map(int, name.split("x")))
+            limits = Limits(0, MAX_CHUNKS)
+            shape = BufferShape(options.ranks, limits, (launch,), lines=kind == LINES)
+            shapes[f"{kind} {name}"] = shape
     for name, shape in shapes.items():
         try:
-            peers = peer_exchange.connect(collectives, CudaPeerMemory, shape)
+            peers = peer_exchange.connect(collectives, CudaPeerMemory, lambda _, one=shape: one)
         except PeerMemoryError as error:
             print(f"rank {options.rank}: {name}: {error}", flush=True)
             continue

@@ -1,8 +1,8 @@
 """Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
 
 Each rank has one buffer, allocated once, that its peers map and write. The kernels are
-cuda/peer_sum.cu, for few bytes, and cuda/peer_sum_large.cu; cuda/peer_memory.cuh says how they stay
-in step. A sum has the number of those before it, its epoch, which the GPU counts: so every rank has
+cuda/peer_sum.cu, for few bytes, and for more of them cuda/peer_sum_lines.cu, where NVLink connects
+all GPUs of the group, or cuda/peer_sum_large.cu; cuda/peer_memory.cuh says how they stay in step. A sum has the number of those before it, its epoch, which the GPU counts: so every rank has
 to compute the same sums in the same order. MLX runs kernels of one evaluation beside each other
 unless one reads what the other writes, and evaluations one after the other. So the sums of one
 evaluation must be a chain, each of numbers that depend on the one before, as those of a model are.
@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels.kernel_builder import (
     FLOAT_DTYPES,
+    WARP_SIZE,
     Constant,
     build_kernel,
     include_line,
@@ -26,8 +27,10 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
 PIECE_BYTES = 16  # that a thread has of x
-SMALL_THREADS, LARGE_THREADS = 128, 512  # of a thread block of each kernel
+SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # of a thread block of each kernel
 WORD_BYTES = 32  # that a piece takes with its tags
+LINE_BYTES = 128  # of which 8 are the tag
+GROUPS = 4  # of eight lanes, in a warp, each of which has a line at a time
 FLAG_BYTES = 8
 HALVES = 2  # of a buffer: a sum uses that of its epoch
 STATE_BYTES = 256  # of a buffer, before what peers write; see peer_memory.cuh
@@ -40,7 +43,10 @@ DTYPES = (*FLOAT_DTYPES, mx.int32)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most bytes of an array that each kernel adds up; larger ones are NCCL's."""
+    """The most bytes of an array that each kernel adds up; larger ones are NCCL's.
+
+    `small` is that of words, `large` that of lines or chunks.
+    """
 
     small: int
     large: int
@@ -48,10 +54,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How peer_sum_large adds up arrays of at most `size` bytes.
+    """How the kernel for many bytes adds up arrays of at most `size` bytes.
 
-    It has `blocks` thread blocks at most, each with chunks of `unroll` pieces for each thread. GPUs
-    release the flags of chunks one after the other, in about a microsecond each.
+    It has `blocks` thread blocks at most. Each of its threads has `unroll` pieces of a chunk, or
+    each eight lanes so many lines, an even number. GPUs release the flags of chunks one after the
+    other, in about a microsecond each.
     """
 
     size: int
@@ -67,6 +74,7 @@ LIMITS: Mapping[int, Limits] = {2: Limits(2**13, 2**25)}
 # Only two were measured, so the others have what is far below the time of NCCL.
 OTHER_LIMITS = Limits(2**13, 2**20)
 LAUNCHES = (Launch(2**20, 8, 64), Launch(2**23, 16, 32), Launch(2**25, 8, 64))
+LINE_LAUNCHES = (Launch(2**18, 2, 128), Launch(2**20, 4, 128), Launch(2**25, 8, 128))
 
 
 def limits_of(ranks: int) -> Limits:
@@ -76,11 +84,22 @@ def limits_of(ranks: int) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class BufferShape:
-    """The places in a rank's buffer: words for small sums, numbers for large ones, their flags."""
+    """The places in a rank's buffer: words for small sums, and for large ones lines or chunks.
+
+    `lines`: 128 bytes that a warp of one GPU writes at once into the memory of another one arrive
+    whole there, as they do over NVLink.
+    """
 
     ranks: int
     limits: Limits
     launches: tuple[Launch, ...] = LAUNCHES
+    lines: bool = False
+
+    @classmethod
+    def of(cls, ranks: int, limits: Limits | None = None, *, lines: bool) -> BufferShape:
+        """The shape for so many ranks; `limits` None: those that were measured for them."""
+        launches = LINE_LAUNCHES if lines else LAUNCHES
+        return cls(ranks, limits or limits_of(ranks), launches, lines)
 
     @property
     def small_pieces(self) -> int:
@@ -104,16 +123,30 @@ class BufferShape:
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property
+    def area(self) -> int:
+        """The bytes for the large array of one peer."""
+        if not self.lines:
+            return self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
+        return max(
+            -(-self.large_pieces // pieces_of_warp(one.unroll)) * GROUPS * one.unroll * LINE_BYTES
+            for one in self.launches
+        )
+
+    @property
     def size(self) -> int:
         """The bytes of a buffer."""
-        area = self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
-        whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * area
+        whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * self.area
         return -(-whole // ALIGNMENT) * ALIGNMENT
 
     def launch_of(self, size: int) -> Launch:
         """How arrays of `size` bytes are added up."""
         fitting = (launch for launch in self.launches if size <= launch.size)
         return next(fitting, self.launches[-1])
+
+
+def pieces_of_warp(lines: int) -> int:
+    """The pieces of an array in so many lines of each eight lanes of a warp."""
+    return GROUPS * (7 * lines + lines // 2)
 
 
 class PeerSums:
@@ -172,11 +205,17 @@ class PeerSums:
         if x.nbytes <= shape.limits.small:
             made = _small_kernel(shape, width, x.dtype, adds=adds, joins=joins)
             threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
+        elif shape.lines:
+            launch = shape.launch_of(x.nbytes)
+            made = _line_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
+            threads = LINE_THREADS
+            each = threads // WARP_SIZE * pieces_of_warp(launch.unroll)
+            blocks = min(launch.blocks, -(-pieces // each))
         else:
             launch = shape.launch_of(x.nbytes)
             made = _large_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
             threads = LARGE_THREADS
-            blocks = min(launch.blocks, -(-pieces // (LARGE_THREADS * launch.unroll)))
+            blocks = min(launch.blocks, -(-pieces // (threads * launch.unroll)))
         found: list[mx.array] = made(
             inputs=[x, x if residual is None else residual, self._places, self._watch.array],
             grid=(blocks * threads, 1, 1),
@@ -209,6 +248,19 @@ def _large_kernel(
     return _kernel("peer_sum_large", shape, own, width, dtype, adds=adds, joins=joins)
 
 
+@cache
+def _line_kernel(
+    shape: BufferShape, lines: int, width: int, dtype: mx.Dtype, *, adds: bool, joins: bool
+) -> Any:
+    own = {
+        "AREA": shape.area,
+        "THREADS": LINE_THREADS,
+        "LINES": lines,
+        "OFFSET": shape.large_offset,
+    }
+    return _kernel("peer_sum_lines", shape, own, width, dtype, adds=adds, joins=joins)
+
+
 def _kernel(
     name: str,
     shape: BufferShape,
@@ -227,4 +279,5 @@ def _kernel(
         {**common, **own, "ADDS": adds, "JOINS": joins},
         contiguous=True,
         header=include_line("peer_memory.cuh"),
+        bounds=(own["THREADS"], 1),
     )
