@@ -88,7 +88,9 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
             shapes[f"{kind} {name}"] = shape
     for name, shape in shapes.items():
         try:
-            peers = peer_exchange.connect(collectives, CudaPeerMemory, lambda _, one=shape: one)
+            peers = peer_exchange.connect(
+                collectives, CudaPeerMemory, lambda _, one=shape: one, lambda sums: True
+            )
         except PeerMemoryError as error:
             print(f"rank {options.rank}: {name}: {error}", flush=True)
             continue

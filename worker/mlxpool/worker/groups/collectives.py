@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -39,7 +39,7 @@ class Collectives:
         self._wait_limit = 0.0
 
     @classmethod
-    def join(cls, meeting: Meeting, sums: str = NCCL) -> Collectives:
+    def join(cls, meeting: Meeting, sums: str = NCCL) -> Self:
         """Waits without end for all ranks: NCCL between GPUs, else a ring of connections.
 
         `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError where
