@@ -57,6 +57,7 @@ def main() -> int:
         default=sorted({f"{one.unroll}x{one.blocks}" for one in LINE_LAUNCHES}),
         help="of lines: lines of each eight lanes, x thread blocks; over NVLink alone",
     )
+    parser.add_argument("--no-words", action="store_true", help="they are slow for many bytes")
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
@@ -79,7 +80,7 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
     found: dict[str, Sum] = {"NCCL" if device.on_gpu() else "ring": collectives.all_sum}
     if not device.on_gpu():
         return found
-    shapes = {WORDS: BufferShape(options.ranks, Limits(MAX_WORDS, 0))}
+    shapes = {} if options.no_words else {WORDS: BufferShape(options.ranks, Limits(MAX_WORDS, 0))}
     for kind, names in ((CHUNKS, options.launch), (LINES, options.line_launch)):
         for name in names:
             launch = Launch(MAX_CHUNKS, *map(int, name.split("x")))
