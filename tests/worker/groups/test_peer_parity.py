@@ -35,7 +35,7 @@ def test_they_draw_the_tokens_of_one_device(tmp_path: Path) -> None:
     )
     shutil.rmtree(built)
     found = json.loads(done.stdout)
-    assert {"peer_sum", "peer_sum_large"} <= set(found["kernels"])
+    assert {"peer_sum", "peer_sum_lines"} <= set(found["kernels"])
     whole = single(folder, lookahead=False)
     assert found["tokens"] == [tokens(whole)] * 2
     whole.close()
