@@ -29,6 +29,7 @@ from mlxpool.common.transport import question, sockets
 from mlxpool.worker.groups.collectives import AUTO, NCCL
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
+POOL_MEMORY = 10**12  # bytes: models are in memory of GPUs, of which the pool knows nothing
 CLIENTS = 4  # processes that share the streams
 OURS = "mlxpool"  # the name of the pool in the figures of `mlxpool bench load`
 MIXED_FIGURES = (
@@ -85,6 +86,7 @@ def measure(
     """The figures with so many devices, and the tokens of the streams of one round."""
     context = max(options.prompt + options.tokens, options.prefill) + SPARE_CONTEXT
     settings = (
+        f"[pool]\nmemory_limit = {POOL_MEMORY}\n"
         f'[models.{MODEL}]\npath = "{options.model}"\nprefix_cache = "off"\npin = true\n'
         f'devices = {devices}\ndevice_sums = "{sums}"\n'
         f"context = {context}\nreplicas = {options.replicas}\n"
