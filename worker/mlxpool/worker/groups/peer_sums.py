@@ -34,10 +34,9 @@ GROUPS = 4  # of eight lanes, in a warp, each of which has a line at a time
 FLAG_BYTES = 8
 HALVES = 2  # of a buffer: a sum uses that of its epoch
 STATE_BYTES = 256  # of a buffer, before what peers write; see peer_memory.cuh
-PLACES = 512  # numbers of the array with the addresses of buffers
+PLACES = 512  # numbers of the array with the rank, the bound and the addresses of buffers
 ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
-WHO, BOUND_MS = range(2)  # of the numbers that the host shares
-LONGEST_BOUND = 2**31 // 1000 - 1  # seconds
+LONGEST_BOUND = 10**9  # seconds
 DTYPES = (*FLOAT_DTYPES, mx.int32)
 
 
@@ -154,25 +153,27 @@ class PeerSums:
 
     def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
         """`addresses`: where this process has the buffer of each rank, by rank."""
-        self.shape, self.rank = shape, rank
-        # Every thread block reads them: they have to be in memory of the device's own, as only the
-        # new output of an operation is, see docs/notes/mlx-cuda-buffers.md.
-        given = mx.array([rank, *addresses], dtype=mx.int64)
+        self.shape, self.rank, self._addresses = shape, rank, tuple(addresses)
+        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
+        self.set_bound(LONGEST_BOUND)
+
+    def set_bound(self, seconds: float) -> None:
+        """Says how long a sum that is built from now on waits for a peer before it is lost."""
+        # Every thread block reads them, and the bound in each wait: they have to be in memory of
+        # the device's own, as only the new output of an operation is, see
+        # docs/notes/mlx-cuda-buffers.md.
+        bound = int(1e9 * min(seconds, LONGEST_BOUND))
+        given = mx.array([self.rank, bound, *self._addresses], dtype=mx.int64)
         spare = mx.zeros((PLACES - given.size,), dtype=mx.int64)
         mx.eval(given, spare)
         mx.clear_cache()
         self._places = mx.concatenate([given, spare])
         mx.eval(self._places)
-        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
-
-    def set_bound(self, seconds: float) -> None:
-        """Says how long a sum waits for a peer before it gives it up as lost."""
-        self._watch.numbers[BOUND_MS] = int(1000 * min(seconds, LONGEST_BOUND))
 
     @property
     def lost(self) -> int | None:
         """The rank that did not come to a sum within the bound; no sum counts since then."""
-        who = int(self._watch.numbers[WHO])
+        who = int(self._watch.numbers[0])
         return who - 1 if who else None
 
     def takes(self, size: int, dtype: mx.Dtype) -> bool:
