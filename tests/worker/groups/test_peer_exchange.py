@@ -114,7 +114,15 @@ def _no_driver() -> Any:
         (FakePeerMemory(), None, (0,), (1,), "another rank cannot map"),
         (FakePeerMemory(), None, (1, 0), (1, 1), "another rank cannot add up"),
     ],
-    ids=["no driver", "no identity", "no export", "none there", "no map", "no map there", "no sums there"],
+    ids=[
+        "no driver",
+        "no identity",
+        "no export",
+        "none there",
+        "no map",
+        "no map there",
+        "no sums there",
+    ],
 )
 def test_what_fails_on_one_rank_fails_on_all(
     other: bytes,
@@ -137,7 +145,9 @@ def test_what_fails_on_one_rank_fails_on_all(
     assert (others.told[0] != NO_IDENTITY) == known
     assert (others.told[2] != NO_HANDLE) == (known and memory.exports)
     if memory is not None:
-        assert others.held[-1] == (int(known), 0), "unmapped, and not freed before the others have unmapped"
+        assert others.held[-1] == (int(known), 0), (
+            "unmapped, and not freed before the others have unmapped"
+        )
         assert memory.allocated == {} and memory.opened == []
 
 

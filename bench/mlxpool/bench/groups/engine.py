@@ -104,7 +104,8 @@ class TimedFollower(Follower):
 
 def _host_ms(times: Times) -> dict[str, float]:
     return {
-        f"x{rows}": round(1e3 * statistics.median(every), 3) for rows, every in sorted(times.items())
+        f"x{rows}": round(1e3 * statistics.median(every), 3)
+        for rows, every in sorted(times.items())
     }
 
 

@@ -29,7 +29,7 @@ from mlxpool.worker.attention.paged_runner import (
     padded_tokens,
     padded_width,
 )
-from mlxpool.worker.attention.ragged_runner import RaggedRunner, attention_of
+from mlxpool.worker.attention.ragged_runner import PASS_LINES, RaggedRunner, attention_of
 from mlxpool.worker.attention.row_batch import (
     CacheRow,
     Ids,
@@ -323,6 +323,7 @@ class PagedLayout(Layout):
     """
 
     holds_prefixes = True
+    pass_lines: Sequence[int] = PASS_LINES  # of the compiled ragged passes
 
     def __init__(
         self,
@@ -395,7 +396,9 @@ class PagedLayout(Layout):
         if not found.supported:
             return None
         store = cast(PagedStore, self.store)
-        return RaggedRunner(self._model, store, self.pool, rows, found, uploads)
+        return RaggedRunner(
+            self._model, store, self.pool, rows, found, uploads, lines=self.pass_lines
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:

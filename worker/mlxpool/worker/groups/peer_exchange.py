@@ -27,6 +27,7 @@ from mlxpool.worker.transfers.shared_array import Numbers
 
 TRIAL_BOUND = 20.0  # seconds that the first sums wait for a peer, which may be compiling them
 TRIAL_WIDTH = 64  # numbers of a line of the arrays that are added up for a trial
+TRIAL_BYTES = 2**16  # of a large one, where one kernel adds up small ones, too
 NO_HANDLE, NO_IDENTITY = bytes(HANDLE_BYTES), bytes(IDENTITY_BYTES)
 
 
@@ -123,7 +124,7 @@ def _tried(
 def _trial(sums: PeerSums) -> bool:
     """Sums of each kernel, with numbers that every rank knows of the others."""
     limits, right = sums.shape.limits, True
-    for size in (8 * TRIAL_WIDTH, 2 * limits.small):
+    for size in (8 * TRIAL_WIDTH, 2 * limits.small or TRIAL_BYTES):
         if not 0 < size <= max(limits.small, limits.large):
             continue
         every = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]

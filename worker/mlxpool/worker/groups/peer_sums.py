@@ -56,8 +56,7 @@ class Launch:
     """How the kernel for many bytes adds up arrays of at most `size` bytes.
 
     It has `blocks` thread blocks at most. Each of its threads has `unroll` pieces of a chunk, or
-    each eight lanes so many lines, an even number. GPUs release the flags of chunks one after the
-    other, in about a microsecond each.
+    each eight lanes so many lines, an even number.
     """
 
     size: int
@@ -65,15 +64,15 @@ class Launch:
     blocks: int
 
 
-# Two H200 over NVLink, microseconds of a sum with NCCL and with our kernel: 8 KiB 37 and 9, 64 KiB
-# 39 and 21, 256 KiB 38 and 21, 1 MiB 42 and 26, 8 MiB 79 and 69, 16 MiB 114 and 86. The kernel for
-# few bytes is the slower one from 64 KiB on: its polls delay the words that they wait for.
-LIMITS: Mapping[int, Limits] = {2: Limits(2**13, 2**25)}
+# Two H200 over NVLink, microseconds of a sum with NCCL, by words, by chunks and by lines: 8 KiB 36,
+# 11, 13 and 11, 256 KiB 36, 13, 17 and 11, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 43, 16 MiB
+# 107, 107, 89 and 75.
+LIMITS: Mapping[int, Limits] = {2: Limits(2**18, 2**25)}
 # With more ranks each writes an array to each peer, where NCCL's rings write it about twice.
 # Only two were measured, so the others have what is far below the time of NCCL.
 OTHER_LIMITS = Limits(2**13, 2**20)
-LAUNCHES = (Launch(2**20, 8, 64), Launch(2**23, 16, 32), Launch(2**25, 8, 64))
-LINE_LAUNCHES = (Launch(2**18, 2, 128), Launch(2**20, 4, 128), Launch(2**25, 8, 128))
+LAUNCHES = (Launch(2**21, 2, 64), Launch(2**25, 8, 64))
+LINE_LAUNCHES = (Launch(2**25, 2, 128),)
 
 
 def limits_of(ranks: int) -> Limits:
@@ -97,8 +96,10 @@ class BufferShape:
     @classmethod
     def of(cls, ranks: int, limits: Limits | None = None, *, lines: bool) -> BufferShape:
         """The shape for so many ranks; `limits` None: those that were measured for them."""
-        launches = LINE_LAUNCHES if lines else LAUNCHES
-        return cls(ranks, limits or limits_of(ranks), launches, lines)
+        limits = limits or limits_of(ranks)
+        if lines:  # for few bytes, too
+            return cls(ranks, Limits(0, max(limits.small, limits.large)), LINE_LAUNCHES, lines)
+        return cls(ranks, limits, LAUNCHES, lines)
 
     @property
     def small_pieces(self) -> int:

@@ -95,7 +95,9 @@ class DeviceReads:
         """Reads a piece by several threads, which hold no lock of Python meanwhile."""
         share = -(-len(piece) // THREADS)
         parts = [(at, piece[at : at + share]) for at in range(0, len(piece), share)]
-        for _ in self._threads.map(lambda one: runs.read_into(stream, start + one[0], one[1]), parts):
+        for _ in self._threads.map(
+            lambda one: runs.read_into(stream, start + one[0], one[1]), parts
+        ):
             pass
 
 

@@ -19,8 +19,8 @@ auto piece_of = [&](long portion, int i) {
 auto area = [&](int at, int from) {
   return peers.buffer(at) + OFFSET + peers.area<RANKS>(at, from) * AREA + lane * 16;
 };
-auto send = [&](long portion) {
-  Piece<N> own[LINES];
+// Writes a portion to the peers, and keeps what this lane has of it.
+auto send = [&](long portion, Piece<N> (&own)[LINES]) {
   #pragma unroll
   for (int i = 0; i < LINES; i++) {
     const long piece = piece_of(portion, i);
@@ -37,9 +37,10 @@ auto send = [&](long portion) {
   }
 };
 long portion = (long)blockIdx.x * WARPS + threadIdx.x / 32;
-if (portion < portions) send(portion);
+Piece<N> own[LINES], next[LINES];
+if (portion < portions) send(portion, own);
 for (; portion < portions; portion += stride) {
-  if (portion + stride < portions) send(portion + stride);
+  if (portion + stride < portions) send(portion + stride, next);
   unsigned long words[RANKS - 1][LINES][2];  // of the peers, in the order of ranks
   #pragma unroll
   for (int other = 0; other < RANKS - 1; other++) {
@@ -59,11 +60,10 @@ for (; portion < portions; portion += stride) {
   for (int i = 0; i < LINES; i++) {
     const long piece = piece_of(portion, i);
     if (piece >= pieces || (tagged && i % 2)) continue;
-    const Piece<N> own = loaded<N>(x, piece, count);
     Sum<N> sum;
     #pragma unroll
     for (int from = 0; from < RANKS; from++) {
-      Piece<N> part = own;
+      Piece<N> part = own[i];
       if (from != peers.rank) {
         const auto& theirs = from < peers.rank ? words[min(from, RANKS - 2)] : words[max(from - 1, 0)];
         part.words[0] = theirs[i][0];
@@ -79,5 +79,7 @@ for (; portion < portions; portion += stride) {
     if (ADDS) sum.add(loaded<N>(residual, piece, count));
     if (!JOINS) stored(out, piece, count, sum.rounded());
   }
+  #pragma unroll
+  for (int i = 0; i < LINES; i++) own[i] = next[i];
 }
 peers.end();
