@@ -1,11 +1,12 @@
 """Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
 
-Each rank has one buffer, allocated once, that its peers map and write. The kernels are
-cuda/peer_sum.cu, for few bytes, and for more of them cuda/peer_sum_lines.cu, where NVLink connects
-all GPUs of the group, or cuda/peer_sum_large.cu; cuda/peer_memory.cuh says how they stay in step. A sum has the number of those before it, its epoch, which the GPU counts: so every rank has
-to compute the same sums in the same order. MLX runs kernels of one evaluation beside each other
-unless one reads what the other writes, and evaluations one after the other. So the sums of one
-evaluation must be a chain, each of numbers that depend on the one before, as those of a model are.
+Each rank has one buffer, allocated once, that its peers map and write. The kernel is
+cuda/peer_sum_lines.cu where NVLink connects all GPUs of the group; elsewhere it is cuda/peer_sum.cu
+for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh says how they stay in step.
+A sum has the number of those before it, its epoch, which the GPU counts: so every rank has to
+compute the same sums in the same order. MLX runs kernels of one evaluation beside each other unless
+one reads what the other writes, and evaluations one after the other. So the sums of one evaluation
+must be a chain, each of numbers that depend on the one before, as those of a model are.
 """
 
 from __future__ import annotations
