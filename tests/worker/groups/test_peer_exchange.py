@@ -143,7 +143,8 @@ def test_what_fails_on_one_rank_fails_on_all(
     assert others.told[1] == 0 and others.told[3:] == [*told, 1], "the other rank waits for no more"
     known = memory is not None and memory.number > 0
     assert (others.told[0] != NO_IDENTITY) == known
-    assert (others.told[2] != NO_HANDLE) == (known and memory.exports)
+    exports = known and memory is not None and memory.exports
+    assert (others.told[2] != NO_HANDLE) == exports
     if memory is not None:
         assert others.held[-1] == (int(known), 0), (
             "unmapped, and not freed before the others have unmapped"

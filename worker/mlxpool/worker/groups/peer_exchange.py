@@ -93,8 +93,9 @@ def _over_nvlink(agreement: Agreement, memory: PeerMemory | None, own: bytes) ->
     """Whether it connects each GPU with all others; every rank takes part."""
     every = agreement.gathered(own)
     others = [one for rank, one in enumerate(every) if rank != agreement.rank]
-    known = memory is not None and NO_IDENTITY not in every
-    linked = known and all(map(memory.over_nvlink, others))
+    linked = False
+    if memory is not None and NO_IDENTITY not in every:
+        linked = all(map(memory.over_nvlink, others))
     return bool(agreement.least(int(linked)))
 
 
