@@ -66,14 +66,14 @@ class Launch:
 
 
 # Two H200 over NVLink, microseconds of a sum with NCCL, by words, by chunks and by lines: 8 KiB 36,
-# 11, 13 and 11, 256 KiB 36, 13, 17 and 11, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 43, 16 MiB
-# 107, 107, 89 and 75.
+# 11, 13 and 9, 256 KiB 36, 13, 17 and 14, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 40, 16 MiB
+# 107, 107, 89 and 67.
 LIMITS: Mapping[int, Limits] = {2: Limits(2**18, 2**25)}
 # With more ranks each writes an array to each peer, where NCCL's rings write it about twice.
 # Only two were measured, so the others have what is far below the time of NCCL.
 OTHER_LIMITS = Limits(2**13, 2**20)
 LAUNCHES = (Launch(2**21, 2, 64), Launch(2**25, 8, 64))
-LINE_LAUNCHES = (Launch(2**25, 2, 128),)
+LINE_LAUNCHES = (Launch(2**25, 2, 256),)
 
 
 def limits_of(ranks: int) -> Limits:
